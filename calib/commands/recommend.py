@@ -70,7 +70,7 @@ def recommend(
     with progress_bar(progress, as_json=as_json) as reported:
         found, warnings = run_recommendation(model, recipe, wish, progress=reported)
     if as_json:
-        print_json({**found.model_dump(), "warnings": warnings})
+        print_json({**found.model_dump(by_alias=True), "warnings": warnings})
         return
     warn(warnings)
     print_table(f"KV caches of {model}, not chosen", _HEADINGS, _rows(found))
@@ -87,5 +87,5 @@ def _rows(found: "Recommendation") -> list[tuple[str, ...]]:
             f"{show_number(each.kl.value)} {show_interval(each.kl.low, each.kl.high)}".strip(),
             each.why,
         )
-        for each in found.passed
+        for each in found.alternatives
     ]

@@ -5,11 +5,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from calib.choices import REFERENCE
-from calib.errors import InputError
-from calib.evaluate.report import REPORT_FILE, SCHEMA, Figure
+from calib.errors import InputError, first_problem
+from calib.evaluate.report import REPORT_FILE, SCHEMA, ComparedFigures, ReportHead
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
 _HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
@@ -31,55 +31,19 @@ _CONDITIONS = (
 )  # fmt: skip
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-
-class StrictFigure(Figure):
-    """A figure; null, and NaN of earlier reports, is no number."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Row(_Part):
-    """One variant, as far as it is compared: earlier reports have fewer figures."""
-
-    kl: StrictFigure
-    ppl_change: StrictFigure
-    top1: StrictFigure
-    measurable: bool  # whether the KL is above the noise floor
-    same_tokens: StrictFigure | None = None
-    passkey: StrictFigure | None = None
-
-
-class Data(_Part):
-    """The text that a report is of."""
-
-    source: str
-    fingerprint: str
-    documents: int
-    tokens: int
-    calibration_tokens: int
-
-
-class Report(_Part):
+class ComparedReport(ReportHead):
     """A `report.json` of any version of schema 1, as far as it is compared."""
 
-    model: str
-    backend: str
-    attention: str = "exact"
-    dtype: str
-    data: Data
-    suite: dict[str, Any] = Field(default_factory=dict)
-    variants: dict[str, Row]
+    suite: dict[str, Any] = Field({})
+    variants: dict[str, ComparedFigures]
 
 
 class Pair(NamedTuple):
-    """One variant in two reports."""
+    """Figures of one variant in two reports."""
 
     name: str
-    a: Row
-    b: Row
+    a: ComparedFigures
+    b: ComparedFigures
 
     @property
     def kl_ratio(self) -> float | None:
@@ -89,19 +53,19 @@ class Pair(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether both have a KL."""
+        """Return whether both have a KL."""
         return self.a.kl.is_finite and self.b.kl.is_finite
 
     @property
     def is_same(self) -> bool:
-        """Whether the KL intervals overlap, or neither is above its noise floor."""
+        """Return whether the KL intervals overlap, or neither is above its noise floor."""
         overlap = self.a.kl.low <= self.b.kl.high and self.b.kl.low <= self.a.kl.high
         is_noise = not (self.a.measurable or self.b.measurable)
         return self.is_finite and (overlap or is_noise)
 
 
 class Comparison(NamedTuple):
-    """What two reports say of the variants that both have."""
+    """The variants that two reports have, and what makes their figures doubtful."""
 
     a: Path
     b: Path
@@ -133,19 +97,18 @@ class Comparison(NamedTuple):
 def compare_reports(a: Path, b: Path) -> Comparison:
     """Compare two reports, each given as a file or as the directory that holds it."""
     first, second = load_report(a), load_report(b)
-    names = [name for name in first.variants if name != REFERENCE]
-    others = [name for name in second.variants if name != REFERENCE]
+    rows_a, rows_b = ({n: x.variants[n] for n in x.variants if n != REFERENCE} for x in (first, second))
     return Comparison(
         a,
         b,
-        [Pair(n, first.variants[n], second.variants[n]) for n in names if n in others],
-        [name for name in names if name not in others],
-        [name for name in others if name not in names],
-        [*_differences(first, second)],
+        pairs=[Pair(name, row, rows_b[name]) for name, row in rows_a.items() if name in rows_b],
+        only_a=[name for name in rows_a if name not in rows_b],
+        only_b=[name for name in rows_b if name not in rows_a],
+        warnings=[*_differences(first, second)],
     )
 
 
-def load_report(path: Path) -> Report:
+def load_report(path: Path) -> ComparedReport:
     """Read a report; refuse one that is damaged or of another schema."""
     file = path / REPORT_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
@@ -155,28 +118,22 @@ def load_report(path: Path) -> Report:
     except OSError as error:
         raise InputError(f"cannot read '{file}': {error.strerror or error}; {_HOW_MADE}") from None
     except ValidationError as error:
-        raise InputError(f"'{file}' is no report: {_explain(error)}; {_HOW_MADE}") from None
+        raise InputError(f"'{file}' is not a report: {first_problem(error)}; {_HOW_MADE}") from None
     if "schema" not in document:
-        raise InputError(f"'{file}' is no report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")
+        raise InputError(f"'{file}' is not a report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")
     if document["schema"] != SCHEMA:
         raise InputError(
             f"'{file}' is of schema {document['schema']!r:.20}; this version reads {SCHEMA}: "
             "evaluate again with it"
         )
     try:
-        return Report.model_validate(document)
+        return ComparedReport.model_validate(document, strict=True)
     except ValidationError as error:
-        raise InputError(f"'{file}' is damaged: {_explain(error)}; evaluate again") from None
+        raise InputError(f"'{file}' is damaged: {first_problem(error)}; evaluate again") from None
 
 
-def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
-
-
-def _differences(a: Report, b: Report) -> Iterator[str]:
-    """One line for each condition that differs."""
+def _differences(a: ComparedReport, b: ComparedReport) -> Iterator[str]:
+    """Yield one line for each condition that differs."""
     conditions = [(what, attrgetter(at)(a), attrgetter(at)(b), so) for what, at, so in _CONDITIONS]
     for key in sorted(a.suite.keys() | b.suite.keys()):
         conditions.append((f"the suite's {key}", a.suite.get(key), b.suite.get(key), _OTHER_SUITE))

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,169 +33,82 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import EngineQuery, swap_attention
 
 _TAIL = 0.025  # on each side of a 95 % interval
-_HALVINGS = 60  # of an interval: what is left is below the last bit of its ends
+_HALVINGS = 60  # of an interval, which is then below the last bit of its ends
 _LETTERS: tuple[Tensors, Tensors] = ("k", "v")
-
-
-class Clipped(NamedTuple):
-    """What scales clip in one layer, of all documents; K: KV heads, 2: K and V."""
-
-    saturated: Tensor  # [documents, 2, K] values beyond the format's largest
-    values: Tensor  # [documents, 2] per head, of K and of V
-    tokens: Tensor  # [tokens, 2, K] bool, has such a value
-
-
-def scaled_magnitudes(x: Tensor, scale: Tensor, centre: Tensor | None) -> Tensor:
-    """|x - centre| / scale [K, T, D] of one document's K or V [1, K, T, D]."""
-    x = x if centre is None else x - broadcast_scale(centre, x)
-    return (x[0].float() / broadcast_scale(scale, x)).abs()
-
-
-@torch.inference_mode()
-def count_clipped(
-    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
-) -> dict[str, dict[int, Clipped]]:
-    """Count by variant and layer, in the K and V that the reference makes of `documents` [T] each.
-
-    Layers that read another layer's cache are left out.
-    """
-    model = setup.model
-    attention = map_attention(model)
-    repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
-    largest = {v.name: fp8_max(FP8_DTYPES[v.scales.fp8_dtype]) for v in variants if v.scales}
-    found: dict[str, dict[int, list[Clipped]]] = {v.name: {} for v in variants}
-
-    def attend(
-        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        idx = module.layer_idx
-        for variant in variants:
-            if idx in repeats and idx in variant.layers:
-                stored = key[:, :: repeats[idx]], value[:, :: repeats[idx]]
-                counts = _count(*stored, variant.layers[idx], largest[variant.name])
-                found[variant.name].setdefault(idx, []).append(counts)
-        return original(module, query, key, value, *args, **kw)
-
-    with swap_attention(model, attend):
-        for token_ids in setup.progress.each("clipped values", documents, "documents"):
-            attention.read(model, token_ids[None].to(model.device))
-    return {
-        name: {idx: Clipped(*map(torch.cat, zip(*each, strict=True))) for idx, each in rows.items()}
-        for name, rows in found.items()
-    }
-
-
-def _count(key: Tensor, value: Tensor, scales: LayerScales, largest: float) -> Clipped:
-    """Count in one document's `key` and `value` [1, K, T, D]."""
-    pairs = ((key, scales.k, scales.k_center), (value, scales.v, None))
-    beyond = [scaled_magnitudes(*pair) > largest * ROUNDING for pair in pairs]
-    saturated = torch.stack([x.sum((1, 2)) for x in beyond])[None].cpu()
-    values = torch.tensor([[x.shape[1] * x.shape[2] for x in beyond]])
-    tokens = torch.stack([x.any(-1) for x in beyond]).movedim(-1, 0).cpu()
-    return Clipped(saturated, values, tokens)
-
-
-def clipped_layer(layer_idx: int, layer: Clipped, tensors: str) -> ClippedLayer:
-    """Shares and counts of one layer."""
-    shares = layer.saturated.sum(0) / layer.values.sum(0)[:, None]
-    return ClippedLayer(
-        layer_idx=layer_idx,
-        saturated=dict(zip(_LETTERS, shares.tolist(), strict=True)),
-        exceedance=exceedance(layer.tokens, tensors),
-    )
-
-
-def exceedance(clipped: Tensor, tensors: str, chance: float | None = None) -> Exceedance:
-    """Count the tokens of `clipped` [T, 2, K] bool, in those of K and V that `tensors` names.
-
-    `chance` is what was predicted of each.
-    """
-    rows = {letter: clipped[:, i] for i, letter in enumerate(_LETTERS) if letter in tensors}
-    whole = anywhere([clipped], tensors).model_dump()
-    expected: dict[str, float] = {} if chance is None else {"expected": chance * len(clipped)}
-    by_head = {name: x.sum(0).tolist() for name, x in rows.items()}
-    return Exceedance(**whole, **expected, by_head=by_head)
-
-
-def predicted(variants: Iterable[Variant], stats: KVStats) -> dict[str, dict[int, float]]:
-    """The chance, by variant and layer, that a token is clipped, by what `stats` tell."""
-    found = {v.name: clipped_tokens(stats, v.scales, v.tensors) for v in variants if v.scales}
-    return {name: each.by_layer for name, each in found.items() if each is not None}
-
-
-def anywhere(layers: Iterable[Tensor], tensors: str) -> Events:
-    """Count the tokens that have a clipped value in any of `layers`, [T, 2, K] bool each."""
-    kept = [i for i, letter in enumerate(_LETTERS) if letter in tensors]
-    masks = [layer[:, kept].flatten(1).any(1) for layer in layers]
-    events, tokens = int(torch.stack(masks).any(0).sum()), len(masks[0])
-    low, high = poisson_interval(events)
-    return Events(tokens=tokens, events=events, low=low / tokens, high=min(1.0, high / tokens))
-
-
-def poisson_interval(events: int) -> tuple[float, float]:
-    """The exact 95 % interval of a Poisson mean of which `events` were seen.
-
-    Garwood, Fiducial limits for the Poisson distribution, Biometrika 28 (1936): half a quantile of
-    chi-square with 2n degrees of freedom, and with 2n + 2, which are those of a gamma distribution.
-    """
-    low = _gamma_quantile(events, _TAIL) if events else 0.0
-    return low, _gamma_quantile(events + 1, 1 - _TAIL)
-
-
-def _gamma_quantile(shape: int, share: float) -> float:
-    """Where the gamma distribution of `shape` and scale 1 has `share` below it, by bisection."""
-    a = torch.tensor(float(shape), dtype=torch.float64)
-    # ten standard deviations, and enough where the shape is small
-    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
-        low, high = (middle, high) if below < share else (low, middle)
-    return (low + high) / 2
-
 
 # half-octave bins of |x|: bin i holds [2**((i + FIRST_BIN) / 2), 2**((i + FIRST_BIN + 1) / 2))
 FIRST_BIN = 2 * -149  # the smallest float32
 NUM_BINS = 2 * 128 - FIRST_BIN
 
 
-class LayerError(NamedTuple):
-    """Sums, and `amax`, over each document's tokens; K: KV heads, H: query heads, 2: K and V."""
+@dataclass(frozen=True)
+class Clipping:
+    """Values of one layer that its scales clip; K: KV heads, 2: K and V."""
 
-    error: Tensor  # [documents, H] squared error of the attention output
-    power: Tensor  # [documents, H] squared attention output
     saturated: Tensor  # [documents, 2, K] values beyond the format's largest
-    underflowed: Tensor  # [documents, 2, K] values that became 0
     values: Tensor  # [documents, 2] per head, of K and of V
-    amax: Tensor  # [documents, 2, K] largest |x| / scale
     clipped: Tensor  # [tokens of all documents, 2, K] bool, has a saturated value
 
 
-class LayerValues(NamedTuple):
+@dataclass(frozen=True)
+class LayerError(Clipping):
+    """Sums, and `amax`, over each document's tokens of one layer; H: query heads."""
+
+    underflowed: Tensor  # [documents, 2, K] values that became 0
+    amax: Tensor  # [documents, 2, K] largest |x| / scale
+    error: Tensor  # [documents, H] squared error of the attention output
+    power: Tensor  # [documents, H] squared attention output
+
+
+@dataclass(frozen=True)
+class LayerValues:
     """K and V of one layer as the reference holds them."""
 
-    amax: Tensor  # [2, K] of K and V, float32
-    histogram: Tensor  # [2, NUM_BINS] int64, zeros left out
-    zeros: Tensor  # [2] int64
+    amax: Tensor  # [documents, 2, K] of K and V, float32
+    histogram: Tensor  # [documents, 2, NUM_BINS] int64, zeros left out
+    zeros: Tensor  # [documents, 2] int64
 
 
-@torch.inference_mode()
+def count_clipped(
+    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
+) -> dict[str, dict[int, Clipping]]:
+    """Count what scales clip, by variant and layer_idx, in the K and V that the reference makes."""
+    return _read_layers(setup, documents, variants, with_errors=False)[0]
+
+
 def layer_errors(
     setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
 ) -> tuple[dict[str, dict[int, LayerError]], dict[int, LayerValues]]:
-    """Errors by variant and layer, and K and V by layer; each layer is given the reference's input.
+    """Measure errors by variant and layer_idx, and K and V by layer_idx.
+
+    Each layer is given the reference's input.
+    """
+    return _read_layers(setup, documents, variants, with_errors=True)
+
+
+@torch.inference_mode()
+def _read_layers(
+    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant], *, with_errors: bool
+) -> tuple[dict[str, dict[int, Any]], dict[int, LayerValues]]:
+    """Read `documents` [T] each with the reference, and round its K and V as each variant does.
 
     Layers that read another layer's cache are left out.
     """
     model = setup.model
     attention = map_attention(model)
     repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
-    scaled = [(v, v.scales) for v in variants if v.scales]
     probes = [
-        (v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors), v.engine_attention(setup) or _as_it_is)
-        for v, s in scaled
+        (
+            v,
+            v.layers,
+            FP8_DTYPES[v.scales.fp8_dtype],
+            fp8_rounding(v.scales, v.tensors),
+            v.engine_attention(setup),
+        )
+        for v in variants
+        if v.scales
     ]
-    errors: dict[str, dict[int, list[LayerError]]] = {variant.name: {} for variant, *_ in probes}
+    errors: dict[str, dict[int, list[Clipping]]] = {variant.name: {} for variant, *_ in probes}
     values: dict[int, list[LayerValues]] = {}
 
     def attend(
@@ -204,71 +119,85 @@ def layer_errors(
         if idx not in repeats:
             return out
         stored = (key[:, :: repeats[idx]], value[:, :: repeats[idx]])
-        values.setdefault(idx, []).append(layer_values(*stored))
-        for variant, dtype, rounding, through in probes:
-            if idx in variant.layers:
-                asked = EngineQuery.of(module, query, kw.get("scaling"))
-                q, (k, v) = variant.round_query(idx, asked.query), rounding(idx, key, value)
-                other = through(original, module, asked.undo(q), k, v, *args, **kw)
-                outputs = _tokens_last(out), _tokens_last(other)
-                error = _layer_error(*outputs, *stored, variant.layers[idx], dtype)
-                errors[variant.name].setdefault(idx, []).append(error)
+        if with_errors:
+            values.setdefault(idx, []).append(layer_values(*stored))
+        for variant, layers, dtype, rounding, engine in probes:
+            if idx not in layers:
+                continue
+            outputs = None
+            if with_errors:
+                engine_query = EngineQuery.of(module, query, kw.get("scaling"))
+                q, (k, v) = variant.round_query(idx, engine_query.query), rounding(idx, key, value)
+                attend_rounded = partial(engine, original) if engine else original
+                outputs = out, attend_rounded(module, engine_query.undo(q), k, v, *args, **kw)
+            error = _layer_error(stored, layers[idx], dtype, outputs)
+            errors[variant.name].setdefault(idx, []).append(error)
         return out
 
+    stage = "per-layer errors" if with_errors else "clipped values"
     with swap_attention(model, attend):
-        for token_ids in setup.progress.each("per-layer errors", documents, "documents"):
+        for token_ids in setup.progress.each(stage, documents, "documents"):
             attention.read(model, token_ids[None].to(model.device))
-    joined = {name: {i: _joined(e) for i, e in layers.items()} for name, layers in errors.items()}
-    return joined, {idx: _added(each) for idx, each in values.items()}
+    joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
+    return joined, {idx: _join(parts) for idx, parts in values.items()}
 
 
-def _as_it_is(original: Any, *args: Any, **kw: Any) -> Any:
-    return original(*args, **kw)
+def _join(documents: Sequence[Any]) -> Any:
+    """Concatenate the tensors of records of one kind."""
+    tensors = {name: torch.cat([vars(each)[name] for each in documents]) for name in vars(documents[0])}
+    return type(documents[0])(**tensors)
 
 
-def _joined(documents: Sequence[LayerError]) -> LayerError:
-    return LayerError(*map(torch.cat, zip(*documents, strict=True)))
+def _layer_error(
+    stored: tuple[Tensor, Tensor], scales: LayerScales, dtype: torch.dtype, outputs: tuple[Any, Any] | None
+) -> Clipping:
+    """Count in one document's K and V [1, K, T, D]; compare `outputs`, of attention with both and rounded."""
+    pairs = ((stored[0], scales.k, scales.k_center), (stored[1], scales.v, None))
+    largest = fp8_max(dtype)
+    centred = [x if centre is None else x - broadcast_scale(centre, x) for x, _, centre in pairs]
+    divisors = [broadcast_scale(scale, x) for x, scale, _ in pairs]
+    scaled = [(x[0].float() / scale).abs() for x, scale in zip(centred, divisors, strict=True)]
+    beyond = [x > largest * ROUNDING for x in scaled]
+    clipping = Clipping(
+        saturated=_stack(x.sum((1, 2)) for x in beyond),
+        values=torch.tensor([[x.shape[1] * x.shape[2] for x in beyond]]),
+        clipped=torch.stack([x.any(-1) for x in beyond]).movedim(-1, 0).cpu(),
+    )
+    if outputs is None:
+        return clipping
+    zeros = [
+        (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
+        for x, scale in zip(centred, divisors, strict=True)
+    ]
+    out, rounded = map(_tokens_last, outputs)
+    error, power = (x.square().sum((0, 2))[None].double().cpu() for x in (rounded - out, out))
+    return LayerError(
+        **vars(clipping),
+        underflowed=_stack(x.sum((1, 2)) for x in zeros),
+        amax=_stack(x.amax((1, 2)) / largest for x in scaled),
+        error=error,
+        power=power,
+    )
 
 
-def _added(documents: Sequence[LayerValues]) -> LayerValues:
-    amax, histogram, zeros = map(torch.stack, zip(*documents, strict=True))
-    return LayerValues(amax.amax(0), histogram.sum(0), zeros.sum(0))
+def _stack(tensors: Iterable[Tensor]) -> Tensor:
+    """Stack those of K and V as [1, 2, ...]."""
+    return torch.stack(list(tensors))[None].cpu()
 
 
 def _tokens_last(out: Any) -> Tensor:
-    # [B, T, H, D] from the attention interface; [B, H, T, D] from SDPA itself
+    """Return attention's output as [T, H, D]; its interface gives [B, T, H, D], SDPA itself [B, H, T, D]."""
     tokens: Tensor = out[0][0] if isinstance(out, tuple) else out[0].transpose(0, 1)
     return tokens.float()
 
 
-def _layer_error(
-    out: Tensor, other: Tensor, key: Tensor, value: Tensor, scales: LayerScales, dtype: torch.dtype
-) -> LayerError:
-    """Compare the attention output of one document with `other`, for which K and V were rounded."""
-    counted = []
-    largest = fp8_max(dtype)
-    for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
-        scaled = scaled_magnitudes(x, scale, centre)
-        scale = broadcast_scale(scale, x)
-        x = x if centre is None else x - broadcast_scale(centre, x)
-        zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
-        beyond = scaled > largest * ROUNDING
-        sums = (beyond.sum((1, 2)), zero.sum((1, 2)), scaled.amax((1, 2)) / largest)
-        counted.append((*sums, beyond.any(-1)))
-    counts = (torch.stack(pair)[None].cpu() for pair in zip(*counted, strict=True))
-    saturated, underflowed, amax, clipped = counts
-    error, power = (x.square().sum((0, 2))[None].double().cpu() for x in (other - out, out))
-    values = torch.tensor([[x.shape[2] * x.shape[3] for x in (key, value)]])
-    by_token = clipped[0].movedim(-1, 0)
-    return LayerError(error, power, saturated, underflowed, values, amax, by_token)
-
-
 def layer_values(key: Tensor, value: Tensor) -> LayerValues:
-    """Look at `key` and `value` [B, K, T, D]."""
-    amax = [x.abs().amax((0, 2, 3)).float() for x in (key, value)]
-    zeros = [(x == 0).sum() for x in (key, value)]
-    histogram = [_histogram(x) for x in (key, value)]
-    return LayerValues(*(torch.stack(pair).cpu() for pair in (amax, histogram, zeros)))
+    """Count the magnitudes of `key` and `value` [B, K, T, D]."""
+    return LayerValues(
+        amax=_stack(x.abs().amax((0, 2, 3)).float() for x in (key, value)),
+        histogram=_stack(_histogram(x) for x in (key, value)),
+        zeros=_stack((x == 0).sum() for x in (key, value)),
+    )
 
 
 def _histogram(x: Tensor) -> Tensor:
@@ -278,6 +207,65 @@ def _histogram(x: Tensor) -> Tensor:
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
 
+def predict_clipping(variant: Variant, stats: KVStats) -> dict[int, float]:
+    """Estimate from `stats` the chance, by layer_idx, that a token is clipped."""
+    chances = variant.scales and clipped_tokens(stats, variant.scales, variant.tensors)
+    return chances.by_layer if chances else {}
+
+
+def count_events(layers: Iterable[Clipping], tensors: str) -> Events:
+    """Count the tokens that have a clipped value in any of `layers`, in the `tensors` named, K and V."""
+    columns = [i for i, letter in enumerate(_LETTERS) if letter in tensors]
+    masks = [layer.clipped[:, columns].flatten(1).any(1) for layer in layers]
+    events, tokens = int(torch.stack(masks).any(0).sum()), len(masks[0])
+    low, high = poisson_interval(events)
+    return Events(tokens=tokens, events=events, low=low / tokens, high=min(1.0, high / tokens))
+
+
+def clipped_layer(
+    layer_idx: int, layer: Clipping, tensors: str = "kv", chance: float | None = None
+) -> ClippedLayer:
+    """Return shares of the values of one layer, and its clipped tokens in the `tensors` named.
+
+    `chance` is what was predicted for a token to be clipped.
+    """
+    expected = {} if chance is None else {"expected": chance * len(layer.clipped)}
+    counts = _letter_lists(layer.clipped.sum(0))
+    by_head = {letter: heads for letter, heads in counts.items() if letter in tensors}
+    whole = dict(count_events([layer], tensors))
+    return ClippedLayer(
+        layer_idx=layer_idx,
+        saturated=_letter_lists(layer.saturated.sum(0) / layer.values.sum(0)[:, None]),
+        exceedance=Exceedance(**whole, **expected, by_head=by_head),
+    )
+
+
+def _letter_lists(pair: Tensor) -> dict[Tensors, list[Any]]:
+    return dict(zip(_LETTERS, pair.tolist(), strict=True))
+
+
+def poisson_interval(events: int) -> tuple[float, float]:
+    """Return the exact 95 % interval of a Poisson mean of which `events` were seen.
+
+    Garwood, Fiducial limits for the Poisson distribution, Biometrika 28 (1936): half a quantile of
+    chi-square with 2n degrees of freedom, and with 2n + 2, which are those of a gamma distribution.
+    """
+    low = _gamma_quantile(events, _TAIL) if events else 0.0
+    return low, _gamma_quantile(events + 1, 1 - _TAIL)
+
+
+def _gamma_quantile(shape: int, share: float) -> float:
+    """Find by bisection where the gamma distribution of `shape` and scale 1 has `share` below it."""
+    a = torch.tensor(float(shape), dtype=torch.float64)
+    # ten standard deviations, and enough where the shape is small
+    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
+        low, high = (middle, high) if below < share else (low, middle)
+    return (low + high) / 2
+
+
 def layer_row(
     layer_idx: int,
     layer: LayerError,
@@ -285,42 +273,28 @@ def layer_row(
     tensors: str = "kv",
     chance: float | None = None,
 ) -> LayerRow:
-    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8.
-
-    `chance` is what was predicted for a token to be clipped.
-    """
-    heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
-    values = layer.values.sum(0)[:, None]
+    """Return errors of one layer, shares of its values, and its scales; `tensors` are those in FP8."""
+    error, power = (x.sum(1).clamp(min=1e-30).numpy() for x in (layer.error, layer.power))
+    # a root keeps the order, so the interval's ends are the roots of its ends
+    all_heads = Figure(**{name: float(np.sqrt(value)) for name, value in ratio(error, power)})
     return LayerRow(
-        layer_idx=layer_idx,
-        rel_rms_layer=_over_heads(layer),
-        rel_rms=heads.tolist(),
-        saturated=_by_letter(layer.saturated.sum(0) / values),
-        underflowed=_by_letter(layer.underflowed.sum(0) / values),
-        range_used=_by_letter(layer.amax.amax(0)),
-        scale={"k": _scale(scales.k), "v": _scale(scales.v)},
-        exceedance=exceedance(layer.clipped, tensors, chance),
+        **dict(clipped_layer(layer_idx, layer, tensors, chance)),
+        rel_rms_layer=all_heads,
+        rel_rms=(layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt().tolist(),
+        underflowed=_letter_lists(layer.underflowed.sum(0) / layer.values.sum(0)[:, None]),
+        range_used=_letter_lists(layer.amax.amax(0)),
+        scale={"k": _show_scale(scales.k), "v": _show_scale(scales.v)},
     )
 
 
-def _by_letter(shares: Tensor) -> dict[Tensors, list[float]]:
-    return {"k": shares[0].tolist(), "v": shares[1].tolist()}
-
-
-def _over_heads(layer: LayerError) -> Figure:
-    error, power = (x.sum(1).clamp(min=1e-30).numpy() for x in (layer.error, layer.power))
-    # a root keeps the order, so the interval's ends are the roots of its ends
-    return Figure(**{name: float(np.sqrt(value)) for name, value in ratio(error, power)})
-
-
-def _scale(scale: Tensor) -> float | list[float] | Extremes:
+def _show_scale(scale: Tensor) -> float | list[float] | Extremes:
     if scale.dim() == 2:  # a number for each of thousands of channels would say less
         return Extremes(min=float(scale.min()), max=float(scale.max()))
     return scale.tolist() if len(scale) > 1 else float(scale)
 
 
 def value_rows(values: dict[int, LayerValues], places: Iterable[LayerPlaces] = ()) -> list[Layer]:
-    """One row per layer: amax per KV head and histogram of |x| of K and V.
+    """Return amax per KV head and a histogram of |x| of K and V, a row per layer.
 
     `places` are of a calibration: how its amax grew with the tokens.
     """
@@ -333,13 +307,13 @@ def value_rows(values: dict[int, LayerValues], places: Iterable[LayerPlaces] = (
     ]
 
 
-def _magnitudes(layer: LayerValues, which: int) -> Magnitudes:
-    counts = layer.histogram[which]
-    seen = counts.nonzero()
-    first, last = (int(seen[0]), int(seen[-1])) if len(seen) else (0, -1)
+def _magnitudes(layer: LayerValues, column: int) -> Magnitudes:
+    counts = layer.histogram.sum(0)[column]
+    bins = counts.nonzero()
+    first, last = (int(bins[0]), int(bins[-1])) if len(bins) else (0, -1)
     return Magnitudes(
-        amax=layer.amax[which].tolist(),
-        zeros=int(layer.zeros[which]),
+        amax=layer.amax.amax(0)[column].tolist(),
+        zeros=int(layer.zeros.sum(0)[column]),
         log2_first=(first + FIRST_BIN) / 2,
         counts=counts[first : last + 1].tolist(),
     )

@@ -139,7 +139,7 @@ def _cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int) ->
     whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
     # a character of several tokens may be cut in two: it belongs to the second part
     start = start if whole.startswith(start) else start.rstrip("\ufffd")
-    return Continuation(same_tokens=count, same=start, rest=whole.removeprefix(start))
+    return Continuation(same_tokens=count, start=start, end=whole.removeprefix(start))
 
 
 @torch.inference_mode()

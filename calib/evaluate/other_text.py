@@ -1,7 +1,7 @@
-"""Text of other kinds than the evaluation's own: which, its documents, and the measurement."""
+"""`--also`: text of other kinds than the evaluation's own, read with the same scales."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,10 +15,19 @@ from calib.data.builtin import BUILTIN, LONG
 from calib.errors import InputError
 from calib.evaluate.held_out import Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
-from calib.evaluate.layer_errors import Clipped, anywhere, clipped_layer, count_clipped
+from calib.evaluate.layer_errors import Clipping, clipped_layer, count_clipped, count_events
 from calib.evaluate.measure import Measured, compare_variants
-from calib.evaluate.report import Differs, Events, Figure, OtherRow, OtherText, Row, Suite, not_finite
-from calib.evaluate.statistics import Divergence, Values, difference, estimate, perplexity
+from calib.evaluate.report import (
+    Differs,
+    Events,
+    Figure,
+    OtherRow,
+    OtherText,
+    Row,
+    Suite,
+    explain_not_finite,
+)
+from calib.evaluate.statistics import Divergence, difference, estimate, perplexity, to_numpy
 from calib.evaluate.variants import Setup, Variant
 from calib.models.config import model_positions
 from calib.models.load import check_token_ids
@@ -28,6 +37,9 @@ ALL = "all"
 _DOMAINS = (*BUILTIN, "random")
 _LEAST = 2  # documents: an interval needs them
 _LONGER = 4  # times the suite's length, of half as many documents
+# the verdict names a text where more than this share of its tokens is clipped, and more than of our own
+_CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
+_NAMED = 3  # texts in the verdict
 
 
 class OtherDocuments(NamedTuple):
@@ -38,64 +50,62 @@ class OtherDocuments(NamedTuple):
 
 
 class MeasuredElsewhere(NamedTuple):
-    """What was measured on other text."""
+    """Measurements on other text."""
 
     text: OtherDocuments
     divergences: dict[str, list[Divergence]]  # of each document, by variant and the reference
-    clipped: dict[str, dict[int, Clipped]]  # by variant and layer_idx
+    clipped: dict[str, dict[int, Clipping]]  # by variant and layer_idx
 
 
-def wanted_datasets(recipe: Recipe) -> dict[str, bool]:
-    """Datasets of `evaluation.also`, and whether each was named; InputError where one cannot be."""
-    asked, own = recipe.evaluation.also, recipe.evaluation.dataset or recipe.data.dataset
-    named = [name for name in asked if name != ALL]
-    known: dict[str, str] = {}
-    for name in named:
+def other_datasets(recipe: Recipe) -> dict[str, bool]:
+    """Return the datasets of `evaluation.also`, and whether each was named; refuse names that cannot be."""
+    also, own = recipe.evaluation.also, recipe.evaluation.dataset or recipe.data.dataset
+    named: dict[str, str] = {}
+    for name in (name for name in also if name != ALL):
         check_dataset(name)
         key = dataset_key(name)
-        if first := known.get(key):
-            other = f" (also as '{first}')" if first != name else ""
-            raise InputError(f"--also '{name}' is given twice{other}; give every dataset once")
+        if first := named.get(key):
+            path = f" (also as '{first}')" if first != name else ""
+            raise InputError(f"--also '{name}' is given twice{path}; give every dataset once")
         if key == dataset_key(own):
             raise InputError(f"--also '{name}' is what is evaluated on already; give another")
-        known[key] = name
-    every = _DOMAINS if ALL in asked else ()
-    return {name: name in named for name in (*named, *every) if name != own}
+        named[key] = name
+    domains = [name for name in _DOMAINS if ALL in also and name not in (own, *named.values())]
+    return dict.fromkeys(named.values(), True) | dict.fromkeys(domains, False)
 
 
 def load_other_texts(
     setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
 ) -> tuple[list[OtherDocuments], list[str]]:
-    """Load what `evaluation.also` asks for, without what `readers` know.
+    """Load the texts of `evaluation.also`, without the documents that `readers` know; warnings as well.
 
     Text that cannot be had is refused where it was named, and else left out with a warning.
     """
-    found, warnings = [], []
-    for dataset, named in wanted_datasets(recipe).items():
+    texts, warnings = [], []
+    for dataset, is_named in other_datasets(recipe).items():
         try:
-            text, more = _load(setup, recipe, dataset, suite, readers)
+            text, notes = _load_text(setup, recipe, dataset, suite, readers)
         except InputError as error:
-            if named:
+            if is_named:
                 raise InputError(f"--also '{dataset}': {error}") from None
             warnings.append(f"--also {ALL}: '{dataset}' is left out: {error}")
-            continue
-        found.append(text)
-        warnings += more
-    return found, warnings
+        else:
+            texts.append(text)
+            warnings += notes
+    return texts, warnings
 
 
-def _load(
+def _load_text(
     setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers
 ) -> tuple[OtherDocuments, list[str]]:
     seq_len, documents = suite.seq_len, suite.documents
     if dataset == LONG:
         positions = model_positions(setup.model.config) or _LONGER * seq_len
         seq_len, documents = min(_LONGER * seq_len, positions), max(_LEAST, documents // 2)
-    asked = DataRecipe(dataset=dataset, seed=recipe.data.seed, seq_len=seq_len)
 
     def load(samples: int) -> CalibrationData:
-        wanted = asked.model_copy(update={"samples": samples})
-        return load_data(wanted, setup.tokenizer, lambda: setup.model)
+        data = DataRecipe(dataset=dataset, seed=recipe.data.seed, seq_len=seq_len, samples=samples)
+        return load_data(data, setup.tokenizer, lambda: setup.model)
 
     # the variant of that name has read the first
     own = RANDOM_SAMPLES if dataset == "random" else 0
@@ -106,7 +116,7 @@ def _load(
 
 
 def can_be_measured(variant: Variant) -> bool:
-    """Whether a variant is scales that engines load, or that were given."""
+    """Return whether a variant is scales that engines load, or that were given."""
     return variant.scales is not None and (variant.served or variant.kind == "given")
 
 
@@ -121,89 +131,81 @@ def measure_other_texts(
     setup: Setup, texts: Sequence[OtherDocuments], variants: Sequence[Variant]
 ) -> list[MeasuredElsewhere]:
     """Read `texts` with the reference and with all scales that engines load or that were given."""
-    kept = [variant for variant in variants if can_be_measured(variant)]
-    return [_measure(setup, text, kept) for text in texts]
+    variants = [variant for variant in variants if can_be_measured(variant)]
+    measured = []
+    for text in texts:
+        divergences: dict[str, list[Divergence]] = {}
+        for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
+            for name, divergence in compare_variants(setup, token_ids, variants).items():
+                divergences.setdefault(name, []).append(divergence)
+        clipped = count_clipped(setup, text.documents, variants)
+        measured.append(MeasuredElsewhere(text, divergences, clipped))
+    return measured
 
 
-def _measure(setup: Setup, text: OtherDocuments, kept: Sequence[Variant]) -> MeasuredElsewhere:
-    divergences: dict[str, list[Divergence]] = {}
-    for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
-        for name, divergence in compare_variants(setup, token_ids, kept).items():
-            divergences.setdefault(name, []).append(divergence)
-    return MeasuredElsewhere(text, divergences, count_clipped(setup, text.documents, kept))
-
-
-# shares of tokens from which the verdict names a text
-CLIPS, MOST = 0.01, 0.5
-_NAMED = 3
-
-
-def other_text(found: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float) -> OtherText:
-    """Figures of one text, of every cache that it was read with."""
-    documents, data = found.text.documents, found.text.data
-    nll = np.concatenate(_values(d.nll for d in found.divergences[REFERENCE]))
+def summarize_text(elsewhere: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float) -> OtherText:
+    """Return the figures of one text, of every cache that it was read with."""
+    documents, data = elsewhere.text.documents, elsewhere.text.data
+    nll = np.concatenate(to_numpy(d.nll for d in elsewhere.divergences[REFERENCE]))
     return OtherText(
         dataset=data.source,
         fingerprint=data.fingerprint,
         documents=len(documents),
         tokens=sum(map(len, documents)),
         ppl=perplexity(nll),
-        variants={name: _row(found, measured[name], floor) for name in found.clipped},
+        variants={name: _other_row(elsewhere, measured[name], floor) for name in elsewhere.clipped},
     )
 
 
-def _row(found: MeasuredElsewhere, own: Measured, floor: float) -> OtherRow:
-    name, tensors = own.variant.name, own.variant.tensors
-    here = _values(d.kl for d in found.divergences[name])
-    there = _values(d.kl for d in own.documents)
-    kl, apart = estimate(here), difference(here, there)
-    layers = sorted(found.clipped[name].items())
-    reason = not_finite([each.kl for each in found.divergences[name]])
+def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -> OtherRow:
+    name, tensors = measured.variant.name, measured.variant.tensors
+    documents = [each.kl for each in elsewhere.divergences[name]]
+    values, own = to_numpy(documents), to_numpy(each.kl for each in measured.documents)
+    kl, distance = estimate(values), difference(values, own)
+    layers = sorted(elsewhere.clipped[name].items())
+    reason = explain_not_finite(documents)
     return OtherRow(
         kl=kl,
-        difference=apart,
-        differs=differs(apart, max(kl.high, estimate(there).high), floor),
-        clipped=anywhere([layer.tokens for _, layer in layers], tensors),
+        difference=distance,
+        differs=judge_difference(distance, max(kl.high, estimate(own).high), floor),
+        clipped=count_events((layer for _, layer in layers), tensors),
         layers=[clipped_layer(idx, layer, tensors) for idx, layer in layers],
         **({"not_finite": reason} if reason else {}),
     )
 
 
-def differs(apart: Figure, largest: float, floor: float) -> Differs:
-    """Whether a KL differs; not where neither interval, up to `largest`, leaves the noise floor."""
-    if not math.isfinite(apart.value):
+def judge_difference(distance: Figure, largest: float, floor: float) -> Differs:
+    """Judge a difference of KLs, whose intervals end at `largest`: it is none below the noise floor."""
+    if not math.isfinite(distance.value):
         return "not finite"
-    if largest <= floor or apart.low <= 0 <= apart.high:
+    if largest <= floor or distance.low <= 0 <= distance.high:
         return "no measurable difference"
-    return "higher" if apart.low > 0 else "lower"
+    return "higher" if distance.low > 0 else "lower"
 
 
-def clips(here: Events, own: Events) -> bool:
-    """Whether scales clip other text: over `CLIPS` of its tokens and surely more than of our own.
+def is_clipped(text: Events, own: Events) -> bool:
+    """Return whether scales clip a text: over 1 % of its tokens, and surely more than of our own.
 
-    Surely: the intervals of the two shares do not overlap. Over `MOST` of the tokens is enough
+    Surely: the intervals of the two shares do not overlap. Over half of the tokens is enough
     alone: such scales clip every text.
     """
-    return here.share > MOST or (here.share > CLIPS and here.low > own.high)
+    return text.share > _MOSTLY_CLIPPED or (text.share > _CLIPPED and text.low > own.high)
 
 
-def clipping(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:
-    """Name the texts on which the subject's scales clip, in a sentence; empty where there are none.
+def name_clipped_texts(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:
+    """Name in a sentence the texts on which the subject's scales clip; "" where there are none.
 
     `row` has the subject's figures on the evaluation's own text, `label` is what it is called.
     """
-    if row.clipped is None:
+    own = row.clipped
+    if own is None:
         return ""
-    shares = {t.dataset: t.variants[subject].clipped for t in texts if subject in t.variants}
-    named = {name: here for name, here in shares.items() if clips(here, row.clipped)}
-    worst_first = sorted(named, key=lambda name: -named[name].share)
-    if not worst_first:
+    events = {text.dataset: text.variants[subject].clipped for text in texts if subject in text.variants}
+    shares = {name: text.share for name, text in events.items() if is_clipped(text, own)}
+    if not shares:
         return ""
-    listed = [f"{name} ({named[name].share:.1%} of tokens)" for name in worst_first[:_NAMED]]
-    if more := worst_first[_NAMED:]:
-        listed.append(f"{len(more)} more")
-    return f"with {label}, K or V are clipped on {', '.join(listed)}; here {row.clipped.share:.1%}"
-
-
-def _values(documents: Iterable[Tensor]) -> list[Values]:
-    return [document.double().numpy() for document in documents]
+    worst_first = sorted(shares, key=lambda name: -shares[name])
+    names = [f"{name} ({shares[name]:.1%} of tokens)" for name in worst_first[:_NAMED]]
+    if len(shares) > _NAMED:
+        names.append(f"{len(shares) - _NAMED} more")
+    return f"with {label}, K or V are clipped on {', '.join(names)}; here {own.share:.1%}"

@@ -71,7 +71,7 @@ def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendatio
         engine=wish.engine,
         gpu=wish.gpu,
         chosen=chosen,
-        passed=[
+        alternatives=[
             Alternative(**dict(cache), why=_why_not(cache, chosen, wish, judgement))
             for cache in alternatives
             if cache is not chosen
@@ -98,7 +98,7 @@ def _served_caches(
         assert full is not None
         caches.append(
             ServedCache(
-                cache=name, what=row.what, kl=row.kl, bytes_per_token=size, share=size / full,
+                cache=name, description=row.description, kl=row.kl, bytes_per_token=size, share=size / full,
                 needs=_NEEDS[effort], engine=offer.engine, engine_version=offer.version,
                 gpus=offer.gpus, notes=offer.notes, commands=offer.commands,
             )
@@ -136,7 +136,7 @@ def answer_lines(answer: Recommendation) -> list[str]:
     """Word the answer, without what it was chosen over."""
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
-        has_nan = any(not alternative.kl.is_finite for alternative in answer.passed)
+        has_nan = any(not alternative.kl.is_finite for alternative in answer.alternatives)
         finite = " with a finite KL" if has_nan else ""
         reason = f"nothing else that can be served{finite} stays within {budget}"
         if answer.budget_bytes == 1:  # where 16 bits is within the budget itself
@@ -144,7 +144,7 @@ def answer_lines(answer: Recommendation) -> list[str]:
         return [f"16 bits: {reason}", *cache.commands]
     notes = f" ({'; '.join(cache.notes)})" if cache.notes else ""
     return [
-        f"{cache.cache}: {cache.what}; KL {cache.kl.value:.2g} nats "
+        f"{cache.cache}: {cache.description}; KL {cache.kl.value:.2g} nats "
         f"[{cache.kl.low:.2g}, {cache.kl.high:.2g}], within {budget}",
         f"{cache.bytes_per_token:,} bytes a token, {cache.share:.1%} of 16 bits; "
         f"needs {cache.needs}; speed was not measured",
@@ -158,7 +158,7 @@ def advised_cache(answer: Recommendation) -> str:
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
         return f"Within {budget} serve 16 bits: no other cache that can be served stays below."
-    better = [other.cache for other in answer.passed if other.why.startswith(_BETTER)]
+    better = [other.cache for other in answer.alternatives if other.why.startswith(_BETTER)]
     and_better = f" ({', '.join(better)}: {_BETTER} in as many bytes)" if better else ""
     return (
         f"The cheapest within {budget} is {cache.cache}, which needs {cache.needs}, in {cache.share:.1%} of "

@@ -16,43 +16,35 @@ Tensors = Literal["k", "v"]
 Differs = Literal["higher", "lower", "no measurable difference", "not finite"]
 
 
-def _from_json(value: Any) -> Any:
-    return nan if value is None else value
-
-
-def _to_json(value: float) -> float | None:
-    return value if isfinite(value) else None
-
-
-# null in JSON, which has no word for what is not finite; earlier reports have NaN there
-Number = Annotated[
+# null in JSON, which cannot say what is not finite; earlier reports have NaN there
+NullableFloat = Annotated[
     float,
-    BeforeValidator(_from_json),
-    PlainSerializer(_to_json),
+    BeforeValidator(lambda value: nan if value is None else value),
+    PlainSerializer(lambda value: value if isfinite(value) else None),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
 ]
 
 
-class Part(BaseModel):
+class ReportPart(BaseModel):
     """A part of the report."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
 
-class Figure(Part):
+class Figure(ReportPart):
     """A figure with its 95 % interval."""
 
-    value: Number
-    low: Number
-    high: Number
+    value: NullableFloat
+    low: NullableFloat
+    high: NullableFloat
 
     @property
     def is_finite(self) -> bool:
-        """Whether it and its interval are finite numbers."""
+        """Return whether the value and its interval are finite numbers."""
         return all(map(isfinite, (self.value, self.low, self.high)))
 
 
-class Events(Part):
+class Events(ReportPart):
     """Tokens with a value beyond the largest that FP8 holds, and the interval of their share.
 
     The interval is exact for a Poisson count (Garwood): it takes events to be independent.
@@ -65,7 +57,7 @@ class Events(Part):
 
     @property
     def share(self) -> float:
-        """Events of all tokens."""
+        """Share of all tokens."""
         return self.events / self.tokens
 
 
@@ -76,16 +68,16 @@ class Exceedance(Events):
     expected: float | None = None  # events that were predicted
 
 
-class ClippedLayer(Part):
-    """One layer on other text: shares of the values of each KV head, and tokens."""
+class ClippedLayer(ReportPart):
+    """Clipping in one layer on other text: shares of the values of each KV head, and tokens."""
 
     layer_idx: int
     saturated: dict[Tensors, list[float]]
     exceedance: Exceedance
 
 
-class OtherRow(Part):
-    """One cache on other text."""
+class OtherRow(ReportPart):
+    """Figures of one cache on other text."""
 
     kl: Figure
     difference: Figure  # of the mean KL, from that on the evaluation's own text
@@ -95,34 +87,34 @@ class OtherRow(Part):
     not_finite: str | None = None  # why figures are null
 
 
-class OtherText(Part):
+class OtherText(ReportPart):
     """Text of another kind than the evaluation's own, and what the caches make of it."""
 
     dataset: str
     fingerprint: str
     documents: int
     tokens: int
-    ppl: Number  # of the reference
+    ppl: NullableFloat  # of the reference
     variants: dict[str, OtherRow]
 
 
-class Search(Part):
-    """What `--search` found; KL in nats, mean over the tokens of `documents` documents."""
+class Search(ReportPart):
+    """Result of `--search`; KL in nats, mean over the tokens of `documents` documents."""
 
     variant: str
     budget: float
     documents: int
-    kl_of_all: Number  # every layer in FP8
-    kl_alone: dict[int, Number]  # by layer_idx: that layer alone in FP8
+    kl_of_all: NullableFloat  # every layer in FP8
+    kl_alone: dict[int, NullableFloat]  # by layer_idx: that layer alone in FP8
     skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
-    kl: Number  # with those in 16 bits
+    kl: NullableFloat  # with those in 16 bits
 
 
-class CacheFigures(Part):
+class CacheFigures(ReportPart):
     """Figures by which caches are chosen."""
 
     cache: str  # name of the variant
-    what: str
+    description: str = Field(alias="what")
     kl: Figure
     bytes_per_token: int
     share: float  # of the bytes in 16 bits
@@ -145,7 +137,7 @@ class ServedCache(CacheFigures):
     commands: tuple[str, ...]  # the last one serves
 
 
-class Recommendation(Part):
+class Recommendation(ReportPart):
     """The cheapest cache within `budget_kl`, or the best within `budget_bytes`, a share."""
 
     budget_kl: float | None
@@ -153,7 +145,7 @@ class Recommendation(Part):
     engine: str | None  # None: any
     gpu: str | None
     chosen: ServedCache
-    passed: list[Alternative]
+    alternatives: list[Alternative] = Field(alias="passed")
     not_served: dict[str, str]  # variant: why
 
 
@@ -163,7 +155,7 @@ REPORT_FILE = "report.json"
 
 @dataclass(frozen=True)
 class Suite:
-    """How much is measured; lengths in tokens."""
+    """Amount of what is measured; lengths in tokens."""
 
     calibration_samples: int
     documents: int
@@ -176,41 +168,52 @@ class Suite:
     long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
 
 
-class PositionBin(Part):
+class PositionBin(ReportPart):
     """Mean KL of the positions `from` to `to` (exclusive), with its interval over documents."""
 
     start: int = Field(alias="from")
     to: int
     tokens: int
-    value: Number
-    low: Number
-    high: Number
+    value: NullableFloat
+    low: NullableFloat
+    high: NullableFloat
 
 
-class Extremes(Part):
+class Extremes(ReportPart):
     """The smallest and the largest of thousands of scales."""
 
     min: float
     max: float
 
 
-class LayerRow(Part):
-    """What one variant does to one layer; shares are of each KV head."""
+class LayerRow(ReportPart):
+    """Errors that one variant makes in one layer; shares are of each KV head."""
 
     layer_idx: int
     rel_rms_layer: Figure  # of the attention output, over all heads
-    rel_rms: list[Number]  # of each query head
+    rel_rms: list[NullableFloat]  # of each query head
     saturated: dict[Tensors, list[float]]
     underflowed: dict[Tensors, list[float]]
-    range_used: dict[Tensors, list[Number]]
+    range_used: dict[Tensors, list[NullableFloat]]
     scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
     exceedance: Exceedance | None = None  # tokens with a saturated value
 
 
-class Row(Part):
-    """The figures of one cache; what was not measured is absent."""
+class ComparedFigures(ReportPart):
+    """The figures of one cache that reports of every version have."""
 
-    what: str
+    kl: Figure
+    ppl_change: Figure
+    top1: Figure
+    measurable: bool  # whether `kl.low` is above the noise floor
+    same_tokens: Figure | None = None
+    passkey: Figure | None = None
+
+
+class Row(ComparedFigures):
+    """All figures of one cache; those that were not measured are absent."""
+
+    description: str = Field(alias="what")
     kind: Literal["reference", "control", "fp8", "given", "cache"]
     cache: str | None = None  # its type, where that is not static FP8
     is_baked: bool = False  # on weights as `fp8kv bake` writes them
@@ -219,39 +222,33 @@ class Row(Part):
     fp8_dtype: FP8Name | None = None
     tensors: str | None = None  # those of q, k and v that are in FP8
     attention: AttentionMode = "exact"  # whose rounding it was given
-    kl: Figure
     kl_p99: Figure
     kl_p999: Figure
-    ppl: Number
-    ppl_change: Figure
-    top1: Figure
+    ppl: NullableFloat
     top1_count: int
     kl_by_position: list[PositionBin]
-    same_tokens: Figure | None = None
-    passkey: Figure | None = None
     layers: list[LayerRow] = Field([])
     clipped: Events | None = None  # tokens with a saturated value in any layer
-    measurable: bool  # whether `kl.low` is above the noise floor
     not_finite: str | None = None  # why figures are null
 
 
-class Magnitudes(Part):
+class Magnitudes(ReportPart):
     """|x| of K or V of one layer: a histogram in half octaves."""
 
-    amax: list[Number]  # of each KV head
+    amax: list[NullableFloat]  # of each KV head
     zeros: int
     log2_first: float  # lower edge of the first bin
     counts: list[int]
 
 
-class Layer(Part):
+class Layer(ReportPart):
     """K and V of one layer as the reference holds them."""
 
     layer_idx: int
     k: Magnitudes
     v: Magnitudes
     # tokens of the calibration, and the amax of K or V by then
-    growth: dict[Tensors, list[tuple[int, Number]]] | None = None
+    growth: dict[Tensors, list[tuple[int, NullableFloat]]] | None = None
 
     @property
     def tensors(self) -> dict[Tensors, Magnitudes]:
@@ -259,68 +256,80 @@ class Layer(Part):
         return {"k": self.k, "v": self.v}
 
 
-class Continuation(Part):
+class Continuation(ReportPart):
     """Greedy text after a prompt, cut where it leaves the reference's."""
 
     same_tokens: int
-    same: str
-    rest: str  # empty: all of it is the reference's
+    start: str = Field(alias="same")
+    end: str = Field(alias="rest")  # empty: all of it is the reference's
 
 
-class Texts(Part):
+class Texts(ReportPart):
     """Prompts, and what each variant that generates wrote after them."""
 
     prompts: list[str]
     continuations: dict[str, list[Continuation]]
 
 
-class TaskFigure(Part):
+class TaskFigure(ReportPart):
     """A metric of a task; None: lm-eval has no number."""
 
     value: float | None
     stderr: float | None
 
 
-class Harness(Part):
-    """What ran the tasks, on how many documents of each; None: all."""
+class Harness(ReportPart):
+    """Name and version of what ran the tasks, and how many documents of each; None: all."""
 
     name: str
     version: str
     limit: int | None
 
 
-class Data(Part):
-    """The text that was measured on."""
+class TextFacts(ReportPart):
+    """The text that was measured on, as reports of every version describe it."""
 
     source: str
     fingerprint: str
     calibration_tokens: int
     documents: int
     tokens: int
+
+
+class Data(TextFacts):
+    """The text that was measured on."""
+
     layer_documents: int  # how many of the documents the per-layer figures are from
     new_tokens: int
 
 
-class Conditions(Part):
-    """What was measured, where, and on what."""
+class ReportHead(ReportPart):
+    """The conditions that reports of every version name."""
 
     version: Literal[1] = Field(alias="schema")
+    model: str
+    backend: str
+    attention: str = "exact"  # whose rounding FP8 caches were given
+    dtype: str
+    data: TextFacts
+
+
+class Conditions(ReportHead):
+    """All conditions of an evaluation: model, machine, text."""
+
+    attention: AttentionMode = "exact"
+    data: Data
     versions: dict[str, str]
     machine: str
     created: str  # UTC, ISO 8601
-    model: str
     suite: Suite
-    backend: str
-    attention: AttentionMode = "exact"  # whose rounding FP8 caches were given
-    dtype: str
-    data: Data
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
 
 
 class Report(Conditions):
     """An evaluation: see docs/evaluation.md."""
 
-    noise_floor: Number
+    noise_floor: NullableFloat
     variants: dict[str, Row]
     layers: list[Layer]
     texts: Texts
@@ -342,45 +351,43 @@ class Report(Conditions):
 
     @property
     def subjects(self) -> list[str]:
-        """Variants that an unqualified condition applies to: given ones, else the verdict's."""
-        given = [name for name, row in self.variants.items() if row.kind == "given"]
-        return given or [name for name in (self.subject,) if name is not None]
+        """Variants that an unqualified condition applies to: those of `--scales`, else the verdict's."""
+        scales = [name for name, row in self.variants.items() if row.kind == "given"]
+        return scales or [name for name in (self.subject,) if name is not None]
 
     def to_json(self) -> dict[str, Any]:
         """The object in `report.json`; keys of what was not measured are left out."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json_text(Report.model_json_schema(), indent=2) + "\n")
-
-
 _WHY = "logits are not finite there"
 
 
-def not_finite(documents: Sequence[Tensor]) -> str | None:
-    """Say of how many tokens the KL is no finite number; None if it is one everywhere."""
+def explain_not_finite(documents: Sequence[Tensor]) -> str | None:
+    """Say for how many tokens the KL is not a finite number; None if it is one everywhere."""
     lost = sum(int((~kl.isfinite()).sum()) for kl in documents)
     tokens = sum(map(len, documents))
-    if not lost:
-        return None
-    return f"the KL of {lost:,} of {tokens:,} tokens is not a finite number: {_WHY}"
+    return f"the KL of {lost:,} of {tokens:,} tokens is not a finite number: {_WHY}" if lost else None
 
 
-def lost_figures(
-    rows: Mapping[str, Row], others: Iterable[OtherText], search: Search | None
+def list_lost_figures(
+    rows: Mapping[str, Row], texts: Iterable[OtherText], search: Search | None
 ) -> Iterable[str]:
-    """A line for each cache and text whose figures are null."""
+    """Yield a line for each cache and text whose figures are null."""
     own = rows[REFERENCE].not_finite
     if own:
         yield f"the model itself is broken on this text, whatever its cache: {own}"
     for name, row in rows.items():
         if row.not_finite not in (None, own):
             yield f"'{name}': {row.not_finite}"
-    for text in others:
+    for text in texts:
         for name, other in text.variants.items():
             if other.not_finite and not own:
                 yield f"'{name}' on {text.dataset}: {other.not_finite}"
-    lost = [str(i) for i, kl in search.kl_alone.items() if not isfinite(kl)] if search else []
-    if lost:
-        yield f"search: layers {', '.join(lost)} alone have a KL that is not finite: {_WHY}"
+    layers = [str(i) for i, kl in search.kl_alone.items() if not isfinite(kl)] if search else []
+    if layers:
+        yield f"search: layers {', '.join(layers)} alone have a KL that is not finite: {_WHY}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json_text(Report.model_json_schema(), indent=2) + "\n")

@@ -24,7 +24,7 @@ from calib.evaluate.other_text import (
     check_other_texts,
     load_other_texts,
     measure_other_texts,
-    wanted_datasets,
+    other_datasets,
 )
 from calib.evaluate.page.html import check_report_directory, write_report
 from calib.evaluate.recommend import Wish
@@ -204,7 +204,7 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
         check_variant(condition, names)
     if settings.tasks:
         name_tasks(settings.tasks)
-    wanted_datasets(recipe)
+    other_datasets(recipe)
     return conditions
 
 

@@ -17,9 +17,9 @@ from calib.capture.directory_scales import ScalesForModel
 from calib.choices import REFERENCE
 from calib.evaluate.held_out import Readers
 from calib.evaluate.inputs import EvaluationText
-from calib.evaluate.layer_errors import anywhere, layer_row, predicted, value_rows
+from calib.evaluate.layer_errors import count_events, layer_row, predict_clipping, value_rows
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import MeasuredElsewhere, OtherDocuments, other_text
+from calib.evaluate.other_text import MeasuredElsewhere, OtherDocuments, summarize_text
 from calib.evaluate.recommend import Wish, advised_cache, recommend
 from calib.evaluate.report import (
     SCHEMA,
@@ -32,8 +32,8 @@ from calib.evaluate.report import (
     Search,
     Suite,
     Texts,
-    lost_figures,
-    not_finite,
+    explain_not_finite,
+    list_lost_figures,
 )
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.statistics import Values, estimate, kl_by_position, perplexity, quantile, to_numpy
@@ -97,7 +97,7 @@ def summarize(evaluation: Evaluation) -> Report:
     advice = judgement.advise(evaluation.search)
     if recommended is not None and evaluation.wish is None:  # the answer to a wish is shown apart
         advice.append(advised_cache(recommended))
-    others = [other_text(text, measured, floor) for text in evaluation.other_texts]
+    others = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
         **dict(_conditions(evaluation)),
         noise_floor=floor,
@@ -112,7 +112,7 @@ def summarize(evaluation: Evaluation) -> Report:
         other_texts=others,
         search=evaluation.search,
         **evaluation.task_figures,
-        warnings=[*evaluation.warnings, *lost_figures(rows, others, evaluation.search)],
+        warnings=[*evaluation.warnings, *list_lost_figures(rows, others, evaluation.search)],
     )
 
 
@@ -135,7 +135,7 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
         nll = to_numpy(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
         long_divergences = to_numpy(d.kl for d in measured.long_documents)
         rows[name] = Row(
-            what=measured.variant.description,
+            description=measured.variant.description,
             kind=measured.variant.kind,
             kl=kl[name],
             kl_p99=estimate(divergences, quantile(0.99)),
@@ -155,7 +155,7 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
     """Return the entries that not every variant has; None, False or empty where this one has not."""
     variant, scales, layers = measured.variant, measured.variant.scales, sorted(measured.layers.items())
     skips_tokens = evaluation.recipe.data.skip_first > 0  # whose clipping cannot be predicted
-    chances = {} if skips_tokens else predicted([variant], evaluation.stats).get(variant.name, {})
+    chances = {} if skips_tokens else predict_clipping(variant, evaluation.stats)
     sixteen_bits = 2 * sum(shape.values for shape in evaluation.shapes)
     return {
         "cache": variant.cache,
@@ -165,14 +165,14 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
         "fp8_dtype": scales and scales.fp8_dtype,
         "tensors": scales and variant.tensors,
         "attention": variant.is_fp8_cache and evaluation.setup.attention,
-        "not_finite": not_finite([d.kl for d in (*measured.documents, *measured.long_documents)]),
+        "not_finite": explain_not_finite([d.kl for d in (*measured.documents, *measured.long_documents)]),
         "same_tokens": _estimate_mean(measured.same_tokens),
         "passkey": _estimate_mean(measured.passkeys),
         "layers": [
             layer_row(idx, layer, variant.layers[idx], variant.tensors, chances.get(idx))
             for idx, layer in layers
         ],
-        "clipped": layers and anywhere([layer.clipped for _, layer in layers], variant.tensors),
+        "clipped": layers and count_events((layer for _, layer in layers), variant.tensors),
     }
 
 

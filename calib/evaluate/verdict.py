@@ -12,7 +12,7 @@ from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import clipping
+from calib.evaluate.other_text import name_clipped_texts
 from calib.evaluate.report import Figure, LayerRow, OtherText, Report, Row, Search
 from calib.evaluate.statistics import ratio
 from calib.files.text import Condition, show_number
@@ -103,7 +103,7 @@ class Judgement:
         label, row = self._label(name), self.rows[name]
         sentences = [
             f"FP8 KV cache, {label}: {_figures(row, self.floor)}",
-            clipping(texts, name, row, label),
+            name_clipped_texts(texts, name, row, label),
             *self._comparison(name),
         ]
         return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
@@ -133,7 +133,7 @@ class Judgement:
 
     def _label(self, name: str) -> str:
         row = self.rows[name]
-        own = "scale 1.0" if name == "none" else row.what
+        own = "scale 1.0" if name == "none" else row.description
         return f"scales of '{name}'" if row.kind == "given" else own
 
     def _comparison(self, name: str) -> list[str]:

@@ -153,12 +153,12 @@ def _texts(report: Report) -> list[dict[str, Any]]:
 
 def _reference(reference: Continuation, other: Continuation) -> dict[str, str]:
     """Cut the reference's text where `other` leaves it."""
-    whole = reference.same + reference.rest
-    return {"same": other.same, "rest": whole.removeprefix(other.same)}
+    whole = reference.start + reference.end
+    return {"start": other.start, "end": whole.removeprefix(other.start)}
 
 
 def _heading(text: Continuation) -> str:
-    if not text.rest:
+    if not text.end:
         return f"all {text.same_tokens} tokens are the same"
     if text.same_tokens == 0:
         return "the first token differs"

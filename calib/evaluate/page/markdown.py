@@ -99,7 +99,9 @@ def _cell(figure: TaskFigure) -> str:
 
 def markdown(report: Report) -> str:
     """`report.md`."""
-    legend = "\n".join(f"- `{_escape(name)}`: {_escape(row.what)}" for name, row in report.variants.items())
+    legend = "\n".join(
+        f"- `{_escape(name)}`: {_escape(row.description)}" for name, row in report.variants.items()
+    )
     lines = "\n".join(f"- {_escape(line)}" for line in closing_lines(report))
     return (
         f"# {_escape(title(report))}\n\n{lines}\n\n"

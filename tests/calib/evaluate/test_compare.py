@@ -1,4 +1,4 @@
-"""Two reports side by side: the figures, what makes them doubtful, and what is no report."""
+"""Two reports side by side: the figures, what makes them doubtful, and what is not a report."""
 
 import json
 
@@ -163,13 +163,13 @@ def test_names_cannot_steer_the_terminal(report):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "is no report"),
-        ("{", "is no report"),
-        ("[1]", "is no report"),
-        ("[" * 100_000, "is no report"),
-        ('{"a": ' * 100_000, "is no report"),
-        (b"\xff\xfe{}", "is no report"),
-        ('{"model": 3}', "is no report of fp8kv-eval: it has no `schema`"),
+        ("", "is not a report"),
+        ("{", "is not a report"),
+        ("[1]", "is not a report"),
+        ("[" * 100_000, "is not a report"),
+        ('{"a": ' * 100_000, "is not a report"),
+        (b"\xff\xfe{}", "is not a report"),
+        ('{"model": 3}', "is not a report of fp8kv-eval: it has no `schema`"),
         ('{"schema": 2}', "is of schema 2; this version reads 1"),
         ('{"schema": "1"}', "is of schema '1'; this version reads 1"),
         ('{"schema": 1}', "is damaged: model: Field required"),

@@ -6,9 +6,9 @@ from families import FAMILIES, tiny_model
 
 from calib.capture.attention import observe_qkv
 from calib.evaluate.layer_errors import (
-    anywhere,
+    clipped_layer,
     count_clipped,
-    exceedance,
+    count_events,
     layer_errors,
     layer_row,
     poisson_interval,
@@ -86,7 +86,7 @@ def test_tokens_are_counted_one_by_one(model, tensors):
                 hit |= set().union(*beyond)
         everywhere |= hit
         for found in (
-            exceedance(counted[idx].tokens, tensors),
+            clipped_layer(idx, counted[idx], tensors).exceedance,
             layer_row(idx, errors["tight"][idx], layer, tensors).exceedance,
         ):
             assert (found.tokens, found.events, found.by_head) == (30, len(hit), by_head)
@@ -95,7 +95,7 @@ def test_tokens_are_counted_one_by_one(model, tensors):
         assert 0 < len(hit) < 30
         assert torch.equal(counted[idx].saturated, errors["tight"][idx].saturated)
         assert torch.equal(counted[idx].values, errors["tight"][idx].values)
-    assert anywhere([x.tokens for x in counted.values()], tensors).events == len(everywhere)
+    assert count_events(counted.values(), tensors).events == len(everywhere)
 
 
 def tight(seen):
@@ -113,6 +113,6 @@ def test_scales_that_hold_every_value_clip_nothing(model):
     scales = KVScales("tensor", "e4m3fn", layers, {})
     variant = Variant("one", "one", "fp8", scales)
     counted = count_clipped(Setup(model, None, "torch"), DOCUMENTS, [variant])["one"]
-    found = anywhere([layer.tokens for layer in counted.values()], "kv")
+    found = count_events(counted.values(), "kv")
     assert (found.events, found.low) == (0, 0.0)
     assert found.high == pytest.approx(3.6889 / 30, abs=1e-5)

@@ -14,7 +14,7 @@ from calib.data import load_data
 from calib.errors import InputError
 from calib.evaluate.layer_errors import poisson_interval
 from calib.evaluate.measure import compare_variants
-from calib.evaluate.other_text import clips, differs
+from calib.evaluate.other_text import is_clipped, judge_difference
 from calib.evaluate.page.html import html
 from calib.evaluate.page.markdown import markdown
 from calib.evaluate.page.other_tables import other_tables
@@ -248,12 +248,12 @@ def test_a_difference_of_means_is_resampled_on_both_sides():
 )
 def test_a_difference_is_one_where_zero_is_outside(ends, largest, answer):
     low, high = ends
-    assert differs(Figure(value=(low + high) / 2, low=low, high=high), largest, 0.01) == answer
+    assert judge_difference(Figure(value=(low + high) / 2, low=low, high=high), largest, 0.01) == answer
 
 
 def test_what_is_no_number_is_higher():
     nan = float("nan")
-    assert differs(Figure(value=nan, low=nan, high=nan), nan, 0.0) == "not finite"
+    assert judge_difference(Figure(value=nan, low=nan, high=nan), nan, 0.0) == "not finite"
 
 
 def events(count, tokens=1000):
@@ -271,7 +271,7 @@ def events(count, tokens=1000):
     ],
 )
 def test_a_text_is_named_where_it_is_clipped_more(here, own, answer):
-    assert clips(events(here), events(own)) == answer
+    assert is_clipped(events(here), events(own)) == answer
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def figures(name, kl, size, *, kind="cache", baked=False, noise=None):
     noise = NOISE if noise is None else noise
     documents = [Divergence(kl * (0.9 + 0.2 * row), None, None) for row in noise]
     row = Row.model_construct(
-        what=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
+        description=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
         kl=estimate([each.kl.double().numpy() for each in documents]),
     )  # fmt: skip
     return name, Measured(Variant(name, name, kind), documents), row
@@ -86,13 +86,13 @@ def test_the_cheapest_within_a_budget(budget, expected):
     found = chosen(FIELD, kl=budget)
     assert found.chosen.cache == expected
     assert found.chosen.kl.high <= budget
-    assert {each.cache for each in found.passed} == {
+    assert {each.cache for each in found.alternatives} == {
         name for name, *_ in [(REFERENCE,), *FIELD] if name != expected
     }
 
 
 def test_what_is_better_and_needs_more_is_named():
-    why = {each.cache: each.why for each in chosen(FIELD, kl=0.03).passed}
+    why = {each.cache: each.why for each in chosen(FIELD, kl=0.03).alternatives}
     assert why["tensor"] == "measurably better, needs calibrated scales"
     assert why["int8"] == "more bytes"
 
@@ -126,7 +126,7 @@ def test_what_does_not_differ_measurably_goes_to_the_simpler():
             found = chosen(given, **wish)
             assert found.chosen.cache == "int8"
             assert found.chosen.needs == "nothing"
-            why = {each.cache: each.why for each in found.passed}
+            why = {each.cache: each.why for each in found.alternatives}
             assert why["int8, baked"] == "not measurably better, needs baked weights"
             assert why["tensor"] == "not measurably better, needs calibrated scales"
     assert chosen(same[:3], kl=0.01).chosen.cache == "tensor"
@@ -138,7 +138,7 @@ def test_no_number_is_never_chosen():
     assert chosen([broken], kl=1.0).chosen.cache == REFERENCE
     found = chosen([broken, FIELD[3]], kl=None, share=0.6)
     assert found.chosen.cache == "int8"
-    assert found.passed[0].why == "its KL is not a finite number"
+    assert found.alternatives[0].why == "its KL is not a finite number"
     assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
 
 
@@ -167,7 +167,7 @@ def test_every_answer_can_be_served(engine, gpu, evaluation, report, directory):
     wish = Wish(kl=1.0, engine=engine, gpu=gpu)
     judgement = Judgement(evaluation.measured, report.variants, report.noise_floor)
     found = recommend(judgement, evaluation.offers, wish)
-    served = [found.chosen.cache, *(each.cache for each in found.passed)]
+    served = [found.chosen.cache, *(each.cache for each in found.alternatives)]
     assert set(served) | set(found.not_served) == {
         name for name, row in report.variants.items() if row.kind != "control"
     }

@@ -94,19 +94,19 @@ def test_histogram_bins_are_exact_where_logarithms_round():
     root = 2.0**0.5
     x = torch.tensor([1.0, -1.4142, 1.4143, 2.0, 0.0, 2.0**-149, 2.0**127])
     found = layer_values(x[None, None, None], torch.zeros(1, 2, 3, 4)[:, :1])
-    bins = dict(enumerate(found.histogram[0].tolist(), start=FIRST_BIN))
+    bins = dict(enumerate(found.histogram[0, 0].tolist(), start=FIRST_BIN))
     expected = {0: 2, 1: 1, 2: 1, -298: 1, 254: 1}
     assert {i: n for i, n in bins.items() if n} == expected
     assert 1.4142 < root < 1.4143
-    assert found.zeros.tolist() == [1, 12]
-    assert found.histogram[1].sum() == 0
+    assert found.zeros.tolist() == [[1, 12]]
+    assert found.histogram[0, 1].sum() == 0
 
 
 def test_heads_that_transformers_repeats_are_counted_once():
     model = tiny_model("falcon", **FAMILIES["falcon"])
     _, values = layer_errors(Setup(model, None), [torch.arange(9)], [])
-    assert [layer.amax.shape for layer in values.values()] == [(2, 2)] * 3
-    assert [int(layer.histogram[0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
+    assert [layer.amax.shape for layer in values.values()] == [(1, 2, 2)] * 3
+    assert [int(layer.histogram[0, 0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
 
 
 def test_scales_are_those_of_the_variant(small_evaluation, small_report):
@@ -173,7 +173,7 @@ def measured(kl, kind="fp8"):
 def row(kl, what, kind="fp8", measurable=True):
     figure, one = Figure(value=kl, low=kl, high=kl), Figure(value=1.0, low=1.0, high=1.0)
     change = one.model_copy(update={"value": 0.001})
-    named = {"what": what, "kind": kind, "measurable": measurable}
+    named = {"description": what, "kind": kind, "measurable": measurable}
     return Row.model_construct(**named, kl=figure, ppl_change=change, top1=one)
 
 

@@ -111,7 +111,7 @@ def test_no_judgement_contradicts_itself(small_evaluation):
         assert NO_BETTER.lower() in advice.lower()
         assert bool(better) != (NO_BETTER in verdict), verdict
         assert better is None or best != "mine", verdict
-        label = "scale 1.0" if best == "none" else rows[best].what
+        label = "scale 1.0" if best == "none" else rows[best].description
         if better and better[1].lower() != label.lower():
             assert verdict.endswith(f", but not measurably better than {label}."), verdict
         assert best != "none" or "Scale 1.0 is measurably worse" not in verdict
