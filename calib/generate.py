@@ -113,10 +113,9 @@ def generate_text(
 ) -> GenerationResult:
     """Continue `prompt` with the model's K and V in FP8, or as another cache would hold them.
 
-    `scales`, for FP8 alone, is a directory with scales of any tool, `none` for scale 1.0, by
-    default the model's.
-    `overrides` are recipe keys: device, dtype, trust_remote_code. `on_text` is called with each
-    piece of text as it comes. What a user can put right is an Fp8kvError.
+    `scales`, for FP8 alone, is a directory with scales of any tool, or `none` for scale 1.0; by default the
+    model's. `overrides` are recipe keys: device, dtype, trust_remote_code. `on_text` gets each piece of text
+    as it comes. What a user can put right is an Fp8kvError.
     """
     if not prompt:
         raise InputError("the prompt is empty; give the text to continue")
@@ -132,7 +131,6 @@ def generate_text(
     check_positions(config, length + options.max_new_tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
-    inputs = inputs.to(input_device(model))
     directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     if scales_for_model is None:
@@ -222,6 +220,7 @@ def _generate(
     options: GenerationOptions,
     on_text: Callable[[str], None] | None,
 ) -> tuple[Generation, Cache]:
+    inputs = inputs.to(input_device(model))
     if options.compare:  # the first pass after loading is slow, and would count against one of two
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     streamer = None

@@ -130,16 +130,16 @@ def signs(size: int) -> Tensor:
     return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
 
 
-def lmdeploy_int8(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Round `x` [..., D] as LMDeploy's INT8 cache stores it, where the model runs in `dtype`."""
-    return _store_with_zero_points(x, INT8_STEPS, dtype)
+def lmdeploy(x: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Round `x` [..., D] as LMDeploy's INT8 or INT4 cache stores it, where the model runs in `dtype`.
 
-
-def lmdeploy_int4(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Round `x` to LMDeploy's INT4 in place of its INT8; an InputError where D is odd."""
-    if x.shape[-1] % 2:
+    Raises an InputError where D is odd in INT4.
+    """
+    if steps == INT4_STEPS and x.shape[-1] % 2:
         raise InputError(f"lmdeploy_int4: head size {x.shape[-1]} is not a multiple of 2")
-    return _store_with_zero_points(x, INT4_STEPS, dtype)
+    dtype = dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
+    codes, scale, zero = (part.to(dtype) for part in zero_point_codes(x, steps))
+    return codes.sub_(zero).mul_(scale).to(x.dtype)
 
 
 def zero_point_codes(x: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,9 +153,3 @@ def zero_point_codes(x: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     zero = -low / scale
     # codes are not negative, and `floor` is vectorised where `trunc` is not
     return (x / scale).add_(zero).add_(0.5).floor_(), scale, zero
-
-
-def _store_with_zero_points(x: Tensor, steps: int, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
-    codes, scale, zero = (part.to(dtype) for part in zero_point_codes(x, steps))
-    return codes.sub_(zero).mul_(scale).to(x.dtype)

@@ -26,7 +26,7 @@ def rounding(name: str, dtype: torch.dtype | None = None) -> CacheRounding:
     K and V keep their dtype, and are rounded to it once more than in the engine. LMDeploy keeps its
     scales in the `dtype` that the model is served in: by default K's own, or float16 for float32.
     """
-    fp8, nvfp4 = blocks.fp8_unscaled, blocks.nvfp4
+    fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
     codecs: Mapping[str, Codec | tuple[Codec, Codec]] = {
         "fp8": fp8,
         "fp8_per_token_head": per_token_head.fp8_per_token_head,
@@ -35,8 +35,8 @@ def rounding(name: str, dtype: torch.dtype | None = None) -> CacheRounding:
         "nvfp4": nvfp4,
         "nvfp4_4over6": blocks.nvfp4_four_over_six,
         "fp8_k_nvfp4_v": (fp8, nvfp4),
-        "lmdeploy_int8": partial(per_token_head.lmdeploy_int8, dtype=dtype),
-        "lmdeploy_int4": partial(per_token_head.lmdeploy_int4, dtype=dtype),
+        "lmdeploy_int8": partial(lmdeploy, steps=per_token_head.INT8_STEPS, dtype=dtype),
+        "lmdeploy_int4": partial(lmdeploy, steps=per_token_head.INT4_STEPS, dtype=dtype),
         "fp8_ds_mla": (blocks.fp8_tiles, blocks.bfloat16_k_pe),
         "nvfp4_ds_mla": (blocks.nvfp4_latent, fp8),
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from calib.caches.blocks import nvfp4
-from calib.caches.per_token_head import lmdeploy_int8
+from calib.caches.per_token_head import INT8_STEPS, lmdeploy
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES
 from calib.errors import InputError
@@ -63,7 +63,7 @@ def test_k_in_fp8_beside_v_in_nvfp4_at_scale_one():
 def test_lmdeploy_keeps_its_scales_in_the_dtype_that_is_served():
     key, value = key_and_value()
     rounded = rounding("lmdeploy_int8", dtype=torch.bfloat16)(0, key, value)
-    assert torch.equal(rounded[1], lmdeploy_int8(value, torch.bfloat16))
+    assert torch.equal(rounded[1], lmdeploy(value, INT8_STEPS, torch.bfloat16))
     assert not torch.equal(rounded[1], rounding("lmdeploy_int8")(0, key, value)[1])
 
 

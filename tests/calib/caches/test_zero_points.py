@@ -1,11 +1,15 @@
 """LMDeploy's INT8 and INT4."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from calib.caches.per_token_head import lmdeploy_int4, lmdeploy_int8, zero_point_codes
+from calib.caches.per_token_head import INT4_STEPS, INT8_STEPS, lmdeploy, zero_point_codes
 from calib.errors import InputError
+
+lmdeploy_int8, lmdeploy_int4 = (partial(lmdeploy, steps=steps) for steps in (INT8_STEPS, INT4_STEPS))
 
 
 @pytest.mark.parametrize("steps", [255, 15])
@@ -31,11 +35,11 @@ def test_ties_are_rounded_up():
 def test_scale_and_zero_point_are_kept_in_16_bits():
     # 8 bits of mantissa hold 100.5 no better than 100.5 +- 0.25: the step is 1
     x = torch.tensor([-100.3, 154.7, 0.0])
-    assert lmdeploy_int8(x, torch.float16)[2].item() == pytest.approx(-0.3125, abs=1e-6)
-    assert lmdeploy_int8(x, torch.bfloat16)[2].item() == -0.5
-    assert torch.equal(lmdeploy_int8(x), lmdeploy_int8(x, torch.float16))
+    assert lmdeploy_int8(x, dtype=torch.float16)[2].item() == pytest.approx(-0.3125, abs=1e-6)
+    assert lmdeploy_int8(x, dtype=torch.bfloat16)[2].item() == -0.5
+    assert torch.equal(lmdeploy_int8(x), lmdeploy_int8(x, dtype=torch.float16))
     of_bfloat16 = lmdeploy_int8(x.bfloat16())
-    assert torch.equal(of_bfloat16.float(), lmdeploy_int8(x.bfloat16().float(), torch.bfloat16))
+    assert torch.equal(of_bfloat16.float(), lmdeploy_int8(x.bfloat16().float(), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("rounded", "steps"), [(lmdeploy_int8, 255), (lmdeploy_int4, 15)])
@@ -61,4 +65,4 @@ def test_odd_head_sizes_are_refused_in_4_bits_alone():
 @pytest.mark.parametrize("rounded", [lmdeploy_int8, lmdeploy_int4])
 def test_the_dtype_stays(rounded):
     assert rounded(torch.randn(4, 8).bfloat16()).dtype == torch.bfloat16
-    assert rounded(torch.randn(4, 8), torch.bfloat16).dtype == torch.float32
+    assert rounded(torch.randn(4, 8), dtype=torch.bfloat16).dtype == torch.float32
