@@ -6,8 +6,7 @@ Names that need Triton or transformers resolve on first use.
 from importlib import import_module
 from typing import Any
 
-from fp8kv_runtime.blocks import OutOfBlocksError
-from fp8kv_runtime.cache import PagedKVCache, PagedSequences
+from fp8kv_runtime.cache import OutOfBlocksError, PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize, scale_from_amax
 from fp8kv_runtime.options import AttentionOptions

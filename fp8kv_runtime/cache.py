@@ -1,19 +1,37 @@
-"""`PagedKVCache`: K and V of many sequences in FP8, in blocks that sequences can share."""
+"""`PagedKVCache`: K and V of many sequences in FP8, in blocks that sequences can share.
 
-from collections import Counter
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+Only the bookkeeping is here; the bytes lie in `KVBlocks`, one object per layer.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fp8kv_runtime.blocks import BlockPool, Sequence, content_hashes
 from fp8kv_runtime.storage import KVBlocks, check_tensor
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pool has fewer free blocks than were asked for; nothing was changed."""
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """The place of a sequence in the cache, made by `PagedKVCache.allocate` and written by it only."""
+
+    block_ids: list[int] = field(default_factory=list)
+    length: int = 0  # tokens, including those appended but not yet written
+    num_cached_tokens: int = 0  # found in the cache when it was allocated
+    token_ids: list[int] | None = None  # None: unknown, so its blocks cannot be found by content
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks offered to others
 
 
 @dataclass(frozen=True)
 class PagedSequences:
-    """Where the sequences of one batch lie, as kernels read it.
+    """Block tables and lengths of the sequences of one batch, as kernels read them.
 
     `seq_starts` is the first position that may be attended to: 0, or the width of left padding.
 
@@ -36,7 +54,7 @@ class PagedSequences:
                 object.__setattr__(self, name, tensor.contiguous())
 
     def to(self, device: torch.device) -> "PagedSequences":
-        """The same on another device."""
+        """Copy them to another device."""
         starts = None if self.seq_starts is None else self.seq_starts.to(device)
         return PagedSequences(self.block_tables.to(device), self.seq_lens.to(device), starts)
 
@@ -81,8 +99,7 @@ class PagedKVCache:
     @property
     def num_bytes_used(self) -> int:
         """Bytes of K and V in blocks that sequences hold; a shared block counts once."""
-        used = self.num_blocks - self.num_free_blocks
-        return self.num_bytes // self.num_blocks * used
+        return self.num_bytes // self.num_blocks * (self.num_blocks - self.num_free_blocks)
 
     @property
     def bytes_per_token(self) -> int:
@@ -102,13 +119,13 @@ class PagedKVCache:
             )
         self.layers[layer_idx] = layer
 
-    def allocate(self, token_ids: SequenceOf[int] | None = None) -> Sequence:
+    def allocate(self, token_ids: Sequence[int] | None = None) -> CachedSequence:
         """Start a sequence; full blocks that hold a prefix of `token_ids` already are shared.
 
         The sequence starts with `num_cached_tokens` tokens, fewer than `token_ids` has: at least
         one is left to run. Append the others with `append(sequence, token_ids=...)`.
         """
-        sequence = Sequence(token_ids=None if token_ids is None else [])
+        sequence = CachedSequence()
         for digest in content_hashes((token_ids or [])[:-1], self.block_size):
             block_id = self._pool.find(digest)
             if block_id is None:
@@ -117,14 +134,13 @@ class PagedKVCache:
             sequence.block_ids.append(block_id)
             sequence.digests.append(digest)
         sequence.length = sequence.num_cached_tokens = len(sequence.block_ids) * self.block_size
-        if token_ids is not None:
-            sequence.token_ids = list(token_ids[: sequence.length])
+        sequence.token_ids = None if token_ids is None else list(token_ids[: sequence.length])
         return sequence
 
     def append(
-        self, sequence: Sequence, num_tokens: int = 1, *, token_ids: SequenceOf[int] | None = None
+        self, sequence: CachedSequence, num_tokens: int = 1, *, token_ids: Sequence[int] | None = None
     ) -> Tensor:
-        """Reserve slots for `num_tokens` more tokens, or for `token_ids`; returns slots [T] int64.
+        """Reserve slots for `num_tokens` more tokens, or for `token_ids`; return the slots [T] int64.
 
         A last block that another sequence holds too is copied first.
 
@@ -133,15 +149,14 @@ class PagedKVCache:
         """
         count = num_tokens if token_ids is None else len(token_ids)
         self.reserve([sequence], count)
-        start = sequence.length - count
-        known = sequence.token_ids
-        if known is not None and token_ids is not None and len(known) == start:
-            known += token_ids
+        start, tokens = sequence.length - count, sequence.token_ids
+        if tokens is not None and token_ids is not None and len(tokens) == start:
+            tokens += token_ids
         elif count:  # not named, or after a bare `reserve`, which leaves a gap
             sequence.token_ids = None
         return self.slots([sequence], start, count)[0]
 
-    def reserve(self, sequences: SequenceOf[Sequence], num_tokens: int) -> None:
+    def reserve(self, sequences: Sequence[CachedSequence], num_tokens: int) -> None:
         """Make every sequence `num_tokens` longer, or none of them.
 
         Raises:
@@ -149,14 +164,17 @@ class PagedKVCache:
         """
         if num_tokens == 0:
             return
-        needed = [self._missing_blocks(sequence, num_tokens) for sequence in sequences]
-        self._make_room(sum(needed) + self._copies_to_make(sequences))
+        needed = [self._count_blocks(s.length + num_tokens) - len(s.block_ids) for s in sequences]
+        shared = Counter(s.block_ids[-1] for s in sequences if self._shares_partial_block(s))
+        # where all its holders append, the last one left may keep the block
+        copies = sum(min(n, self._pool.references(block) - 1) for block, n in shared.items())
+        self._make_room(sum(needed) + copies)
         for sequence, count in zip(sequences, needed, strict=True):
             self._own_last_block(sequence)
             sequence.block_ids += self._pool.take(count)
             sequence.length += num_tokens
 
-    def commit(self, sequence: Sequence) -> None:
+    def commit(self, sequence: CachedSequence) -> None:
         """Let new sequences share the full blocks, once K and V of all their tokens are written.
 
         Nothing happens for a sequence whose token ids are unknown.
@@ -167,64 +185,58 @@ class PagedKVCache:
         for block_id, digest in zip(sequence.block_ids[first:], new, strict=False):
             self._pool.publish(block_id, digest)
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens, sharing every block until one of them appends."""
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """Start a second sequence with the same tokens; they share every block until one appends."""
         for block_id in sequence.block_ids:
             self._pool.hold(block_id)
         token_ids = None if sequence.token_ids is None else list(sequence.token_ids)
         block_ids, digests = list(sequence.block_ids), list(sequence.digests)
         return replace(sequence, block_ids=block_ids, token_ids=token_ids, digests=digests)
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all tokens after the first `length`."""
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
-        kept = _ceil_div(length, self.block_size)
+        num_blocks = self._count_blocks(length)
         # last block first: free blocks are taken in this order, and no block of a prefix can be
         # found without those before it
-        for block_id in reversed(sequence.block_ids[kept:]):
+        for block_id in reversed(sequence.block_ids[num_blocks:]):
             self._pool.release(block_id)
-        del sequence.block_ids[kept:]
+        del sequence.block_ids[num_blocks:]
         sequence.length = length
         del sequence.digests[length // self.block_size :]
         if sequence.token_ids is not None:
             del sequence.token_ids[length:]
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's blocks back; committed ones can be found until they are reused."""
         self.truncate(sequence, 0)
 
-    def slots(self, sequences: SequenceOf[Sequence], start: int, count: int) -> Tensor:
-        """Slots of positions `start .. start + count - 1` of each sequence: [S, count] int64."""
+    def slots(self, sequences: Sequence[CachedSequence], start: int, count: int) -> Tensor:
+        """Return the slots of positions `start .. start + count - 1` of each sequence: [S, count] int64."""
         positions = torch.arange(start, start + count)
         blocks = self.block_tables(sequences)[:, positions // self.block_size].long()
         return blocks * self.block_size + positions % self.block_size
 
-    def block_tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        """Physical blocks of each sequence: [S, max_blocks] int32, -1 padded."""
+    def block_tables(self, sequences: Sequence[CachedSequence]) -> Tensor:
+        """Return the physical blocks of each sequence: [S, max_blocks] int32, -1 padded."""
         width = max((len(s.block_ids) for s in sequences), default=0)
         rows = [s.block_ids + [-1] * (width - len(s.block_ids)) for s in sequences]
         return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)
 
-    def sequences(self, sequences: SequenceOf[Sequence]) -> PagedSequences:
-        """Block tables and lengths of `sequences`, on the CPU."""
+    def sequences(self, sequences: Sequence[CachedSequence]) -> PagedSequences:
+        """Return block tables and lengths of `sequences`, on the CPU."""
         lengths = torch.tensor([s.length for s in sequences], dtype=torch.int32)
         return PagedSequences(self.block_tables(sequences), lengths)
 
-    def _missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        total = _ceil_div(sequence.length + num_tokens, self.block_size)
-        return total - len(sequence.block_ids)
+    def _count_blocks(self, length: int) -> int:
+        return -(-length // self.block_size)
 
-    def _copies_to_make(self, sequences: SequenceOf[Sequence]) -> int:
-        partial = Counter(s.block_ids[-1] for s in sequences if self._shares_partial_block(s))
-        # where all its holders append, the last one left may keep the block
-        return sum(min(n, self._pool.references(block) - 1) for block, n in partial.items())
+    def _shares_partial_block(self, sequence: CachedSequence) -> bool:
+        is_partial = sequence.length % self.block_size != 0
+        return is_partial and self._pool.references(sequence.block_ids[-1]) > 1
 
-    def _shares_partial_block(self, sequence: Sequence) -> bool:
-        partial = sequence.length % self.block_size != 0
-        return partial and self._pool.references(sequence.block_ids[-1]) > 1
-
-    def _own_last_block(self, sequence: Sequence) -> None:
+    def _own_last_block(self, sequence: CachedSequence) -> None:
         if sequence.length % self.block_size == 0:
             return
         shared = sequence.block_ids[-1]
@@ -246,5 +258,100 @@ class PagedKVCache:
         self._pool.require(count)
 
 
-def _ceil_div(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
+class BlockPool:
+    """Blocks `0 .. num_blocks - 1`, each free or held by one or more sequences.
+
+    A free block keeps its content until it is taken again, oldest first, so a prefix outlives the
+    sequence that wrote it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_content: dict[bytes, int] = {}
+        self._content: dict[int, bytes] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, free or held."""
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds."""
+        return len(self._free)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks until the pool has `num_blocks`."""
+        first = self.num_blocks
+        self._references += [0] * (num_blocks - first)
+        self._free.update(OrderedDict.fromkeys(range(first, num_blocks)))
+
+    def references(self, block_id: int) -> int:
+        """Count the sequences that hold the block."""
+        return self._references[block_id]
+
+    def take(self, count: int) -> list[int]:
+        """Hold `count` free blocks, and forget what they contained.
+
+        Raises:
+            OutOfBlocksError: fewer are free.
+        """
+        self.require(count)
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self.forget(block_id)
+            self._references[block_id] = 1
+        return block_ids
+
+    def require(self, count: int) -> None:
+        """Check that `count` blocks are free.
+
+        Raises:
+            OutOfBlocksError: they are not.
+        """
+        if count > self.num_free:
+            raise OutOfBlocksError(
+                f"{count} blocks needed, {self.num_free} of {self.num_blocks} are free; "
+                "free a sequence, or make the cache with more blocks"
+            )
+
+    def hold(self, block_id: int) -> None:
+        """Count one more sequence that holds the block, which may have been free."""
+        self._free.pop(block_id, None)
+        self._references[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """Count one sequence less that holds the block."""
+        if self._references[block_id] < 1:
+            raise ValueError(f"block {block_id} is free already")
+        self._references[block_id] -= 1
+        if self._references[block_id] == 0:
+            self._free[block_id] = None
+
+    def publish(self, block_id: int, content: bytes) -> None:
+        """Let other sequences find the full block; of equal blocks the first is found."""
+        if content not in self._by_content and block_id not in self._content:
+            self._by_content[content] = block_id
+            self._content[block_id] = content
+
+    def find(self, content: bytes) -> int | None:
+        """Return the published block with this content."""
+        return self._by_content.get(content)
+
+    def forget(self, block_id: int) -> None:
+        """Withdraw the block: its content is about to change."""
+        content = self._content.pop(block_id, None)
+        if content is not None:
+            del self._by_content[content]
+
+
+def content_hashes(token_ids: Sequence[int], block_size: int, digests: Sequence[bytes] = ()) -> list[bytes]:
+    """Hash each full block with all tokens before it, after the first blocks, which have `digests`."""
+    new: list[bytes] = []
+    digest = digests[-1] if digests else b""
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        block = b"".join(int(t).to_bytes(8, "little") for t in token_ids[start : start + block_size])
+        digest = hashlib.sha256(digest + block).digest()
+        new.append(digest)
+    return new

@@ -37,12 +37,14 @@ _SEGMENTS = 16  # vLLM's Triton kernel: parts of a sequence in a decode
 _FNUZ_QUERIES_MAX = 224.0
 
 
-class Tiles(NamedTuple):
-    """How a kernel walks the keys."""
+class KernelOrder(NamedTuple):
+    """The order in which a kernel walks the keys, and its rounding of weights."""
 
-    size: int
+    tile: int  # keys at a time
+    round_weights: Callable[[Tensor], Tensor]
     parts: int = 1  # of a sequence, each with a maximum of its own
     last_first: bool = False
+    starts_at_sinks: bool = False  # whether the first part's maximum does
 
 
 def fa3_attention(
@@ -64,10 +66,14 @@ def fa3_attention(
     Returns:
         [B, H, T, D] float32; zeros where nothing is visible.
     """
-    rows = query.shape[2] * (query.shape[1] // key.shape[1])
-    tiles = Tiles(_fa3_tile(query.shape[3], rows), last_first=True)
-    query = _fp8_query(query, options.q_scale, key.shape[1])
-    return _attend(query, key, value, visible, options, tiles, _fp8_weights)
+    num_heads, tokens, head_dim = query.shape[1:]
+    if head_dim in (64, 128) and tokens * (num_heads // key.shape[1]) <= _ONE_GROUP_ROWS:
+        tile = 128 if head_dim == 64 else 96
+    else:  # `tile_size_fwd_sm90` for one byte, causal, two-level accumulation
+        sizes = {64: 128, 96: 128, 128: 192, 192: 96, 256: 128}
+        tile = sizes[min(size for size in sizes if head_dim <= size)]
+    query = _round_query(query, options.q_scale, key.shape[1])
+    return _attend(query, key, value, visible, options, KernelOrder(tile, _round_weights, last_first=True))
 
 
 def vllm_triton_attention(
@@ -86,30 +92,20 @@ def vllm_triton_attention(
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are
     codes of 256 times the weight, in E4M3FNUZ of 128 times.
     """
-    rounded: Callable[[Tensor], Tensor]
+    round_weights: Callable[[Tensor], Tensor]
     if dtype is None:
-        query = _fp8_query(query, options.q_scale, key.shape[1], fp8)
-        rounded, decode = partial(_fp8_weights, dtype=fp8), Tiles(32, _SEGMENTS)
+        query = _round_query(query, options.q_scale, key.shape[1], fp8)
+        round_weights, decode_tile = partial(_round_weights, dtype=fp8), 32
     else:
         query, key, value = (x.to(dtype).float() for x in (query, key, value))
-        rounded, decode = (lambda weights: weights.to(dtype).float()), Tiles(16, _SEGMENTS)
-    tiles = decode if query.shape[2] == 1 else Tiles(32)
-    return _attend(query, key, value, visible, options, tiles, rounded, from_sinks=True)
+        round_weights, decode_tile = (lambda weights: weights.to(dtype).float()), 16
+    tile, parts = (decode_tile, _SEGMENTS) if query.shape[2] == 1 else (32, 1)
+    order = KernelOrder(tile, round_weights, parts, starts_at_sinks=True)
+    return _attend(query, key, value, visible, options, order)
 
 
-def _fa3_tile(head_dim: int, rows: int) -> int:
-    """Keys in a tile: `tile_size_fwd_sm90` for one byte, causal, two-level accumulation."""
-    if head_dim in (64, 128) and rows <= _ONE_GROUP_ROWS:
-        return 128 if head_dim == 64 else 96
-    sizes = {64: 128, 96: 128, 128: 192, 192: 96, 256: 128}
-    return sizes[min(size for size in sizes if head_dim <= size)]
-
-
-def _fp8_query(
-    query: Tensor,
-    scale: Tensor | None,
-    num_kv_heads: int,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+def _round_query(
+    query: Tensor, scale: Tensor | None, num_kv_heads: int, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Tensor:
     scale = torch.ones(1) if scale is None else scale.float()
     if scale.numel() > 1:
@@ -121,73 +117,51 @@ def _fp8_query(
     return dequantize(quantize(query, scale, dtype), scale)
 
 
-def _fp8_weights(weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+def _round_weights(weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     one = torch.ones(1, device=weights.device)
     factor = 128 if dtype == torch.float8_e4m3fnuz else 256
     return dequantize(quantize(weights * factor, one, dtype), one) / factor
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    options: AttentionOptions,
-    tiles: Tiles,
-    rounded: Callable[[Tensor], Tensor],
-    *,
-    from_sinks: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions, order: KernelOrder
 ) -> Tensor:
-    """`from_sinks`: whether the running maximum starts at the sink."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     sinks = None if options.sinks is None else options.sinks.float().view(-1, 1, 1)
-    parts = []
+    outputs = []
     for start in range(0, query.shape[2], _ROWS):
         rows = slice(start, start + _ROWS)
         scores = query[:, :, rows] @ key.mT * options.scale(query.shape[3])
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         scores = scores.masked_fill(~visible[:, :, rows], -torch.inf)
-        largest = _running_maximum(scores, tiles, sinks if from_sinks else None)
-        weights, total = _weights(scores, largest, sinks, rounded)
-        parts.append(weights @ value / total.where(total > 0, 1.0))
-    return torch.cat(parts, 2)
+        largest = _running_maximum(scores, order, sinks)
+        final = _replace_infinity(largest.amax(-1, keepdim=True))
+        weights, rescale = (scores - _replace_infinity(largest)).exp(), (largest - final).exp()
+        total = (weights * rescale).sum(-1, keepdim=True)  # of unrounded weights
+        if sinks is not None:
+            total = total + (sinks - final).exp()
+        weights = order.round_weights(weights) * rescale
+        outputs.append(weights @ value / total.where(total > 0, 1.0))
+    return torch.cat(outputs, 2)
 
 
-def _weights(
-    scores: Tensor, largest: Tensor, sinks: Tensor | None, rounded: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Rounded weights [B, H, T, N] beside the largest score of all, and the sum of unrounded ones.
+def _running_maximum(scores: Tensor, order: KernelOrder, sinks: Tensor | None) -> Tensor:
+    """Return for each score the largest of its tile and those before it, [B, H, T, N].
 
-    `largest` [B, H, T, N] is the running maximum when each key was met.
-    """
-    final = _finite(largest.amax(-1, keepdim=True))
-    weights, rescale = (scores - _finite(largest)).exp(), (largest - final).exp()
-    total = (weights * rescale).sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sinks - final).exp()
-    return rounded(weights) * rescale, total
-
-
-def _running_maximum(scores: Tensor, tiles: Tiles, start: Tensor | None) -> Tensor:
-    """For each score the largest of its tile and those before it, [B, H, T, N]; -inf: all hidden.
-
-    `start` is what the first part begins with.
+    It is -inf where all of them are hidden.
     """
     length = scores.shape[-1]
-    missing = -length % (tiles.parts * tiles.size)
+    missing = -length % (order.parts * order.tile)
     padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-    of_tiles = padded.view(*scores.shape[:-1], tiles.parts, -1, tiles.size).amax(-1)
-    if start is not None:
-        first = of_tiles[..., 0, :].maximum(start)
-        of_tiles = torch.cat([first[..., None, :], of_tiles[..., 1:, :]], -2)
-    if tiles.last_first:
-        of_tiles = of_tiles.flip(-1).cummax(-1).values.flip(-1)
-    else:
-        of_tiles = of_tiles.cummax(-1).values
-    return of_tiles.flatten(-2).repeat_interleave(tiles.size, -1)[..., :length]
+    maxima = padded.view(*scores.shape[:-1], order.parts, -1, order.tile).amax(-1)
+    if order.starts_at_sinks and sinks is not None:
+        first = maxima[..., 0, :].maximum(sinks)
+        maxima = torch.cat([first[..., None, :], maxima[..., 1:, :]], -2)
+    maxima = maxima.flip(-1).cummax(-1).values.flip(-1) if order.last_first else maxima.cummax(-1).values
+    return maxima.flatten(-2).repeat_interleave(order.tile, -1)[..., :length]
 
 
-def _finite(largest: Tensor) -> Tensor:
+def _replace_infinity(largest: Tensor) -> Tensor:
     return largest.where(largest > -torch.inf, 0.0)

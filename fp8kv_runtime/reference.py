@@ -125,7 +125,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options:
 
 
 def _count(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """[2, K, 3] int64, see COUNTED."""
+    """[2, K, 3] int64, as `KVBlocks.counts`."""
     finite = x.isfinite()
     saturated = finite & ((x / scale).abs() > fp8_max(codes.dtype))
     underflowed = (x != 0) & (codes.float() == 0)

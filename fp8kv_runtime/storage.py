@@ -16,8 +16,6 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize
 
 BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
 _FORMATS = {dtype: name for name, dtype in BLOCK_DTYPES.items()}
-# what `KVBlocks.counts` counts, in the order of its last dimension
-COUNTED = ("saturated", "underflowed", "nonfinite")
 
 
 class BlocksLayout(NamedTuple):
@@ -45,33 +43,29 @@ class KVBlocks:
     k_scale: Tensor  # [1], [K] or [K, D] float32
     v_scale: Tensor  # [1], [K] or [K, D] float32
     k_center: Tensor | None = None  # [K, D] float32, subtracted before K is stored
-    counts: Tensor | None = None  # [2, K, 3] int64: K and V, per head, see COUNTED
+    counts: Tensor | None = None  # [2, K, 3] int64: K and V, per head; saturated, underflowed, not finite
 
     def __post_init__(self) -> None:
-        if (
-            self.codes.dim() != 5
-            or self.codes.dtype not in BLOCK_DTYPES.values()
-            or not self.codes.is_contiguous()
-        ):
+        codes, is_known = self.codes, self.codes.dtype in BLOCK_DTYPES.values()
+        if codes.dim() != 5 or not is_known or not codes.is_contiguous():
             raise ValueError(
                 f"blocks must be [2, num_blocks, K, block_size, D] FP8 or float16, contiguous, "
-                f"got {_describe(self.codes)}"
+                f"got {_describe(codes)}"
             )
         heads, channels = (self.num_kv_heads,), (self.num_kv_heads, self.head_dim)
-        shapes = {"k_scale": ((1,), heads, channels), "v_scale": ((1,), heads, channels)}
-        for name, allowed in {**shapes, "k_center": (channels,)}.items():
-            if getattr(self, name) is not None:
-                self._check_scale(name, getattr(self, name), allowed)
-                # one that was expanded has no memory for every head, which kernels read
-                object.__setattr__(self, name, getattr(self, name).contiguous())
+        scale_shapes = ((1,), heads, channels)
+        shapes = {"k_scale": scale_shapes, "v_scale": scale_shapes, "k_center": (channels,)}
+        for name in shapes:
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
+            if not torch.isfinite(tensor).all() or (name != "k_center" and not (tensor > 0).all()):
+                raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
+            # one that was expanded has no memory for every head, which kernels read
+            object.__setattr__(self, name, tensor.contiguous())
         if self.counts is not None:
-            shape = (2, *heads, len(COUNTED))
-            check_tensor("counts", self.counts, (shape,), torch.int64, self.codes.device)
-
-    def _check_scale(self, name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-        check_tensor(name, scale, shapes, torch.float32, self.codes.device)
-        if not torch.isfinite(scale).all() or (name != "k_center" and not (scale > 0).all()):
-            raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
+            check_tensor("counts", self.counts, ((2, *heads, 3),), torch.int64, codes.device)
 
     @classmethod
     def empty(
@@ -88,7 +82,7 @@ class KVBlocks:
         device: torch.device | str = "cpu",
         count: bool = False,
     ) -> "KVBlocks":
-        """Uninitialised blocks; `count` adds counters of what storing does to the values."""
+        """Make uninitialised blocks; `count` adds counters of what storing does to the values."""
         shape = (2, num_blocks, num_kv_heads, block_size, head_dim * dtype.itemsize)
         # as bytes, because torch cannot fill FP8 on every device
         codes = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -143,16 +137,9 @@ class KVBlocks:
     @cached_property
     def layout(self) -> BlocksLayout:
         """The facts that kernels are compiled for."""
-        return BlocksLayout(
-            self.num_kv_heads,
-            self.block_size,
-            self.head_dim,
-            self.format,
-            scale_dims(self.k_scale),
-            scale_dims(self.v_scale),
-            self.k_center is not None,
-            self.counts is not None,
-        )
+        shape = self.num_kv_heads, self.block_size, self.head_dim
+        scales = scale_dims(self.k_scale), scale_dims(self.v_scale)
+        return BlocksLayout(*shape, self.format, *scales, self.k_center is not None, self.counts is not None)
 
     @cached_property
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -186,14 +173,14 @@ class KVBlocks:
         return self.codes.device, *map(specialization, tensors)
 
     def dense(self, block_tables: Tensor, length: int) -> Tensor:
-        """First `length` tokens of sequences [S, blocks], dequantised: [2, S, K, T, D] float32."""
+        """Dequantise the first `length` tokens of sequences [S, blocks]: [2, S, K, T, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
         # as bytes, because torch cannot index FP8 on every device
-        codes = self.codes.view(torch.uint8)
-        taken = codes.index_select(1, used.flatten())
-        taken = taken.view(2, *used.shape, *codes.shape[2:])  # [2, S, n, K, block_size, D]
-        taken = taken.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
-        dense = dequantize(taken.view(self.codes.dtype), self.scales[:, None])
+        stored = self.codes.view(torch.uint8)
+        codes = stored.index_select(1, used.flatten())
+        codes = codes.view(2, *used.shape, *stored.shape[2:])  # [2, S, n, K, block_size, D]
+        codes = codes.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+        dense = dequantize(codes.view(self.codes.dtype), self.scales[:, None])
         if self.k_center is not None:
             dense[0] += per_channel(self.k_center)
         return dense
@@ -204,7 +191,7 @@ class KVBlocks:
         codes[:, target] = codes[:, source]
 
     def grown(self, num_blocks: int) -> "KVBlocks":
-        """The same blocks and scales with room for `num_blocks`."""
+        """Return the same blocks and scales with room for `num_blocks`."""
         old = self.codes.view(torch.uint8)
         with torch.inference_mode(False):  # or it could not be written outside inference mode
             new = torch.empty((2, num_blocks, *old.shape[2:]), dtype=old.dtype, device=old.device)
@@ -213,12 +200,12 @@ class KVBlocks:
 
 
 def scale_dims(scale: Tensor) -> int:
-    """0 for one scale per tensor, 1 per head, 2 per head and channel."""
+    """Return 0 for one scale per tensor, 1 per head, 2 per head and channel."""
     return scale.dim() if scale.numel() > 1 else 0
 
 
 def specialization(argument: Any) -> Any:
-    """Key of a compiled kernel: types and alignment of memory; 1 and multiples of 16."""
+    """Return the key of a compiled kernel: types and alignment of memory; 1 and multiples of 16."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15 == 0
     if isinstance(argument, int):
@@ -227,14 +214,13 @@ def specialization(argument: Any) -> Any:
 
 
 def per_channel(scale: Tensor) -> Tensor:
-    """Shape [1], [K] or [K, D] so that it broadcasts against [..., K, T, D]."""
+    """Reshape [1], [K] or [K, D] so that it broadcasts against [..., K, T, D]."""
     return scale.unsqueeze(-2) if scale.dim() == 2 else scale.view(-1, 1, 1)
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
-    device: torch.device,
-) -> None:  # fmt: skip
+    name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> None:
     """Check the shape, type and device of a tensor before a kernel reads it.
 
     Raises:
@@ -242,8 +228,8 @@ def check_tensor(
     """
     if tensor.shape not in shapes or tensor.dtype != dtype or tensor.device != device:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
-        wanted = f"{allowed} {str(dtype).removeprefix('torch.')} on {device}"
-        raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
+        expected = f"{allowed} {str(dtype).removeprefix('torch.')} on {device}"
+        raise ValueError(f"{name} must be {expected}, got {_describe(tensor)}")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -33,7 +33,7 @@ from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf.swap import alone
+from fp8kv_runtime.hf.swap import hold
 
 # attributes of ZeRO-3's parameters and of DTensor: weights that are spread over processes
 _SPREAD = ("ds_id", "placements")
@@ -180,13 +180,13 @@ def _export(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: Fo
 @contextmanager
 def _restore(model: PreTrainedModel) -> Iterator[None]:
     """Run plainly what was compiled; put back all that a forward pass or a batch changes."""
-    # some RoPEs keep, or write into a buffer, frequencies for the length of the last text
-    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
-    before = [(table, dict(table)) for table in tables]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
     plain = torch.compiler.set_stance("force_eager")
-    with alone(model.get_decoder()), torch.random.fork_rng(gpus), plain:
+    with hold(model.get_decoder()), torch.random.fork_rng(gpus), plain:
+        # some RoPEs keep, or write into a buffer, frequencies for the length of the last text
+        tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+        before = [(table, dict(table)) for table in tables]
+        values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
         try:
             yield
         finally:

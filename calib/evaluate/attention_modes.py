@@ -17,8 +17,7 @@ from calib.scales.scales import KVScales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES
-from fp8kv_runtime.hf.queries import EngineQuery
-from fp8kv_runtime.hf.swap import Replacement
+from fp8kv_runtime.hf.swap import EngineQuery, Replacement
 from fp8kv_runtime.options import AttentionOptions
 
 _STRATEGIES = {"tensor": "tensor", "attn_head": "KV head", "channel": "channel"}

@@ -2,8 +2,7 @@
 
 from fp8kv_runtime.hf.attention import Backend, fp8_attention
 from fp8kv_runtime.hf.layers import paged_cache, values_per_token
-from fp8kv_runtime.hf.queries import EngineQuery
-from fp8kv_runtime.hf.swap import is_latent, swap_attention
+from fp8kv_runtime.hf.swap import EngineQuery, is_latent, swap_attention
 
 __all__ = [
     "Backend",

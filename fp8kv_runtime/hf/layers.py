@@ -1,15 +1,14 @@
-"""One attention layer of a transformers cache, stored in FP8 blocks."""
+"""A transformers cache in FP8: its rows as sequences of a `PagedKVCache`, its layers as `KVBlocks`."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -19,35 +18,149 @@ from transformers.cache_utils import (
 )
 
 from fp8kv_runtime import ops, reference
-from fp8kv_runtime.cache import PagedKVCache
+from fp8kv_runtime.cache import CachedSequence, PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf.batch import CacheRows
-from fp8kv_runtime.hf.given import ModuleScales, for_heads, of_latent
 from fp8kv_runtime.storage import KVBlocks
 
+_START_BLOCKS = 16  # per row; the pool doubles when they are used up
 
-class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a transformers cache, in FP8 blocks.
 
-    A token's latent and k_pe, which have one scale, lie there as one row, in two halves. Where
-    heads of K and of V differ in size, the smaller ones are filled up with zeros.
+class ModuleScales(Protocol):
+    """Scales of one attention module, as `calib` derives them."""
+
+    @property
+    def layer_idx(self) -> int: ...  # noqa: D102
+    @property
+    def k(self) -> Tensor: ...  # noqa: D102
+    @property
+    def v(self) -> Tensor: ...  # noqa: D102
+    @property
+    def q(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def k_center(self) -> Tensor | None: ...  # noqa: D102
+
+
+class CacheRows:
+    """The rows of one transformers cache: sequences of a `PagedKVCache`, shared by all its layers.
+
+    The layer `lead` is the first in FP8. What concerns all layers at once is done when transformers
+    asks this one for it.
+
+    Args:
+        block_size: tokens per block.
+        dtype: FP8 type of K and V.
+        use_triton: whether kernels read the blocks, in place of the model's own attention function.
+        restore: whether layers return all of K and V in the model's own type.
+        lead: index of the first layer in FP8.
     """
 
-    is_sliding = False  # windows are the attention's business; every token is kept
-    is_croppable = True
+    def __init__(
+        self, *, block_size: int, dtype: torch.dtype, use_triton: bool, restore: bool, lead: int
+    ) -> None:
+        self.cache: PagedKVCache | None = None
+        self.block_size = block_size
+        self.dtype = dtype
+        self.use_triton = use_triton
+        self.restore = restore
+        self.lead = lead
+        self.length = 0  # tokens of each row, those of the running forward pass included
+        # of the running forward pass
+        self.padding: Tensor | None = None  # [B, T] bool, False: padding
+        self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
+        self._sequences: list[CachedSequence] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
+
+    def extend(self, num_rows: int, num_tokens: int) -> None:
+        """Reserve `num_tokens` slots more for each row."""
+        if self.cache is None:
+            self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=self.block_size, can_grow=True)
+        if not self._sequences:
+            self._sequences = [self.cache.allocate() for _ in range(num_rows)]
+        start = self._sequences[0].length
+        self.cache.reserve(self._sequences, num_tokens)
+        self.length = start + num_tokens
+        self._slots = self.cache.slots(self._sequences, start, num_tokens).flatten()
+        self._located = {}
+        self.checked_masks = []
+
+    def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
+        """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
+        if device not in self._located:
+            assert self.cache is not None
+            sequences = self.cache.sequences(self._sequences)
+            starts = None if self.padding is None else left_padding(self.padding.cpu())
+            sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
+            self._located[device] = sequences.to(device), self._slots.to(device)
+        return self._located[device]
+
+    def check_size(self, num_rows: int, num_tokens: int) -> None:
+        """Check that a layer would hold as many tokens as the forward pass has reserved.
+
+        Raises:
+            AttentionError: it would hold others.
+        """
+        if (num_rows, num_tokens) != (len(self._sequences), self.length):
+            raise AttentionError(
+                f"a layer of this cache would hold {num_rows} rows of {num_tokens} tokens, not "
+                f"{len(self._sequences)} of {self.length}. Use it inside its fp8_attention block alone, "
+                "and with a model that caches every token of its input"
+            )
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of every row."""
+        for sequence in self._sequences:
+            self.cache.truncate(sequence, length)  # type: ignore[union-attr]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row `i` a copy of row `indices[i]`; blocks are shared, not copied."""
+        if self.cache is None or list(indices) == list(range(len(self._sequences))):
+            return
+        copies = [self.cache.fork(self._sequences[index]) for index in indices]
+        for sequence in self._sequences:
+            self.cache.free(sequence)
+        self._sequences = copies
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat every row, one copy after the other."""
+        self.select([index for index in range(len(self._sequences)) for _ in range(repeats)])
+
+
+def left_padding(mask: Tensor) -> Tensor | None:
+    """Return the padding tokens before each row's first token, [B] int32, of a mask [B, T].
+
+    None: there are none. Padding elsewhere is not represented; `check_mask` finds it.
+    """
+    visible = mask.bool()
+    if visible.all():
+        return None
+    return (visible.cumsum(1) == 0).sum(1).to(torch.int32)
+
+
+class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of a transformers cache, in FP8 blocks; it replaces the empty `layer`.
+
+    A token's latent and k_pe, which have one scale, lie there as one row, in two halves. Where
+    heads of K and of V differ in size, the smaller ones are filled up with zeros. Every token is
+    kept: sliding windows are the attention's business.
+    """
+
     is_initialized: bool
 
-    def __init__(self, batch: CacheRows, scales: ModuleScales, *, leads: bool, restore: bool) -> None:
-        super().__init__()
-        self.batch = batch
+    def __init__(self, layer: object, rows: CacheRows, scales: ModuleScales) -> None:
+        self.__dict__.update(vars(layer))  # how many states it has, and whether it records past ones
+        self.is_initialized = False
+        self.rows = rows
         self.scales = scales
-        self._leads = leads
-        self._restore = restore  # whether `update` returns everything, in the model's dtype
-        self._length = 0
         self.values_per_token = 0  # of K and V, without what fills up heads
+        self._length = 0
+        self._is_lead = scales.layer_idx == rows.lead
 
-    def take_over(self, layer: Any) -> None:
-        """Take from the layer of transformers that it stands in for what it needs."""
+    @property
+    def blocks(self) -> KVBlocks:
+        """This layer's blocks; growing the pool replaces them."""
+        assert self.rows.cache is not None
+        return self.rows.cache.layers[self.scales.layer_idx]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
@@ -58,151 +171,104 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Make the blocks, if there are none yet."""
         if self.is_initialized:
             return
-        cache, center = self.batch.cache, self.scales.k_center
+        cache, scales = self.rows.cache, self.scales
         assert cache is not None
-        k, v = (
-            _filled(for_heads(scale, num_heads), head_dim, 1.0) for scale in (self.scales.k, self.scales.v)
-        )
-        if center is not None:
-            center = _filled(for_heads(center, num_heads), head_dim, 0.0)
-        # a later forward pass may run outside inference mode
-        with torch.inference_mode(False):
-            new = KVBlocks.empty(
+        with torch.inference_mode(False):  # a later forward pass may run outside inference mode
+            blocks = KVBlocks.empty(
                 cache.num_blocks,
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=k,
-                v_scale=v,
-                k_center=center,
-                dtype=self.batch.dtype,
+                k_scale=_pad_channels(_repeat_heads(scales.k, num_heads), head_dim, 1.0),
+                v_scale=_pad_channels(_repeat_heads(scales.v, num_heads), head_dim, 1.0),
+                k_center=None
+                if scales.k_center is None
+                else _pad_channels(_repeat_heads(scales.k_center, num_heads), head_dim, 0.0),
+                dtype=self.rows.dtype,
                 device=device,
             )
-        cache.add_layer(self.scales.layer_idx, new)
+        cache.add_layer(scales.layer_idx, blocks)
         self.is_initialized = True
-
-    @property
-    def blocks(self) -> KVBlocks:
-        """This layer's blocks; growing the pool replaces them."""
-        assert self.batch.cache is not None
-        return self.batch.cache.layers[self.scales.layer_idx]
 
     @torch.no_grad()
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store K and V [B, K, T, D]; returns what the attention function is to be given.
+        """Store K and V [B, K, T, D], or latent and k_pe; return what the attention function is to get.
 
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised.
         """
-        if of_latent(self.scales):
-            return self._update_latent(key_states, value_states)
-        return self._update(key_states, value_states)
-
-    def _update_latent(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the latent [B, 1, T, R] and k_pe [B, 1, T, P]; returns all that is held of both."""
-        row, rank = torch.cat([latent, k_pe], -1), latent.shape[-1]
-        if row.shape[-1] % 2:
-            raise AttentionError(f"a latent and k_pe of {row.shape[-1]} values: must be even")
-        halves = row.chunk(2, -1)
-        held = torch.cat(self._update(*halves), -1).to(latent.dtype)
-        return held[..., :rank], held[..., rank:]
+        if not getattr(self.scales, "latent", False):  # other scales need not say of what they are
+            return self._update(key_states, value_states)
+        token, rank = torch.cat([key_states, value_states], -1), key_states.shape[-1]
+        if token.shape[-1] % 2:
+            raise AttentionError(
+                f"a latent and k_pe must have an even number of values, got {token.shape[-1]}"
+            )
+        tokens = torch.cat(self._update(*token.chunk(2, -1)), -1).to(token.dtype)
+        return tokens[..., :rank], tokens[..., rank:]
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._length += key_states.shape[2]
-        self.batch.check_held(len(key_states), self._length)
-        sequences, slots = self.batch.where(key_states.device)
-        append_kv = _append(self.batch.use_triton)
+        self.rows.check_size(len(key_states), self._length)
+        sequences, slots = self.rows.locate(key_states.device)
+        append_kv = _append_function(self.rows.use_triton)
         k_dim, v_dim = key_states.shape[3], value_states.shape[3]
         self.values_per_token = key_states.shape[1] * (k_dim + v_dim)
-        new = (_filled(_tokens(x), self.blocks.head_dim, 0.0) for x in (key_states, value_states))
-        append_kv(*new, self.blocks, slots)
-        if self.batch.use_triton:
+        blocks = self.blocks
+        new = (_pad_channels(_flatten(x), blocks.head_dim, 0.0) for x in (key_states, value_states))
+        append_kv(*new, blocks, slots)
+        if self.rows.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
         dense = ops.dense if torch.compiler.is_compiling() else KVBlocks.dense
-        key, value = dense(self.blocks, sequences.block_tables, self._length)
+        key, value = dense(blocks, sequences.block_tables, self._length)
         key, value = key[..., :k_dim], value[..., :v_dim]
-        if self._restore:
+        if self.rows.restore:
             return key.to(key_states.dtype), value.to(value_states.dtype)
         return key, value
 
     def get_seq_length(self) -> int:
-        """Tokens per row, padding included."""
+        """Return the tokens per row, padding included."""
         return self._length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the mask has to cover."""
-        return self._length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus the tokens to remove, got {tokens_to_remove}")
         self._length = max(0, self._length + tokens_to_remove)
-        if self._leads:
-            self.batch.truncate(self._length)
+        if self._is_lead:
+            self.rows.truncate(self._length)
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`."""
-        if self._leads:
-            self.batch.select(beam_idx.tolist())
+        """Make row `i` a copy of row `beam_idx[i]`."""
+        if self._is_lead:
+            self.rows.select(beam_idx.tolist())
+
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        if self._leads:
-            self.batch.repeat(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
-        self.reorder_cache(indices)
+        """Repeat every row."""
+        if self._is_lead:
+            self.rows.repeat(repeats)
 
     def offload(self) -> None:
-        """FP8 blocks stay where they are."""
+        """Leave the FP8 blocks where they are."""
 
-    def prefetch(self) -> None:
-        """FP8 blocks stay where they are."""
+    prefetch = offload
 
 
-class Fp8IndexedLayer(Fp8CacheLayer):
+class Fp8IndexedLayer(DynamicIndexedLayer, Fp8CacheLayer):  # type: ignore[misc]
     """The same for sparse attention: keys of its indexer, [B, T, D], lie beside it as they are."""
 
-    indexer_keys: Tensor | None = None
-
-    def update_indexer(self, keys: Tensor) -> Tensor:
-        """Store the indexer's keys [B, T, D]; returns all of them."""
-        held = self.indexer_keys
-        self.indexer_keys = keys if held is None else torch.cat([held, keys], 1)
-        return self.indexer_keys
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""
-        super().crop(tokens_to_remove)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, : self._length]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`."""
-        super().reorder_cache(beam_idx)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[beam_idx.to(self.indexer_keys.device)]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, 0)
+    __init__, offload, prefetch = Fp8CacheLayer.__init__, Fp8CacheLayer.offload, Fp8CacheLayer.prefetch
 
 
 class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
@@ -210,14 +276,10 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     is_croppable = False  # states cannot be taken back
 
-    def take_over(self, layer: Any) -> None:
-        """Hold as many states as the layer that it stands in for."""
-        LinearAttentionLayer.__init__(self, number_of_states=layer.number_of_states)
-
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Make the blocks for K and V, given by position, or a state, given by name."""
-        of = LinearAttentionLayer if kwargs else Fp8CacheLayer
-        of.lazy_initialization(self, *args, **kwargs)
+        kind = LinearAttentionLayer if kwargs else Fp8CacheLayer
+        kind.lazy_initialization(self, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, if the states record them."""
@@ -230,20 +292,22 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
         super().crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`."""
+        """Make row `i` a copy of row `beam_idx[i]`."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 
+    batch_select_indices = reorder_cache
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row."""
         super().batch_repeat_interleave(repeats)
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 states[index] = None if state is None else state.repeat_interleave(repeats, 0)
 
 
-# what stands in for a layer of a transformers cache
-STAND_INS: dict[type, type[Fp8CacheLayer]] = {
+# what replaces a layer of a transformers cache
+_REPLACEMENTS: dict[type, type[Fp8CacheLayer]] = {
     DynamicLayer: Fp8CacheLayer,
     DynamicSlidingWindowLayer: Fp8CacheLayer,
     DynamicIndexedLayer: Fp8IndexedLayer,
@@ -252,16 +316,15 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
 }
 
 
-def put_stand_in(
-    cache: Cache, layer_idx: int, batch: CacheRows, scales: ModuleScales, *, leads: bool, restore: bool
-) -> None:
+def replace_layer(cache: Cache, rows: CacheRows, scales: ModuleScales) -> None:
     """Put an FP8 layer in the place of an empty layer of a transformers cache.
 
     Raises:
-        AttentionError: there is no such layer, or none is known for its kind, or it holds tokens.
+        AttentionError: the cache lacks this layer, or it is of an unknown kind, or holds tokens.
     """
+    layer_idx = scales.layer_idx
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or type(layer) not in STAND_INS:
+    if layer is None or type(layer) not in _REPLACEMENTS:
         raise AttentionError(
             f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
             "DynamicCache, or no cache at all"
@@ -270,45 +333,48 @@ def put_stand_in(
         raise AttentionError(
             "the cache holds 16-bit K and V already; start with an empty one inside the block"
         )
-    stand_in = STAND_INS[type(layer)](batch, scales, leads=leads, restore=restore)
-    stand_in.take_over(layer)
-    cache.layers[layer_idx] = stand_in
+    cache.layers[layer_idx] = _REPLACEMENTS[type(layer)](layer, rows, scales)
 
 
 def values_per_token(cache: Cache) -> int:
-    """Values of K and V of one token, over all FP8 layers, without what fills up heads."""
+    """Count the values of K and V of one token, over all FP8 layers, without what fills up heads."""
     return sum(x.values_per_token for x in cache.layers if isinstance(x, Fp8CacheLayer))
 
 
-def layer_of(key: Tensor) -> Fp8CacheLayer | None:
-    """The layer that `update` marked these keys with."""
-    return getattr(key, "fp8kv_layer", None)
-
-
 def paged_cache(cache: Cache) -> PagedKVCache:
-    """The FP8 blocks behind a transformers cache that was filled inside `fp8_attention`.
+    """Return the FP8 blocks behind a transformers cache that was filled inside `fp8_attention`.
 
     Raises:
         ValueError: there are none.
     """
     for layer in getattr(cache, "layers", ()):
-        if isinstance(layer, Fp8CacheLayer) and layer.batch.cache is not None:
-            return layer.batch.cache
+        if isinstance(layer, Fp8CacheLayer) and layer.rows.cache is not None:
+            return layer.rows.cache
     raise ValueError("this cache holds no FP8 blocks: it was not filled inside fp8_attention")
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """[B, K, T, D] as [B * T, K, D]."""
+def _flatten(x: Tensor) -> Tensor:
+    """Reshape [B, K, T, D] to [B * T, K, D]."""
     return x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
-def _filled(x: Tensor, size: int, value: float) -> Tensor:
-    """Channels [..., D] filled up to `size`; scales that are none of channels as they are."""
+def _repeat_heads(scale: Tensor, num_heads: int) -> Tensor:
+    """Repeat scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
+    if num_heads % scale.shape[0]:
+        raise AttentionError(
+            f"scales for {scale.shape[0]} KV heads do not fit a layer with {num_heads}: "
+            "they are of another model"
+        )
+    return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)
+
+
+def _pad_channels(x: Tensor, size: int, value: float) -> Tensor:
+    """Fill channels [..., D] up to `size`; leave scales [1] or [K] as they are."""
     missing = size - x.shape[-1] if x.dim() > 1 else 0
     return pad(x, (0, missing), value=value) if missing else x
 
 
-def _append(use_triton: bool) -> Callable[..., None]:
+def _append_function(use_triton: bool) -> Callable[..., None]:
     if torch.compiler.is_compiling():
         return functools.partial(ops.append_kv, use_triton=use_triton)
     if use_triton:

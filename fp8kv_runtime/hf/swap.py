@@ -1,4 +1,4 @@
-"""Stand in for a model's attention function, and leave no trace.
+"""Replace a model's attention function, and leave no trace.
 
 transformers hands K, V and Q to one attention function after RoPE and QK-norm: what an engine
 caches. Models that call `scaled_dot_product_attention` themselves are met there instead. Multi-head
@@ -11,19 +11,13 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from fp8kv_runtime.errors import AttentionError
 
@@ -32,8 +26,8 @@ from fp8kv_runtime.errors import AttentionError
 # [B, 1, T, P], the shared and rotated part of the keys
 Replacement = Callable[..., Any]
 
-# of each decoder, the threads that stand in for its attention: nested blocks are of one
-_THREADS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+# attention classes whose engines multiply scores by head_dim ** -0.5, whatever scaling theirs has
+_PLAIN_IN_ENGINES = frozenset({"OPTAttention"})
 _LOCK = threading.Lock()
 
 
@@ -41,8 +35,8 @@ _LOCK = threading.Lock()
 def swap_attention(model: PreTrainedModel, replacement: Replacement) -> Iterator[None]:
     """Route every attention call of `model`'s decoder through `replacement` inside the block.
 
-    `replacement(original, module, query, key, value, ...)` gets the function it stands for as its
-    first argument. On exit, also after an exception, the model is exactly as before.
+    `replacement(original, module, query, key, value, ...)` gets the original attention function as
+    its first argument. On exit, also after an exception, the model is exactly as before.
 
     Raises:
         AttentionError: another thread is in such a block, or the model's attention implementation
@@ -50,52 +44,8 @@ def swap_attention(model: PreTrainedModel, replacement: Replacement) -> Iterator
     """
     decoder = model.get_decoder()
     swap = _swap_interface if decoder._can_set_attn_implementation() else _swap_sdpa
-    with alone(decoder), _uncopied(decoder), swap(decoder, replacement):
+    with hold(decoder), swap(decoder, replacement):
         yield
-
-
-class _Uncopied:
-    """An attribute by which a model cannot be copied: the copy would run the original."""
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise AttentionError(
-            "this model's attention is stood in for, by fp8_attention or a measurement: copy the "
-            "model before that block, or after it"
-        )
-
-
-@contextmanager
-def _uncopied(decoder: nn.Module) -> Iterator[None]:
-    attributes = vars(decoder)
-    is_outer = "_fp8kv_uncopied" not in attributes
-    attributes.setdefault("_fp8kv_uncopied", _Uncopied())
-    try:
-        yield
-    finally:
-        if is_outer:
-            del attributes["_fp8kv_uncopied"]
-
-
-@contextmanager
-def alone(decoder: nn.Module) -> Iterator[None]:
-    """Keep other threads from standing in for the attention of `decoder` while the block runs.
-
-    Raises:
-        AttentionError: another thread does.
-    """
-    own = threading.get_ident()
-    with _LOCK:
-        threads = _THREADS.setdefault(decoder, [])
-        if threads and threads[0] != own:
-            raise AttentionError(
-                "another thread measures this model, or runs it with an FP8 cache: wait for it, or "
-                "give each thread a model of its own"
-            )
-        threads.append(own)
-    try:
-        yield
-    finally:
-        threads.remove(own)
 
 
 @contextmanager
@@ -103,9 +53,9 @@ def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterato
     """Let `replacement(forward, *args, **kwargs)` run for the decoder's `forward` in the block.
 
     Raises:
-        AttentionError: another replacement stands in for it.
+        AttentionError: it is replaced already, or another thread holds the decoder.
     """
-    if hasattr(decoder.forward, "stands_in"):
+    if hasattr(decoder.forward, "replaces_forward"):
         raise AttentionError("this model is inside an fp8_attention block: leave that one first")
     original, own = decoder.forward, vars(decoder).get("forward")
 
@@ -113,34 +63,76 @@ def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterato
     def forward(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    vars(forward)["stands_in"] = True
-    vars(decoder)["forward"] = forward
-    try:
-        with _uncopied(decoder):
+    vars(forward)["replaces_forward"] = True
+    with hold(decoder):
+        vars(decoder)["forward"] = forward
+        try:
             yield
+        finally:
+            if own is None:
+                del vars(decoder)["forward"]
+            else:
+                vars(decoder)["forward"] = own
+
+
+class _Holder:
+    """The thread that works on a decoder, in blocks that may nest; a decoder with one cannot be copied."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.num_blocks = 0
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise AttentionError(  # the copy would run the original attention
+            "this model's attention is replaced, by fp8_attention or a measurement: copy the "
+            "model before that block, or after it"
+        )
+
+
+@contextmanager
+def hold(decoder: nn.Module) -> Iterator[None]:
+    """Keep other threads from replacing the attention of `decoder` while the block runs.
+
+    Raises:
+        AttentionError: another thread does.
+    """
+    with _LOCK:
+        holder = vars(decoder).setdefault("_fp8kv_holder", _Holder())
+        if holder.thread != threading.get_ident():
+            raise AttentionError(
+                "another thread measures this model, or runs it with an FP8 cache: wait for it, or "
+                "give each thread a model of its own"
+            )
+        holder.num_blocks += 1
+    try:
+        yield
     finally:
-        if own is None:
-            del vars(decoder)["forward"]
-        else:
-            vars(decoder)["forward"] = own
+        with _LOCK:
+            holder.num_blocks -= 1
+            if holder.num_blocks == 0:
+                del vars(decoder)["_fp8kv_holder"]
 
 
 @contextmanager
 def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
+    """Register the replacement under a name of its own, and put this name into the decoder's configs."""
     with ExitStack() as stack:
         for module in filter(is_latent, decoder.modules()):
-            if "expand_kv" not in vars(module):  # or another stand-in put it off
-                vars(module)["expand_kv"] = _as_cached
+            if "expand_kv" not in vars(module):  # or another block has put it off
+                vars(module)["expand_kv"] = _return_latent
                 stack.callback(delattr, module, "expand_kv")
-        for config in _attention_configs(decoder):
+        configs = (getattr(module, "config", None) for module in decoder.modules())
+        for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
             implementation = config._attn_implementation
+            if implementation is None:
+                continue
             if implementation != "eager" and implementation not in AttentionInterface():
                 raise AttentionError(
                     f"transformers knows no attention implementation '{implementation}', which the "
                     "model's config names: register it, or call model.set_attn_implementation"
                 )
             name = _Name.of(implementation, replacement)
-            AttentionInterface.register(name, _stand_in(implementation, replacement))
+            AttentionInterface.register(name, _attention_function(implementation, replacement))
             stack.callback(AttentionInterface._global_mapping.pop, name, None)
             # without a mask function of the same name transformers drops the padding mask
             mask = AttentionMaskInterface._global_mapping.get(implementation)
@@ -153,7 +145,7 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
 
 
 class _Name(str):
-    """A name of its own for a stand-in, which models take for that of the original.
+    """A replacement's own name, which models take for that of the original.
 
     They ask whether it is "eager" or "sdpa", or has "flash" in it, for instance to know whether
     they must mask what their indexer leaves out.
@@ -168,78 +160,64 @@ class _Name(str):
         name.text, name.original = str(name), original
         return name
 
-    def __eq__(self, other: object) -> bool:
-        return other == self.text or other == self.original
+    def __eq__(self, text: object) -> bool:
+        return text == self.text or text == self.original
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __ne__(self, text: object) -> bool:
+        return not self == text
 
-    def __hash__(self) -> int:  # tables find the stand-in
+    def __hash__(self) -> int:  # tables find the replacement
         return hash(self.text)
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether an attention module caches a latent, which its `expand_kv` turns into K and V."""
+    """Return whether an attention module caches a latent, which its `expand_kv` turns into K and V."""
     return callable(getattr(module, "expand_kv", None))
 
 
-def _as_cached(latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+def _return_latent(latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
     return latent, k_pe
 
 
-def _expanding(original: Replacement) -> Replacement:
-    """`original` for a module that is given its latent and k_pe."""
-
-    def attend(
-        module: nn.Module, query: Tensor, latent: Tensor, k_pe: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        of_class: Any = type(module)
-        key, value = of_class.expand_kv(module, latent, k_pe)
-        return original(module, query, key, value, *args, **kwargs)
-
-    return attend
-
-
-def _stand_in(implementation: str, replacement: Replacement) -> Replacement:
+def _attention_function(implementation: str, replacement: Replacement) -> Replacement:
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original = AttentionInterface._global_mapping.get(implementation) or _eager(module)
+        original = AttentionInterface._global_mapping.get(implementation)
+        if original is None:
+            # "eager" is not registered: each modelling file passes its own as the default
+            forward: Any = inspect.unwrap(type(module).forward)
+            original = forward.__globals__["eager_attention_forward"]
         if is_latent(module) and not isinstance(implementation, _Name):
-            original = _expanding(original)
+            original = functools.partial(_expand_and_attend, original)
         return replacement(original, module, *args, **kwargs)
 
     return attend
 
 
-def _eager(module: nn.Module) -> Callable[..., Any]:
-    # "eager" is not registered: each modelling file passes its own as the default
-    forward = inspect.unwrap(type(module).forward)
-    eager: Callable[..., Any] = forward.__globals__["eager_attention_forward"]
-    return eager
-
-
-def _attention_configs(decoder: nn.Module) -> list[Any]:
-    configs = [getattr(module, "config", None) for module in decoder.modules()]
-    distinct = {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}
-    return [c for c in distinct.values() if c._attn_implementation is not None]
+def _expand_and_attend(
+    original: Replacement, module: Any, query: Tensor, latent: Tensor, k_pe: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    key, value = type(module).expand_kv(module, latent, k_pe)
+    return original(module, query, key, value, *args, **kwargs)
 
 
 @contextmanager
 def _swap_sdpa(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
+    """Hand `scaled_dot_product_attention` calls of the decoder's attention modules to the replacement."""
     running: list[nn.Module] = []  # attention modules on the call stack
-    layers = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
     with ExitStack() as stack:
-        for module in layers:
-            # a hook that returns a value would replace the module's inputs or outputs
-            enter = module.register_forward_pre_hook(lambda module, _: running.append(module))
-            leave = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
+        for module in decoder.modules():
+            if hasattr(module, "layer_idx"):
+                # a hook that returns a value would replace the module's inputs or outputs
+                enter = module.register_forward_pre_hook(lambda module, _: running.append(module))
+                leave = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
         stack.enter_context(_SDPAMode(running, replacement))
         yield
 
 
 class _SDPAMode(TorchFunctionMode):
-    """Hands `scaled_dot_product_attention` calls of a running attention module to `replacement`."""
+    """The mode of torch in which a running attention module reaches the replacement."""
 
     def __init__(self, running: list[nn.Module], replacement: Replacement) -> None:
         super().__init__()
@@ -253,8 +231,38 @@ class _SDPAMode(TorchFunctionMode):
         if func is not scaled_dot_product_attention or not self._running:
             return func(*args, **kwargs)
 
-        def original(_module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            attended: torch.Tensor = func(*args, **kwargs)
+        def original(_module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            attended: Tensor = func(*args, **kwargs)
             return attended
 
         return self._replacement(original, self._running[-1], *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class EngineQuery:
+    """The query that an engine's attention gets, and the softmax scale that goes with it.
+
+    Of most classes it is that of transformers. OPT's multiplies its query before the attention function
+    is called, with scaling 1.0; engines hand on the plain query, and multiply scores by head_dim ** -0.5.
+    """
+
+    query: Tensor  # [B, H, T, D]
+    scaling: float | None  # None: head_dim ** -0.5
+    original: Tensor  # that of the model
+    factor: float = 1.0  # by which `query` is larger
+
+    @classmethod
+    def of(cls, module: nn.Module, query: Tensor, scaling: float | None) -> "EngineQuery":
+        """Make it of the `query` that `module` attends with at `scaling`."""
+        own = query.shape[-1] ** -0.5
+        names = {kind.__name__ for kind in type(module).__mro__}
+        if scaling in (None, own) or not names & _PLAIN_IN_ENGINES:
+            return cls(query, scaling, query)
+        factor = scaling / own
+        return cls(query * factor, own, query, factor)
+
+    def undo(self, rounded: Tensor) -> Tensor:
+        """Return the model's query for `rounded`, which an engine made of `query`."""
+        if rounded is self.query:
+            return self.original
+        return rounded if self.factor == 1 else rounded / self.factor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8kv_runtime.blocks import BlockPool, OutOfBlocksError, content_hashes
+from fp8kv_runtime.cache import BlockPool, OutOfBlocksError, content_hashes
 
 
 def test_taking_and_releasing_keep_count():

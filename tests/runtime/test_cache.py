@@ -6,8 +6,7 @@ import pytest
 import torch
 from cache_contents import contents, filled, layer, make_cache, state, write
 
-from fp8kv_runtime.blocks import OutOfBlocksError
-from fp8kv_runtime.cache import PagedKVCache
+from fp8kv_runtime.cache import OutOfBlocksError, PagedKVCache
 
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 

@@ -6,7 +6,7 @@ import pytest
 from cache_contents import contents, expected, filled, make_cache, state, write
 from cache_model import run_history
 
-from fp8kv_runtime.blocks import content_hashes
+from fp8kv_runtime.cache import content_hashes
 
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 

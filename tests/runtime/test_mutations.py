@@ -54,7 +54,7 @@ CHECKS = {
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
 APPEND, CODEC, TUNING = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning"))
 SPLIT = "kernels/split.py"
-REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
+REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 NO_Q_ROUNDING = (
     ("q = decode(codes, FORMAT, HARDWARE).to(tl.float32)", "pass"),
     ("q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]", "pass"),
@@ -228,18 +228,18 @@ MUTATIONS = {
     "copies K only": ("history", STORAGE,
         ("codes[:, target] = codes[:, source]", "codes[0, target] = codes[0, source]")),
     "a changed block is still found": ("history", CACHE, ("self._pool.forget(shared)", "pass")),
-    "a block taken again is still found": ("history", BLOCKS,
+    "a block taken again is still found": ("history", CACHE,
         ("self.forget(block_id)", "pass")),
-    "hashes ignore the past": ("history", BLOCKS, ("digest + block", "block")),
+    "hashes ignore the past": ("history", CACHE, ("digest + block", "block")),
     "keeps hashes of what it forgot": ("history", CACHE,
         ("del sequence.digests[length // self.block_size :]", "pass")),
     "a fork's hashes are its parent's": ("history", CACHE,
         ("list(sequence.digests)", "sequence.digests")),
     "leaves no token to run": ("history", CACHE, ("(token_ids or [])[:-1]", "(token_ids or [])")),
     "offers tokens after a gap": ("history", CACHE,
-        ("known is not None and token_ids is not None and len(known) == start",
-         "known is not None and token_ids is not None")),
-    "runs out half-way": ("history", CACHE, ("sum(needed) + self._copies_to_make(sequences)", "0")),
+        ("tokens is not None and token_ids is not None and len(tokens) == start",
+         "tokens is not None and token_ids is not None")),
+    "runs out half-way": ("history", CACHE, ("sum(needed) + copies", "0")),
     "loses V when it grows": ("growing history", STORAGE,
         ("new[:, : self.num_blocks] = old", "new[0, : self.num_blocks] = old[0]")),
 }  # fmt: skip

@@ -5,13 +5,13 @@ import random
 from cache_contents import contents, expected, make_cache, state, write
 from paged import RUNTIME
 
-from fp8kv_runtime.blocks import content_hashes
+from fp8kv_runtime.cache import content_hashes
 
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
     """Run and check; returns how often the pool ran out."""
     cache = make_cache(10, can_grow=can_grow, runtime=runtime)
-    model = Model(seed, cache, runtime.blocks.OutOfBlocksError)
+    model = Model(seed, cache, runtime.cache.OutOfBlocksError)
     failures = 0
     for _ in range(steps):
         failures += model.step()

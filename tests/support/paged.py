@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 MODULES = (
-    "fp8", "storage", "blocks", "cache", "options", "reference",
+    "fp8", "storage", "cache", "options", "reference",
     "kernels.codec", "kernels.append_kv", "kernels.decode", "kernels.extend",
 )  # fmt: skip
 FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2")

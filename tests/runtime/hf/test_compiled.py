@@ -72,7 +72,7 @@ def of_ours():
     """Functions of ours that are kept out of graphs, of everything that broke one."""
     reasons = counters["graph_break"]
     assert all("torch.compiler.disable" in reason for reason in reasons)
-    return {name for reason in reasons for name in ("_prepare", "_first") if name in reason}
+    return {name for reason in reasons for name in ("_prepare", "_run_first") if name in reason}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_only_the_first_prompt_is_not_compiled(graphs):
         first = compiled(IDS).logits
         assert not any(operators(graph, "extend_attention") for graph in graphs.made)
         second = compiled(IDS).logits
-    assert of_ours() == {"_prepare", "_first"}
+    assert of_ours() == {"_prepare", "_run_first"}
     assert operators(graphs.ran[-2], "extend_attention") == 3
     torch.testing.assert_close(second, first, rtol=0, atol=SAME)
 

@@ -11,7 +11,8 @@ from transformers import DynamicCache, StaticCache
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention, paged_cache, swap_attention
-from fp8kv_runtime.hf.batch import check_mask, left_padding
+from fp8kv_runtime.hf.attention import check_mask
+from fp8kv_runtime.hf.layers import left_padding
 
 ALL = {**FAMILIES, **LATENT}
 IDS = torch.arange(3, 11)[None]
