@@ -26,11 +26,12 @@ from calib.evaluate.statistics import ratio
 from calib.evaluate.variants import Setup, Variant, broadcast_scale, fp8_rounding
 from calib.scales.clipping import clipped_tokens
 from calib.scales.places import LayerPlaces
-from calib.scales.scales import LayerScales
+from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
 from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import EngineQuery, swap_attention
+from fp8kv_runtime.hf.swap import Replacement
 
 _TAIL = 0.025  # on each side of a 95 % interval
 _HALVINGS = 60  # of an interval, which is then below the last bit of its ends
@@ -98,40 +99,26 @@ def _read_layers(
     attention = map_attention(model)
     repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
     probes = [
-        (
-            v,
-            v.layers,
-            FP8_DTYPES[v.scales.fp8_dtype],
-            fp8_rounding(v.scales, v.tensors),
-            v.engine_attention(setup),
-        )
+        (v.name, v.layers, FP8_DTYPES[v.scales.fp8_dtype], _rounded_attention(setup, v, v.scales))
         for v in variants
         if v.scales
     ]
-    errors: dict[str, dict[int, list[Clipping]]] = {variant.name: {} for variant, *_ in probes}
+    errors: dict[str, dict[int, list[Clipping]]] = {name: {} for name, *_ in probes}
     values: dict[int, list[LayerValues]] = {}
 
-    def attend(
-        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        out = original(module, query, key, value, *args, **kw)
+    def attend(original: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
+        out = original(module, query, *args, **kw)
         idx = module.layer_idx
         if idx not in repeats:
             return out
-        stored = (key[:, :: repeats[idx]], value[:, :: repeats[idx]])
+        key, value = (x[:, :: repeats[idx]] for x in args[:2])
         if with_errors:
-            values.setdefault(idx, []).append(layer_values(*stored))
-        for variant, layers, dtype, rounding, engine in probes:
-            if idx not in layers:
-                continue
-            outputs = None
-            if with_errors:
-                engine_query = EngineQuery.of(module, query, kw.get("scaling"))
-                q, (k, v) = variant.round_query(idx, engine_query.query), rounding(idx, key, value)
-                attend_rounded = partial(engine, original) if engine else original
-                outputs = out, attend_rounded(module, engine_query.undo(q), k, v, *args, **kw)
-            error = _layer_error(stored, layers[idx], dtype, outputs)
-            errors[variant.name].setdefault(idx, []).append(error)
+            values.setdefault(idx, []).append(layer_values(key, value))
+        for name, layers, dtype, attend_rounded in probes:
+            if idx in layers:
+                outputs = (out, attend_rounded(original, module, query, *args, **kw)) if with_errors else None
+                error = _layer_error((key, value), layers[idx], dtype, outputs)
+                errors[name].setdefault(idx, []).append(error)
         return out
 
     stage = "per-layer errors" if with_errors else "clipped values"
@@ -140,6 +127,22 @@ def _read_layers(
             attention.read(model, token_ids[None].to(model.device))
     joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _join(parts) for idx, parts in values.items()}
+
+
+def _rounded_attention(setup: Setup, variant: Variant, scales: KVScales) -> Replacement:
+    """Return attention with q, k and v rounded as `variant` does, in the engine that `setup` simulates."""
+    rounding, engine = fp8_rounding(scales, variant.tensors), variant.engine_attention(setup)
+
+    def attend(
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        engine_query = EngineQuery.of(module, query, kw.get("scaling"))
+        query = engine_query.undo(variant.round_query(module.layer_idx, engine_query.query))
+        key, value = rounding(module.layer_idx, key, value)
+        run = partial(engine, original) if engine else original
+        return run(module, query, key, value, *args, **kw)
+
+    return attend
 
 
 def _join(documents: Sequence[Any]) -> Any:
