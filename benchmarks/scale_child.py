@@ -17,7 +17,7 @@ from machine import peak_bytes
 from safetensors.torch import load_file
 
 from calib.capture.processes import World
-from calib.commands.overrides import assignments
+from calib.commands.flags import parse_assignments
 from calib.files.names import STATS_FILE
 from calib.job import run
 from calib.recipe import load_recipe
@@ -56,7 +56,7 @@ def digest(output: Path) -> str:
 def main() -> None:
     """Calibrate; the first process prints."""
     model, output, *pairs = sys.argv[1:]
-    recipe = load_recipe(None, assignments(pairs))
+    recipe = load_recipe(None, parse_assignments(pairs))
     reducing = _time_reductions()
     read, start = _bytes_read(), time.perf_counter()
     result = run(model, recipe, Path(output), overwrite=True)

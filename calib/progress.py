@@ -20,6 +20,7 @@ class Progress:
     on_stage: Callable[[str, float | None, str], None] = lambda name, total, unit: None
     on_advance: Callable[[float], None] = lambda amount: None
     on_detail: Callable[[str], None] = lambda text: None
+    on_end: Callable[[], None] = lambda: None
 
     def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
         """Begin a stage of `total` units, None if that is unknown; the next stage ends it."""
@@ -32,6 +33,10 @@ class Progress:
     def detail(self, text: str) -> None:
         """Say where in its stage the job is."""
         self.on_detail(text)
+
+    def end(self) -> None:
+        """End the stage; nothing is shown until another begins."""
+        self.on_end()
 
     def each(self, name: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
         """Yield the `items`, as a stage of so many units; an empty sequence makes no stage."""

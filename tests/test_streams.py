@@ -16,7 +16,7 @@ from rich.console import Console
 from calib import choices
 from calib.commands.progress_bar import progress_bar
 from calib.commands.running import run
-from calib.commands.tables import table_text
+from calib.commands.terminal import TextTable, table_text
 from calib.files.atomic import atomic_directory
 from calib.progress import Progress
 from calib.rescale.cards import write_stress_card
@@ -147,7 +147,7 @@ ROWS = [(str(i), *(f"{i}.{'1234567'[:5]}" for _ in range(5))) for i in range(2)]
 
 
 def shown(width):
-    return table_text("Scales", HEADINGS, ROWS, Console(file=io.StringIO(), width=width))
+    return table_text(TextTable("Scales", HEADINGS, ROWS), Console(file=io.StringIO(), width=width))
 
 
 def test_a_narrow_screen_gets_a_line_for_every_value():

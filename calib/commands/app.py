@@ -3,54 +3,57 @@
 Nothing heavy is imported before a command runs, so `--help` answers at once.
 """
 
+import shutil
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
-from calib.commands.apply import apply
-from calib.commands.bake import bake
-from calib.commands.bench import bench
-from calib.commands.calibrate import calibrate
+from calib.commands import flags
+from calib.commands.calibrate import calibrate, recipes
 from calib.commands.compare import compare
-from calib.commands.convert import convert, repair, strip
-from calib.commands.doctor import doctor
-from calib.commands.evaluate import evaluate
-from calib.commands.flags import Version
+from calib.commands.evaluate import evaluate, recommend
 from calib.commands.generate import generate
 from calib.commands.inspect import inspect
-from calib.commands.merge import merge
-from calib.commands.pack import pack
-from calib.commands.recipes import recipes
-from calib.commands.recommend import recommend
-from calib.commands.stress import stress
+from calib.commands.machine import bench, doctor
+from calib.commands.rescale import bake, stress
+from calib.commands.transfer import apply, convert, merge, pack, repair, strip
 from calib.commands.verify import verify
+
+# panels cut the names of flags on a narrow terminal; plain text folds
+_HELP_STYLE: dict[str, Any] = {
+    "rich_markup_mode": "rich" if shutil.get_terminal_size().columns >= 72 else None,
+    "pretty_exceptions_enable": False,
+}
 
 app = typer.Typer(
     name="fp8kv",
-    help="FP8 KV-cache scales for large language models: measure, export, check.",
+    help="Measure, write and check FP8 KV-cache scales of large language models.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    **_HELP_STYLE,
 )
 
 
 @app.callback()
-def _options(version: Version = False) -> None:
+def _options(version: bool = flags.VERSION) -> None:
     pass
 
 
 app.command()(calibrate)
 app.command("eval")(evaluate)
-of_scales = (inspect, verify, apply, pack, bake, convert, strip, repair)
-others = (compare, recommend, merge, generate, stress, bench, recipes, doctor)
-for each in (*of_scales, *others):
-    app.command()(each)
+for command in (
+    *(inspect, verify, apply, pack, bake, convert, strip, repair),
+    *(compare, recommend, merge, generate, stress, bench, recipes, doctor),
+):
+    app.command()(command)
 
 
-def _alone(command: Callable[..., None]) -> typer.Typer:
-    alone = typer.Typer(pretty_exceptions_enable=False)
-    alone.command()(command)
-    return alone
+def _program(command: Callable[..., None]) -> typer.Typer:
+    """Return a program that is one command."""
+    program = typer.Typer(**_HELP_STYLE)
+    program.command()(command)
+    return program
 
 
 # the entry points
-main, calibrate_main, eval_main = app, _alone(calibrate), _alone(evaluate)
+main, calibrate_main, eval_main = app, _program(calibrate), _program(evaluate)

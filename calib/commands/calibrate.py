@@ -1,163 +1,138 @@
-"""`fp8kv calibrate`, also installed as `fp8kv-calibrate`."""
+"""`fp8kv calibrate`, also installed as `fp8kv-calibrate`, and `fp8kv recipes`."""
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from calib import choices
-from calib.commands.evaluate import fail_on, measure
-from calib.commands.flags import (
-    AllowFewTokens,
-    AsJson,
-    DataFlag,
-    Debug,
-    Device,
-    DType,
-    Flag,
-    Model,
-    OutputFlag,
-    Overwrite,
-    ProgressFlag,
-    ResourcesFlag,
-    ScalesFlag,
-    Seed,
-    TrustRemoteCode,
-    Version,
-)
-from calib.commands.running import command, print_json, print_lines, print_table, warn
+from calib.commands import flags
+from calib.commands.evaluate import report_blocks
+from calib.commands.running import Answer, job_command, print_text
+from calib.commands.terminal import Block, TextTable
+from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from calib.formats.output import Result
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 
-_FORMATS = f"[{'|'.join(choices.FORMATS)}]"
 _HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
 
 
-@command
+@job_command
 def calibrate(
     context: typer.Context,
-    model: Model,
-    output: Annotated[Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")] = None,
-    recipe: Annotated[
-        str | None, Flag("Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration.")
-    ] = None,
-    strategy: Annotated[choices.Strategy | None, Flag("Which values share a scale.")] = None,
-    format: Annotated[
-        list[str] | None,
-        Flag("Repeatable; several fill DIR/<format>/ each. Default: vllm.", metavar=_FORMATS),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        Flag("Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:NAME, self, random."),
-    ] = None,
-    samples: Annotated[int | None, Flag("Number of samples. Default: 512.")] = None,
-    seq_len: Annotated[
-        int | None, Flag("Tokens per sample; a long document is several. Default: 2048.")
-    ] = None,
-    device: Device = None,
-    evaluate: Annotated[bool, Flag("Then run the recipe's `evaluation`.", "--evaluate")] = False,
-    set_: Annotated[
-        list[str] | None, Flag("Any recipe key, as data.column=text.", "--set", metavar="KEY=VALUE")
-    ] = None,
-    until: Annotated[
-        float | None,
-        DataFlag("Stop where more text is expected to add less than this share, such as 0.05."),
-    ] = None,
-    allow_few_tokens: AllowFewTokens = False,
-    batch_size: Annotated[str | None, DataFlag("Samples per forward pass, or auto.")] = None,
-    seed: Seed = None,
-    observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
-    targets: Annotated[choices.Targets | None, ScalesFlag("qkv adds query scales.")] = None,
-    reduce: Annotated[
-        choices.Reduce | None, ScalesFlag("max: write one scale per layer, the largest.")
-    ] = None,
-    fp8_dtype: Annotated[choices.FP8Name | None, ScalesFlag("Default: e4m3fn (max 448).")] = None,
-    headroom: Annotated[
-        str | None,
-        ScalesFlag(
-            "Multiplies every amax; auto: by layer, to clip one token in a million. Default: 1.0.",
-            metavar="FACTOR|auto",
-        ),
-    ] = None,
-    center_keys: Annotated[
-        bool, ScalesFlag("Subtract K's mean per channel; for --format fp8kv.", "--center-keys")
-    ] = False,
-    tp_size: Annotated[int | None, OutputFlag("Ranks in kv_cache_scales.json.")] = None,
-    weights: Annotated[
-        choices.Weights | None,
-        OutputFlag("link: hard-link the source's weights; none: scales and configs only."),
-    ] = None,
-    in_place: Annotated[
-        bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
-    ] = False,
-    overwrite: Overwrite = False,
-    quiet: Annotated[
-        bool, OutputFlag("Print errors, and doubts that an engine loads the scales.", "--quiet")
-    ] = False,
-    progress: ProgressFlag = "auto",
-    as_json: AsJson = False,
-    debug: Debug = False,
-    dtype: DType = None,
-    offload: Annotated[
-        choices.Offload | None,
-        ResourcesFlag("layerwise: one layer in memory at a time. auto: if the weights do not fit."),
-    ] = None,
-    max_memory: Annotated[
-        str | None, ResourcesFlag("Largest resident memory, such as 8GiB.", metavar="SIZE")
-    ] = None,
-    resume: Annotated[
-        bool, ResourcesFlag("Continue where the same command was stopped.", "--resume")
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    version: Version = False,
-) -> None:
-    """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
+    model: str = flags.MODEL,
+    output: Path | None = flags.option(
+        "Write to this directory. Default: ./<model>-fp8kv-<strategy>.", "-o", "--output", metavar="DIR"
+    ),
+    recipe: str | None = flags.option(
+        "Take settings from this recipe: a name (see `fp8kv recipes`), a YAML file, or a calibration."
+    ),
+    strategy: choices.Strategy | None = flags.option(
+        "Share a scale in each layer, attention head or channel. Default: tensor."
+    ),
+    format: list[str] | None = flags.option(
+        "Write for this engine. Repeat for several, each into DIR/<format>/. Default: vllm.",
+        metavar=f"[{'|'.join(choices.FORMATS)}]",
+    ),
+    dataset: str | None = flags.option(
+        "Read this text: a Hub dataset, a file or directory (.jsonl, .json, .parquet, .txt), builtin:NAME, "
+        "`self` (the model's own) or `random`."
+    ),
+    samples: int | None = flags.option("Read this many samples. Default: 512."),
+    seq_len: int | None = flags.option(
+        "Cut samples to this many tokens; a long document is several. Default: 2048."
+    ),
+    device: choices.Device | None = flags.DEVICE,
+    evaluate: bool = flags.option(
+        "Then measure what the scales change, as the recipe's `evaluation` says.", "--evaluate", default=False
+    ),
+    set_: list[str] | None = flags.option(
+        "Set any key of the recipe, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE"
+    ),
+    until: float | None = flags.data(
+        "Stop early, once more text is expected to add less than this share, such as 0.05."
+    ),
+    allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
+    batch_size: str | None = flags.data("Run this many samples at once. Default: auto, as many as fit well."),
+    seed: int | None = flags.SEED,
+    observer: choices.ObserverName | None = flags.scales(
+        "Choose how statistics become the largest magnitude. Default: absmax."
+    ),
+    targets: choices.Targets | None = flags.scales(
+        "Make scales of K and V, or of queries as well. Default: kv."
+    ),
+    reduce: choices.Reduce | None = flags.scales(
+        "Write a scale for each head (`none`), or the largest of a layer (`max`). Default: none."
+    ),
+    fp8_dtype: choices.FP8Name | None = flags.scales(
+        "Calibrate for this FP8 type. Default: e4m3fn, whose largest is 448."
+    ),
+    headroom: str | None = flags.scales(
+        "Multiply magnitudes by this factor. `auto` chooses one for each layer, so that one token in a "
+        "million is clipped. Default: 1.0.",
+        metavar="FACTOR|auto",
+    ),
+    center_keys: bool = flags.scales(
+        "Subtract the mean of each channel from K. Format fp8kv only.", "--center-keys", default=False
+    ),
+    tp_size: int | None = flags.output(
+        "Write kv_cache_scales.json for this many tensor-parallel ranks. Default: 1."
+    ),
+    weights: choices.Weights | None = flags.output(
+        "Hard-link or copy the model's weights, or leave them out (`none`). Default: link."
+    ),
+    in_place: bool = flags.IN_PLACE,
+    dtype: choices.DType | None = flags.DTYPE,
+    offload: choices.Offload | None = flags.resources(
+        "Keep one layer in memory at a time (`layerwise`). Default: auto, if weights do not fit."
+    ),
+    max_memory: str | None = flags.resources("Use at most this much memory, such as 8GiB.", metavar="SIZE"),
+    resume: bool = flags.resources("Continue where the same command was stopped.", "--resume", default=False),
+    trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    version: bool = flags.VERSION,
+    *,
+    overwrite: bool,
+    quiet: bool,
+    as_json: bool,
+    progress: Progress,
+) -> Answer | None:
+    """Measure a model's K and V, and write a checkpoint with FP8 KV-cache scales that engines load."""
     from calib.capture.processes import is_first_process
-    from calib.commands.overrides import assignments, overrides
-    from calib.commands.progress_bar import progress_bar
     from calib.job import run as run_job
     from calib.recipe import load_recipe
 
-    resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
-    silent = quiet or as_json
+    resolved = load_recipe(
+        recipe, {**flags.recipe_keys(context.params), **flags.parse_assignments(set_ or [])}
+    )
     if evaluate:
         _check_evaluation(model, resolved, output, in_place=in_place)
-    hidden = quiet or not is_first_process()
-    with progress_bar(progress, quiet=hidden, as_json=as_json) as reported:
-        result = run_job(
-            model,
-            resolved,
-            output,
-            in_place=in_place,
-            overwrite=overwrite,
-            resume=resume,
-            progress=reported,
-        )
-    if result is None:  # the first process says what was done
-        return
-    if not silent:
-        print_result(result)
-    elif not as_json:
-        warn(result.doubts)
-    printed = result.to_json()
-    failed: list[str] = []
-    if evaluate:
-        scales = [next(iter(result.directories.values()))]
-        beside = result.output / "evaluation"
-        bar = progress_bar(progress, quiet=quiet, as_json=as_json)
-        evaluation, failed = measure(model, resolved, scales, beside, bar, silent=silent)
-        printed["evaluation"] = evaluation.to_json()
-    if as_json:
-        print_json(printed)
-    fail_on(failed)
+    result = run_job(
+        model, resolved, output, in_place=in_place, overwrite=overwrite, resume=resume,
+        progress=progress if is_first_process() else SILENT,
+    )  # fmt: skip
+    if result is None:  # the first process has the result
+        return None
+    answer = Answer(result.to_json(), result_blocks(result), result.doubts if quiet else ())
+    if not evaluate:
+        return answer
+    from calib.evaluate.run import run_evaluation
+
+    progress.end()
+    if not as_json:
+        print_text(answer, is_quiet=quiet)
+    scales, directory = [next(iter(result.directories.values()))], result.output / "evaluation"
+    report, failures = run_evaluation(model, resolved, scales=scales, output=directory, progress=progress)
+    document = {**answer.document, "evaluation": report.to_json()}
+    return Answer(document, report_blocks(report), failures=failures)
 
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
-    # a gate or a task that is none should be found before hours of calibration
+    # a mistake in a condition or a task should be reported before hours of calibration
     from calib.evaluate.run import check_evaluation
     from calib.job import default_output
     from calib.scales.plot import check_can_draw
@@ -168,13 +143,28 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
 
 
-def print_result(result: "Result", *, as_json: bool = False) -> None:
-    """Print a row per layer, warnings, and how to serve what was written; or all as JSON."""
-    if as_json:
-        print_json(result.to_json())
-        return
-    print_table(_title(result), _HEADINGS, table_rows(result.written_layers))
-    print_lines(closing_lines(result))
+def result_blocks(result: "Result") -> Iterator[Block]:
+    """Yield a row per layer, warnings, where the output is, and how to serve it."""
+    from calib.formats import FORMATS
+    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
+
+    yield TextTable(_title(result), _HEADINGS, layer_rows(result.written_layers))
+    strategy = written_strategy(result.recipe.strategy, result.recipe.export.reduce)
+    yield from (f"warning: {warning}" for warning in result.warnings)
+    yield from ("", *result.notes, _speed_line(result), f"written to {result.output}")
+    if result.backup:
+        yield f"the files that were replaced are in {result.backup}"
+    for name, directory in result.directories.items():
+        form = FORMATS[name]
+        if form.note:
+            yield f"note ({name}): {form.note}"
+        if form.with_weights and result.recipe.export.weights == "none":
+            yield f"note ({name}): {NO_WEIGHTS}"
+        if form.serve:
+            flags = result.flags.get(name, "")
+            yield from ("", f"serve with {engine_of(name, flags)}:")
+            yield f"  {serve_command(name, directory, strategy, flags)}"
+    yield from ("", _next_step(result))
 
 
 def _title(result: "Result") -> str:
@@ -182,18 +172,17 @@ def _title(result: "Result") -> str:
     from calib.files.cache_type import FP8_DIVISOR
     from calib.formats import FORMATS
 
-    first, *others = result.directories
+    first = next(iter(result.directories))
+    factors = {name: FORMATS[name].over_written for name in result.directories}
+    values = "FP8 KV-cache scales"
     if FORMATS[first].nvfp4:
-        what = f"Values of an NVFP4 cache (absmax / {FP8_DIVISOR * FORMATS[first].over_written:g})"
-    else:
-        what = "FP8 KV-cache scales"
-    differ = [n for n in others if FORMATS[n].over_written != FORMATS[first].over_written]
-    only = f", as format {first} holds them" if differ else ""
-    return f"{what}, strategy {result.recipe.strategy}{only}"
+        values = f"Values of an NVFP4 cache (absmax / {FP8_DIVISOR * factors[first]:g})"
+    only = f", as format {first} holds them" if len({*factors.values()}) > 1 else ""
+    return f"{values}, strategy {result.recipe.strategy}{only}"
 
 
-def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
-    """One row per layer."""
+def layer_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
+    """Return the cells of a row per layer."""
     return [
         (
             str(row.layer_idx),
@@ -202,29 +191,6 @@ def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
         )
         for row in layers
     ]
-
-
-def closing_lines(result: "Result") -> list[str]:
-    """Warnings, speed, where the output is, how to serve it."""
-    from calib.formats import FORMATS
-    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
-
-    strategy = written_strategy(result.recipe.strategy, result.recipe.export.reduce)
-    lines = [f"warning: {warning}" for warning in result.warnings]
-    lines += ["", *result.notes, _speed(result), f"written to {result.output}"]
-    if result.backup:
-        lines.append(f"the files that were replaced are in {result.backup}")
-    for name, directory in result.directories.items():
-        form = FORMATS[name]
-        if form.note:
-            lines.append(f"note ({name}): {form.note}")
-        if form.with_weights and result.recipe.export.weights == "none":
-            lines.append(f"note ({name}): {NO_WEIGHTS}")
-        if form.serve:
-            flags = result.flags.get(name, "")
-            command_line = serve_command(name, directory, strategy, flags)
-            lines += ["", f"serve with {engine_of(name, flags)}:", f"  {command_line}"]
-    return [*lines, "", _next_step(result)]
 
 
 def _next_step(result: "Result") -> str:
@@ -240,7 +206,7 @@ def _next_step(result: "Result") -> str:
     return f"next, see which engines load the scales: fp8kv verify {path}"
 
 
-def _speed(result: "Result") -> str:
+def _speed_line(result: "Result") -> str:
     seconds = result.seconds
     if result.tokens_per_second is None:
         return f"statistics of {result.tokens:,} tokens"
@@ -248,4 +214,19 @@ def _speed(result: "Result") -> str:
         f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
         f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
         f"write {seconds['write']:.1f} s"
+    )
+
+
+@job_command
+def recipes(
+    name: str | None = typer.Argument(None, help="Print this recipe in full.", metavar="[NAME]"),
+) -> Answer:
+    """List the bundled recipes, or print one in full."""
+    from calib.recipe import load_recipe, recipe_names, recipe_text
+
+    if name:
+        return Answer(load_recipe(name).model_dump(mode="json"), recipe_text(name).splitlines())
+    descriptions = {name: load_recipe(name).description for name in recipe_names()}
+    return Answer(
+        descriptions, [TextTable("Bundled recipes", ("recipe", "what it does"), [*descriptions.items()])]
     )

@@ -1,137 +1,158 @@
-"""`fp8kv eval`, also installed as `fp8kv-eval`."""
+"""`fp8kv eval`, also installed as `fp8kv-eval`, and `fp8kv recommend`: caches measured beside 16 bits."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from calib import choices
-from calib.commands.flags import (
-    AllowFewTokens,
-    AsJson,
-    DataFlag,
-    Debug,
-    Device,
-    DType,
-    Flag,
-    Model,
-    ProgressFlag,
-    Quiet,
-    ResourcesFlag,
-    Seed,
-    TrustRemoteCode,
-    Version,
-)
-from calib.commands.running import command, print_json, print_lines, print_table
-from calib.files.text import plain
+from calib.commands import flags
+from calib.commands.running import Answer, job_command
+from calib.commands.terminal import Block, TextTable
+from calib.files.text import show_interval, show_number
+from calib.progress import Progress
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from calib.evaluate.report import Recommendation, Report
 
-    from calib.evaluate.report import Report
-    from calib.progress import Progress
-    from calib.recipe import Recipe
+_DATASET = "builtin:python-docs"
 
-DATASET = "builtin:python-docs"
+_SUITE = flags.option("Measure on little text (`quick`) or on more (`full`). Default: quick.")
+_SAMPLES = flags.data("Read this many held-out documents. Default: the suite's number.")
+_SEQ_LEN = flags.data("Read this many tokens of each document. Default: the suite's number.")
 
 
-@command
+@job_command
 def evaluate(
     context: typer.Context,
-    model: Model,
-    scales: Annotated[
-        list[Path] | None, Flag("Scales of any tool to compare; repeatable.", metavar="DIR")
-    ] = None,
-    variants: Annotated[str | None, Flag("Names to keep, such as none,tensor. Default: all.")] = None,
-    caches: Annotated[str | None, Flag("Types of caches beside: names, or all.", metavar="NAME,...")] = None,
-    recipe: Annotated[str | None, Flag("Recipe with an `evaluation` section; flags override it.")] = None,
-    suite: Annotated[choices.SuiteName | None, Flag("How much to measure. Default: quick.")] = None,
-    output: Annotated[
-        Path | None, Flag("Directory for report.html, .json and .md.", "-o", "--output")
-    ] = None,
-    tasks: Annotated[
-        str | None, Flag("lm-eval tasks: comma-separated names or YAML paths.", metavar="LIST")
-    ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        Flag("Exit 1 if it holds, as 'kl>0.02' or 'tensor:top1<0.9'.", metavar="CONDITION"),
-    ] = None,
-    search: Annotated[
-        str | None, Flag("Find the fewest layers to leave in 16 bits for this KL.", metavar="KL")
-    ] = None,
-    dataset: Annotated[str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")] = None,
-    also: Annotated[
-        list[str] | None,
-        Flag("Other text to read as well: a dataset, repeatable; or all.", metavar="DATASET"),
-    ] = None,
-    device: Device = None,
-    samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
-    seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
-    allow_few_tokens: AllowFewTokens = False,
-    seed: Seed = None,
-    task_limit: Annotated[int | None, DataFlag("Documents per task. Default: all.")] = None,
-    backend: Annotated[
-        choices.Backend | None, ResourcesFlag("auto: Triton on a GPU, torch elsewhere.")
-    ] = None,
-    attention: Annotated[
-        choices.AttentionMode | None,
-        Flag(
-            "Engine whose attention to FP8 caches is simulated; vllm_triton_fp8: on NVIDIA, from "
-            "vLLM 0.33 on AMD. Default: exact, none."
-        ),
-    ] = None,
-    dtype: DType = None,
-    trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
-    progress: ProgressFlag = "auto",
-    as_json: AsJson = False,
-    debug: Debug = False,
-    version: Version = False,
-) -> None:
-    """Measure how an FP8 KV cache changes a model's output, on text that no scale has seen."""
-    from calib.commands.overrides import overrides
-    from calib.commands.progress_bar import progress_bar
+    model: str = flags.MODEL,
+    scales: list[Path] | None = flags.option(
+        "Compare the scales in this directory, which any tool may have written. Repeatable.", metavar="DIR"
+    ),
+    variants: str | None = flags.option(
+        "Measure only these variants, such as none,tensor. Default: all.", metavar="NAME,..."
+    ),
+    caches: str | None = flags.option("Also measure these cache types, or `all`.", metavar="NAME,..."),
+    recipe: str | None = flags.option(
+        "Take settings from this recipe's `evaluation` section. Flags override it."
+    ),
+    suite: choices.SuiteName | None = _SUITE,
+    output: Path | None = flags.option(
+        "Write report.html, report.json and report.md to this directory.", "-o", "--output", metavar="DIR"
+    ),
+    tasks: str | None = flags.option(
+        "Also run these lm-eval tasks: names or paths of YAML files.", metavar="NAME,..."
+    ),
+    fail_if: list[str] | None = flags.option(
+        "Exit with status 1 if this is true, such as 'kl>0.02' or 'tensor:top1<0.9'. Repeatable.",
+        metavar="CONDITION",
+    ),
+    search: str | None = flags.option(
+        "Find the fewest layers that must stay in 16 bits, so that KL is at most this.", metavar="KL"
+    ),
+    dataset: str | None = flags.option(
+        f"Read this text; see `fp8kv calibrate --help`. Default: the recipe's, or {_DATASET}."
+    ),
+    also: list[str] | None = flags.option(
+        "Also measure on this dataset, or on `all` built-in texts. Repeatable.", metavar="DATASET"
+    ),
+    device: choices.Device | None = flags.DEVICE,
+    samples: int | None = _SAMPLES,
+    seq_len: int | None = _SEQ_LEN,
+    allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
+    seed: int | None = flags.SEED,
+    task_limit: int | None = flags.data("Read this many documents of each task. Default: all."),
+    backend: choices.Backend | None = flags.BACKEND,
+    attention: choices.AttentionMode | None = flags.option(
+        "Simulate how this engine's attention reads FP8 caches. Default: exact, no engine. "
+        "`vllm_triton_fp8` is vLLM on NVIDIA and, from 0.33, on AMD."
+    ),
+    dtype: choices.DType | None = flags.DTYPE,
+    trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    version: bool = flags.VERSION,
+    *,
+    quiet: bool,
+    progress: Progress,
+) -> Answer:
+    """Measure how an FP8 KV cache changes a model's output, on text that was not used for calibration."""
+    from calib.evaluate.run import run_evaluation
     from calib.recipe import load_recipe
 
-    defaults = {} if recipe else {"data.dataset": DATASET}
-    given = overrides(context.params, ("data", "evaluation"))
-    resolved = load_recipe(recipe, {**defaults, **given})
-    bar = progress_bar(progress, quiet=quiet, as_json=as_json)
-    silent = quiet or as_json
-    report, failed = measure(model, resolved, scales or [], output, bar, silent=silent)
-    if as_json:
-        print_json(report.to_json())
-    fail_on(failed)
+    defaults = {} if recipe else {"data.dataset": _DATASET}
+    resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
+    report, failures = run_evaluation(model, resolved, scales=scales or [], output=output, progress=progress)
+    return Answer(report.to_json(), report_blocks(report), failures=failures)
 
 
-def measure(
-    model: str,
-    recipe: "Recipe",
-    scales: list[Path],
-    output: Path | None,
-    bar: "AbstractContextManager[Progress]",
-    *,
-    silent: bool,
-) -> "tuple[Report, list[str]]":
-    """Evaluate behind `bar`; unless `silent`, print the tables and what follows from them."""
+def report_blocks(report: "Report") -> Iterator[Block]:
+    """Yield the tables of an evaluation, and what follows from them."""
     from calib.evaluate.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
     from calib.evaluate.page.other_tables import OTHER_HEADINGS, printed_tables
-    from calib.evaluate.run import run_evaluation
 
-    with bar as progress:
-        report, failed = run_evaluation(model, recipe, scales=scales, output=output, progress=progress)
-    if not silent:
-        print_table(title(report), HEADINGS, table_rows(report))
-        for table in printed_tables(report):
-            print_table(f"Other text, '{table.name}'", OTHER_HEADINGS, table.rows)
-        if report.tasks:
-            print_table(*task_table(report))
-        print_lines(closing_lines(report))
-    return report, failed
+    yield TextTable(title(report), HEADINGS, table_rows(report))
+    for table in printed_tables(report):
+        yield TextTable(f"Other text, '{table.name}'", OTHER_HEADINGS, table.rows)
+    if report.tasks:
+        yield TextTable(*task_table(report))
+    yield from closing_lines(report)
 
 
-def fail_on(failed: list[str]) -> None:
-    """Exit 1 if a condition holds, and say which."""
-    if failed:
-        typer.echo("\n".join(plain(f"failed: {line}") for line in failed), err=True)
-        raise typer.Exit(1)
+@job_command
+def recommend(
+    context: typer.Context,
+    model: str = flags.MODEL,
+    budget_kl: str | None = flags.option(
+        f"Allow this KL, in nats per token. Default: {choices.KL_BUDGET}.", metavar="KL"
+    ),
+    budget_bytes: str | None = flags.option(
+        "Spend this share of the bytes of a 16-bit cache, such as 0.55, in place of a KL.", metavar="SHARE"
+    ),
+    engine: str | None = flags.option("Consider only this engine: vllm, sglang or lmdeploy. Default: all."),
+    gpu: str | None = flags.option(
+        "Consider only caches for this GPU, such as a100, h100 or b200. Default: any."
+    ),
+    suite: choices.SuiteName | None = _SUITE,
+    dataset: str | None = flags.option(f"Read this text; see `fp8kv calibrate --help`. Default: {_DATASET}."),
+    device: choices.Device | None = flags.DEVICE,
+    samples: int | None = _SAMPLES,
+    seq_len: int | None = _SEQ_LEN,
+    allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
+    seed: int | None = flags.SEED,
+    backend: choices.Backend | None = flags.BACKEND,
+    dtype: choices.DType | None = flags.DTYPE,
+    trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    *,
+    progress: Progress,
+) -> Answer:
+    """Measure the KV caches that engines offer, and name the cheapest that keeps the model's output."""
+    from calib.evaluate.recommend import make_wish
+    from calib.evaluate.run import run_recommendation
+    from calib.recipe import load_recipe
+
+    wish = make_wish(budget_kl, budget_bytes, engine, gpu)
+    keys = flags.recipe_keys(context.params, ("data", "evaluation"))
+    recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
+    advice, warnings = run_recommendation(model, recipe, wish, progress=progress)
+    document = {**advice.model_dump(by_alias=True), "warnings": warnings}
+    return Answer(document, _advice_blocks(model, advice), warnings)
+
+
+def _advice_blocks(model: str, advice: "Recommendation") -> Iterator[Block]:
+    from calib.evaluate.recommend import answer_lines
+
+    rows = [
+        (
+            offer.cache,
+            f"{offer.bytes_per_token:,}",
+            f"{offer.share:.1%}",
+            f"{show_number(offer.kl.value)} {show_interval(offer.kl.low, offer.kl.high)}".strip(),
+            offer.why,
+        )
+        for offer in advice.alternatives
+    ]
+    yield TextTable(
+        f"KV caches of {model}, not chosen", ("cache", "bytes", "of 16 bits", "KL", "why not"), rows
+    )
+    yield from (f"{name} cannot be served: {reason}" for name, reason in advice.not_served.items())
+    yield from answer_lines(advice)

@@ -1,56 +1,104 @@
-"""Flags that several commands share, and the panels of `--help`."""
+"""Flags that several commands share, and the recipe keys that flags set.
+
+A flag is the default of a command's parameter. Its text of `--help` comes first, and its panel is the
+function that makes it; what matters most is an `option`, without a panel.
+"""
 
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from calib import __version__, choices
 
 
-def Flag(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
-    """`typer.Option` with the text of `--help` first; what matters most has no panel."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+def option(help: str, *names: str, default: Any = None, panel: str | None = None, **settings: Any) -> Any:
+    """Return a `typer.Option`."""
+    return typer.Option(default, *names, help=help, rich_help_panel=panel, **settings)
 
 
-DataFlag = partial(Flag, panel="Data")
-ScalesFlag = partial(Flag, panel="Scales")
-OutputFlag = partial(Flag, panel="Output")
-ResourcesFlag = partial(Flag, panel="Resources")
+data, scales, output, resources = (
+    partial(option, panel=panel) for panel in ("Data", "Scales", "Output", "Resources")
+)
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"fp8kv {__version__}")
         raise typer.Exit
 
 
-Model = Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")]
-Output = Annotated[Path, Flag("Directory to write.", "-o", "--output")]
-Overwrite = Annotated[
-    bool, OutputFlag("Replace an earlier output and all else in its directory.", "--overwrite")
-]
-Quiet = Annotated[bool, OutputFlag("Print nothing but errors.", "--quiet")]
-ProgressFlag = Annotated[
-    choices.ProgressForm,
-    OutputFlag("On stderr. json: an object per line, for job runners.", "--progress"),
-]
-AsJson = Annotated[bool, OutputFlag("Print one JSON object.", "--json")]
-Debug = Annotated[bool, OutputFlag("Show tracebacks.", "--debug")]
-Device = Annotated[choices.Device | None, Flag("Where the model runs.")]
-DType = Annotated[choices.DType | None, ResourcesFlag("auto: as the checkpoint says.")]
-AllowFewTokens = Annotated[
-    bool, DataFlag("Calibrate on fewer than 64 tokens or 16 different ones.", "--allow-few-tokens")
-]
-Seed = Annotated[int | None, DataFlag("Default: 42.")]
-TrustRemoteCode = Annotated[bool, ResourcesFlag("Run the model's code.", "--trust-remote-code")]
-Version = Annotated[
-    bool,
-    Flag(
-        *("Print the version.", "--version"),
-        callback=_print_version,
-        is_eager=True,
-        expose_value=False,
+MODEL = typer.Argument(
+    ..., help="The model: a local directory, a Hub id, or `builtin:smollm2`.", metavar="MODEL"
+)
+OUTPUT = option("Write the result to this directory.", "-o", "--output", default=...)
+DEVICE = option("Run the model on this device. Default: a GPU if there is one.")
+DTYPE = resources("Load the weights in this type. Default: the checkpoint's own.")
+BACKEND = resources("Run attention to FP8 caches in Triton or torch. Default: Triton on a GPU, else torch.")
+ALLOW_FEW_TOKENS = data(
+    "Calibrate also on fewer than 64 tokens, or fewer than 16 different ones.",
+    "--allow-few-tokens",
+    default=False,
+)
+SEED = data("Choose the text at random with this seed. Default: 42.")
+TRUST_REMOTE_CODE = resources(
+    "Run Python code that comes with the model.", "--trust-remote-code", default=False
+)
+IN_PLACE = output(
+    "Change the model's own directory. Keep a copy of the files that are replaced.",
+    "--in-place",
+    default=False,
+)
+PROGRESS = output("Show progress on stderr: `json` prints JSON lines, `none` prints nothing.", default="auto")
+VERSION = option(
+    *("Print the version and exit.", "--version"),
+    default=False,
+    callback=_print_version,
+    is_eager=True,
+    expose_value=False,
+)
+
+# flags that `job_command` adds: type and option
+SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
+    "overwrite": (
+        bool,
+        output("Replace what is in the output directory already.", "--overwrite", default=False),
     ),
-]
+    "quiet": (bool, output("Print only errors and serious doubts.", "--quiet", default=False)),
+    "progress": (choices.ProgressForm, PROGRESS),
+    "as_json": (bool, output("Print one JSON object in place of text.", "--json", default=False)),
+    "debug": (bool, output("Show the traceback of an error.", "--debug", default=False)),
+}
+
+# flags that are not called what their recipe key is
+_KEYS = {"observer": "observer.name", "format": "export.formats", "search": "evaluation.kl_budget"}
+_COMMA_SEPARATED = ("variants", "caches", "tasks")
+
+
+def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data", "export")) -> dict[str, Any]:
+    """Return the recipe keys of flags that were set; the last of `sections` that has a name wins."""
+    from calib.recipe import Recipe
+
+    keys = {name: name for name in Recipe.model_fields}
+    for section in sections:
+        fields = type(getattr(Recipe(), section)).model_fields
+        keys |= {name: f"{section}.{name}" for name in fields}
+    keys |= _KEYS
+    # 0 is a value, and equals False
+    values = {name: x for name, x in parameters.items() if x is not False and x not in (None, [], ())}
+    values |= {name: values[name].split(",") for name in _COMMA_SEPARATED if name in values}
+    return {keys[name]: value for name, value in values.items() if name in keys}
+
+
+def parse_assignments(pairs: list[str]) -> dict[str, Any]:
+    """Return the recipe keys of `--set KEY=VALUE`, the values read as YAML."""
+    from calib.errors import InputError
+    from calib.strict_yaml import read_yaml
+
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise InputError(f"--set takes KEY=VALUE, such as data.column=text; got '{pair}'")
+        values[key] = read_yaml(value, f"--set '{pair}'")
+    return values

@@ -1,105 +1,92 @@
 """`fp8kv generate`."""
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import typer
 
 from calib import choices
-from calib.commands.flags import (
-    AsJson,
-    Debug,
-    Device,
-    DType,
-    Flag,
-    Model,
-    ProgressFlag,
-    TrustRemoteCode,
-)
-from calib.commands.running import command, print_json
+from calib.commands import flags
+from calib.commands.running import Answer, job_command
+from calib.progress import Progress
 
 if TYPE_CHECKING:
     from calib.generate import GenerationResult
 
 
-@command
+@job_command
 def generate(
     context: typer.Context,
-    model: Model,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    scales: Annotated[
-        str | None, Flag("Scales of any tool; none: scale 1.0. Default: MODEL.", metavar="DIR")
-    ] = None,
-    max_new_tokens: Annotated[int, Flag("Tokens to generate at most.", min=1)] = 64,
-    temperature: Annotated[float, Flag("0: the likeliest token every time.", min=0.0)] = 0.0,
-    seed: Annotated[int, Flag("Seed of the sampling.", min=0, max=2**63 - 1)] = 42,
-    chat: Annotated[bool, Flag("Apply the model's chat template.", "--chat")] = False,
-    compare: Annotated[bool, Flag("Also generate with a 16-bit cache.", "--compare")] = False,
-    cache: Annotated[
-        str, Flag("Type of cache, such as int8_per_token_head (docs/runtime.md).", metavar="TYPE")
-    ] = "fp8",
-    backend: Annotated[choices.Backend, Flag("auto: Triton on a GPU, torch elsewhere.")] = "auto",
-    device: Device = None,
-    dtype: DType = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: AsJson = False,
-    progress: ProgressFlag = "auto",
-    debug: Debug = False,
-) -> None:
-    """Continue a prompt with the model's KV cache in FP8, or another type."""
-    from calib.commands.overrides import overrides
-    from calib.commands.progress_bar import progress_bar
+    model: str = flags.MODEL,
+    prompt: str = typer.Argument(..., help="The text to continue.", metavar="PROMPT"),
+    scales: str | None = flags.option(
+        "Use the scales in this directory, which any tool may have written; `none` is scale 1.0. "
+        "Default: MODEL.",
+        metavar="DIR",
+    ),
+    max_new_tokens: int = flags.option("Generate at most this many tokens.", min=1, default=64),
+    temperature: float = flags.option(
+        "Sample at this temperature. At 0, always take the likeliest token.", min=0.0, default=0.0
+    ),
+    seed: int = flags.option("Sample with this seed.", min=0, max=2**63 - 1, metavar="INTEGER", default=42),
+    chat: bool = flags.option("Apply the model's chat template to the prompt.", "--chat", default=False),
+    compare: bool = flags.option("Also generate with a 16-bit cache.", "--compare", default=False),
+    cache: str = flags.option(
+        "Use this type of cache, such as int8_per_token_head. See docs/runtime.md.",
+        metavar="TYPE",
+        default="fp8",
+    ),
+    backend: choices.Backend = flags.option(
+        "Run attention in Triton or torch; `auto` is Triton on a GPU, else torch.", default="auto"
+    ),
+    device: choices.Device | None = flags.DEVICE,
+    dtype: choices.DType | None = flags.DTYPE,
+    trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    *,
+    as_json: bool,
+    progress: Progress,
+) -> Answer:
+    """Continue a prompt with the model's KV cache in FP8, or in another type."""
     from calib.generate import GenerationOptions, generate_text
 
     options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend, cache)
-    given = overrides(context.params)
-    with ExitStack() as shown:
-        reported = shown.enter_context(progress_bar(progress, as_json=as_json))
 
-        def on_text(text: str) -> None:
-            shown.close()  # the text shows how far it is
-            print(text, end="", flush=True)
+    def print_new_text(text: str) -> None:
+        progress.end()  # the text shows how far it is
+        print(text, end="", flush=True)
 
-        result = generate_text(
-            model, prompt, scales=scales, options=options, overrides=given,
-            on_text=None if as_json else on_text, progress=reported,
-        )  # fmt: skip
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print("\n".join(generation_lines(result)))
+    result = generate_text(
+        model, prompt, scales=scales, options=options, overrides=flags.recipe_keys(context.params),
+        on_text=None if as_json else print_new_text, progress=progress,
+    )  # fmt: skip
+    return Answer(result.to_json(), _generation_lines(result))
 
 
-def generation_lines(result: "GenerationResult") -> list[str]:
-    """Speed and cache sizes, which follow the text."""
+def _generation_lines(result: "GenerationResult") -> Iterator[str]:
+    """Yield speed and cache sizes, which follow the text."""
     fp8, plain = result.fp8, result.plain
     name = "FP8" if result.block_size else result.cache
     blocks = f" in blocks of {result.block_size}" if result.block_size else ""
     if (in_blocks := result.bytes_per_token_in_blocks or 0) > result.bytes_per_token:
         blocks += f" ({in_blocks:,} bytes a token: smaller heads are filled up)"
     ratio = result.bytes_per_token / result.bytes_per_token_16bit
-    lines = [
-        "",
-        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} "
-        "tokens/s, prompt included)",
+    own, full = (f"{size / 2**20:.2f} MiB" for size in (result.cache_bytes, result.cache_bytes_16bit))
+    yield ""
+    yield (
+        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} tokens/s, "
+        "prompt included)"
+    )
+    yield (
         f"KV cache: {result.bytes_per_token:,} bytes a token in {name}, "
-        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)",
-        f"{result.cached_tokens} tokens{blocks}: "
-        f"{_mib(result.cache_bytes)}; in 16 bits {_mib(result.cache_bytes_16bit)}",
-    ]
+        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)"
+    )
+    yield f"{result.cached_tokens} tokens{blocks}: {own}; in 16 bits {full}"
     if result.simulated:
-        lines.append(f"simulated, so the speed is no engine's; known from {result.simulated}")
+        yield f"simulated, so the speed is not an engine's; known from {result.simulated}"
     if plain is not None:
         speed = f"; FP8 runs at {fp8.tokens_per_second / plain.tokens_per_second:.2f}x"
-        same = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
-        lines += [
-            "",
-            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s"
-            f"{'' if result.simulated else speed}): {same}",
-            plain.text,
-        ]
-    return lines + [f"warning: {warning}" for warning in result.warnings]
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"
+        equal = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
+        shown_speed = "" if result.simulated else speed
+        yield from ("", f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s{shown_speed}): {equal}")
+        yield from plain.text.expandtabs().split("\n")
+    yield from (f"warning: {warning}" for warning in result.warnings)

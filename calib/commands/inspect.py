@@ -1,55 +1,49 @@
 """`fp8kv inspect`."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from calib.commands.flags import AsJson, Debug, Flag
-from calib.commands.running import command, print_json, print_lines, print_table
+from calib.commands import flags
+from calib.commands.running import Answer, job_command
+from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError, NoModelError, NoScalesError
 
 if TYPE_CHECKING:
     from calib.files.stored_scales import StoredLayer, StoredScales, Values
     from calib.scales.places import LayerPlaces
 
-_FIRST_HEADINGS = (
+_PLACE_HEADINGS = (
     "layer", "K at 0", "at 1, 2", "after", "/ 448 without 0", "V at 0", "at 1, 2", "after",
     "/ 448 without 0",
 )  # fmt: skip
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 
-@command
+@job_command
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint, scales of any tool; statistics.")],
-    plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
+    directory: Path = typer.Argument(
+        ..., help="A checkpoint, scales that any tool wrote, or statistics.", metavar="DIRECTORY"
+    ),
+    plot: Path | None = flags.option("Draw the scales into this .png, .svg or .pdf file.", metavar="FILE"),
+) -> Answer:
+    """Show the FP8 KV-cache scales of a directory, whatever tool wrote them. Weights are not read."""
     from calib.files.cache_type import nvfp4_convention
 
-    found, places, problems = _read(directory)
+    scales, places, problem = _read(directory)
     if plot:
         from calib.scales.plot import plot_scales
 
-        plot_scales(found, plot, places)
-    if as_json:
-        nvfp4, first = nvfp4_convention(found.directory), [layer.first_tokens() for layer in places]
-        print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first})
-        return
-    print_lines(_opening_lines(found))
-    if found.layers:
-        print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
-    if places:
-        title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
-        print_table(title, _FIRST_HEADINGS, [_first_row(layer) for layer in places])
-    print_lines([f"problem: {problem}" for problem in (*found.problems, *problems)])
+        plot_scales(scales, plot, places)
+    nvfp4, first = nvfp4_convention(scales.directory), [layer.first_tokens() for layer in places]
+    document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first}
+    return Answer(document, _scales_blocks(directory, scales, places, problem))
 
 
-def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[str]]:
-    """The scales; where statistics say the largest values were, or what ails them.
+def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | None]:
+    """Read the scales, and where statistics say the largest values were, or why they cannot be read.
 
     There may be statistics alone, as of format fp8kv.
     """
@@ -58,53 +52,62 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
     from calib.scales.places import read_places
 
     try:
-        found = read_scales(directory, strict=False)
+        scales = read_scales(directory, strict=False)
     except (NoModelError, NoScalesError):
         if not (places := read_places(directory)):
             raise
-        return (
-            StoredScales(open_model_directory(directory, weights=False, or_statistics=True), []),
-            places,
-            [],
-        )
+        opened = open_model_directory(directory, weights=False, or_statistics=True)
+        return StoredScales(opened, []), places, None
     try:
-        return found, read_places(directory), []
+        return scales, read_places(directory), None
     except InputError as error:
-        return found, [], [str(error)]
+        return scales, [], str(error)
 
 
-def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
-    figures = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
-    return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
+def _scales_blocks(
+    path: Path, scales: "StoredScales", places: list["LayerPlaces"], problem: str | None
+) -> Iterator[Block]:
+    yield from _opening_lines(scales)
+    if scales.layers:
+        yield TextTable(str(path), _HEADINGS, [_layer_row(layer) for layer in scales.layers])
+    if places:
+        title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
+        yield TextTable(title, _PLACE_HEADINGS, [_place_row(layer) for layer in places])
+    yield from (f"problem: {text}" for text in (*scales.problems, *([problem] if problem else [])))
 
 
-def _opening_lines(found: "StoredScales") -> list[str]:
+def _opening_lines(scales: "StoredScales") -> list[str]:
     from calib.files.cache_type import nvfp4_convention
     from calib.files.stored_scales import quantization
 
-    if not found.layers:
+    if not scales.layers:
         return ["statistics, and no scales in the form of an engine"]
-    directory, files = found.directory, len(found.directory.shards)
+    directory, files = scales.directory, len(scales.directory.shards)
     index = "no index" if directory.index is None else "an index"
     nvfp4 = nvfp4_convention(directory)
     return [
-        f"{len(found.layers)} layers, {found.strategy}; names of {', '.join(found.formats)}",
+        f"{len(scales.layers)} layers, {scales.strategy}; names of {', '.join(scales.formats)}",
         f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",
         *([f"values of an NVFP4 cache: {nvfp4}"] if nvfp4 else []),
     ]
 
 
-def _row(layer: "StoredLayer") -> tuple[str, ...]:
+def _layer_row(layer: "StoredLayer") -> tuple[str, ...]:
     return (
         str(layer.layer),
         *map(show_scale, (layer.k, layer.v, layer.q)),
-        ", ".join(sorted({t.dtype for t in layer.tensors})) or "JSON",
-        ", ".join(sorted({str([*t.shape]) for t in layer.tensors})) or "-",
+        ", ".join(sorted({tensor.dtype for tensor in layer.tensors})) or "JSON",
+        ", ".join(sorted({str([*tensor.shape]) for tensor in layer.tensors})) or "-",
     )
 
 
+def _place_row(layer: "LayerPlaces") -> tuple[str, ...]:
+    figures = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
+    return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
+
+
 def show_scale(values: "Values | None") -> str:
-    """One scale, or the least and the largest of several."""
+    """Format the scale of a layer, or the least and the largest of several."""
     if not values:
         return "-"
     if len(values) == 1:

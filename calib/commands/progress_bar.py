@@ -1,158 +1,211 @@
-"""Progress on stderr: a bar; lines where that is no terminal; JSON for job runners."""
+"""Progress on stderr: a bar on a terminal, lines in a log, JSON lines for job runners."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event, RLock, Thread
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from calib.choices import ProgressForm
-from calib.commands.meter import Clock, Meter
 from calib.files.strict_json import json_text
-from calib.files.text import plain
+from calib.files.text import plain, show_duration
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-BEGIN, RUNNING, END = "begin", "running", "end"
-Show = Callable[[Meter, str], None]  # a stage, and which of these it is at
+    from rich.progress import Task
 
 _LINE_SECONDS, _JSON_SECONDS = 30.0, 5.0
-_LOOK_SECONDS = 1.0  # how often somebody looks whether a line is due
+_LOOK_SECONDS = 1.0  # how often a thread looks whether a line is due
+_RATE_SECONDS = 60.0  # that a rate is of: the first batch is slow, and files differ
 
 
-class Reporter:
-    """Shows a stage when it begins and ends, and once in `every` seconds in between."""
+class StageReporter:
+    """The stages of a job: a line for each when it begins and ends, and every `interval` seconds between.
 
-    def __init__(self, show: Show, every: float, clock: Clock = time.monotonic) -> None:
-        self._show, self._every, self._clock = show, every, clock
-        self._meter: Meter | None = None
-        self._shown = 0.0
+    rich counts and times them, and draws a bar in place of lines where `line` is None.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        line: "Callable[[Task, str], str] | None",
+        interval: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        text = partial(TextColumn, markup=False)
+        self._make_bar = partial(
+            Bar, text("{task.description}"), BarColumn(), text("{task.fields[figures]}"),
+            console=Console(file=stream), disable=line is not None,
+            get_time=clock, speed_estimate_period=_RATE_SECONDS,
+        )  # fmt: skip
+        self._bar = self._make_bar()
+        self._stream, self._line, self._interval, self._clock = stream, line, interval, clock
+        self._shown_at = 0.0
         self._lock = RLock()  # `look` is called by another thread
 
     def progress(self) -> Progress:
-        """What a job reports to."""
-        return Progress(self._stage, self._advance, self._detail)
+        """Return the callbacks through which a job reports."""
+        return Progress(self._begin, self._advance, self._set_detail, self.end)
 
     def look(self) -> None:
         """Show the stage if that is due."""
         with self._lock:
-            if self._meter and self._clock() - self._shown >= self._every:
-                self._say(RUNNING)
+            if self._clock() - self._shown_at >= self._interval:
+                self._show("running")
 
     def end(self) -> None:
-        """End the stage; nothing is shown any more."""
+        """End the stage; show nothing until another begins."""
         with self._lock:
-            self._say(END)
-            self._meter = None
+            self._show("end")
+            self.stop()
+            self._bar = self._make_bar()
 
-    def _stage(self, name: str, total: float | None, unit: str) -> None:
+    def stop(self) -> None:
+        """Leave the bar as it is."""
+        if self._line is None:
+            self._bar.stop()
+
+    def _begin(self, name: str, total: float | None, unit: str) -> None:
         with self._lock:
-            if self._meter and self._meter.name == name:
+            if any(task.fields["stage"] == name for task in self._bar.tasks):
                 return
-            self._say(END)
-            self._meter = Meter(name, total, unit, self._clock)
-            self._say(BEGIN)
+            self._show("end")
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            fields: dict[str, Any] = {
+                "stage": name,
+                "unit": unit,
+                "detail": "",
+                "counted_at": self._clock(),
+                "figures": "",
+            }
+            # without a sample of nothing, a rate would begin after the first batch
+            self._bar.advance(self._bar.add_task(plain(name), total=total, **fields), 0)
+            self._bar.start()
+            self._show("begin")
 
     def _advance(self, amount: float) -> None:
         with self._lock:
-            if self._meter:
-                self._meter.advance(amount)
-                self.look()
+            for task in self._bar.tasks:
+                self._bar.advance(task.id, amount)
+                task.fields["counted_at"] = self._clock()
+            self.look()
 
-    def _detail(self, text: str) -> None:
-        with self._lock:
-            if self._meter:
-                self._meter.detail = text
+    def _set_detail(self, text: str) -> None:
+        for task in self._bar.tasks:
+            task.fields["detail"] = text
 
-    def _say(self, event: str) -> None:
-        if self._meter:
-            self._shown = self._clock()
-            self._show(self._meter, event)
+    def _show(self, event: str) -> None:
+        for task in self._bar.tasks:
+            self._shown_at = self._clock()
+            task.fields["figures"] = figures(task)
+            # nobody may be able to read it
+            with suppress(OSError, ValueError):
+                if self._line and (line := self._line(task, event)):
+                    self._stream.write(f"{line}\n")
+                    self._stream.flush()
 
 
 @contextmanager
-def progress_bar(
-    form: ProgressForm = "auto", *, quiet: bool = False, as_json: bool = False
-) -> Iterator[Progress]:
-    """Show stage, speed and time left on stderr while the block runs.
-
-    `quiet` hides it, and so does the object that --json prints, unless a form was asked for.
-    """
+def progress_bar(form: ProgressForm = "auto", *, hidden: bool = False) -> Iterator[Progress]:
+    """Show stage, speed and time left on stderr while the block runs."""
+    # the stream itself: a block that hides what libraries write does not hide the bar
+    stream = sys.stderr
+    if stream is None or hidden or form == "none":
+        yield SILENT
+        return
     from rich.console import Console
 
-    stream = sys.stderr
-    if stream is None or quiet or form == "none" or (as_json and form == "auto"):
-        yield SILENT
-    elif form == "json":
-        with reporting(Reporter(json_lines(stream), _JSON_SECONDS)) as progress:
-            yield progress
-    # the stream itself: a block that hides what libraries write does not hide the bar
-    elif (console := Console(file=stream)).is_terminal:
-        with _bar(console) as progress:
-            yield progress
+    if form == "json":
+        reporter = StageReporter(stream, json_line, _JSON_SECONDS)
+    elif Console(file=stream).is_terminal:
+        reporter = StageReporter(stream, None, 0.0)
     else:
-        with reporting(Reporter(text_lines(stream), _LINE_SECONDS)) as progress:
-            yield progress
+        reporter = StageReporter(stream, log_line, _LINE_SECONDS)
+    with reporting(reporter) as progress:
+        yield progress
 
 
 @contextmanager
-def reporting(reporter: Reporter) -> Iterator[Progress]:
-    """Show the stages of the block; after an error nothing more is said of the last."""
-    done = Event()
+def reporting(reporter: StageReporter) -> Iterator[Progress]:
+    """Show the stages of the block; after an error, the last stage has no end."""
+    stopped = Event()
 
     def keep_looking() -> None:
-        while not done.wait(_LOOK_SECONDS):
+        while not stopped.wait(_LOOK_SECONDS):
             reporter.look()
 
-    looking = Thread(target=keep_looking, name="progress", daemon=True)
-    looking.start()
+    thread = Thread(target=keep_looking, name="progress", daemon=True)
+    thread.start()
     try:
         yield reporter.progress()
         reporter.end()
     finally:
-        done.set()
-        looking.join()
+        stopped.set()
+        thread.join()
+        reporter.stop()
 
 
-def json_lines(stream: TextIO) -> Show:
-    """Writes an object per line."""
-    return lambda meter, event: _write(stream, json_text(meter.to_json(event)))
+def json_line(task: "Task", event: str) -> str:
+    """Return the stage as a JSON object."""
+    rate, left, elapsed = (x and round(x, 3) for x in (_rate(task), _seconds_left(task), task.elapsed))
+    return json_text(
+        {
+            "event": event,
+            "stage": task.fields["stage"],
+            "done": round(task.completed),
+            "total": task.total,
+            "unit": task.fields["unit"] or None,
+            "rate": rate,
+            "eta_s": left,
+            "elapsed_s": elapsed,
+        }
+    )
 
 
-def text_lines(stream: TextIO) -> Show:
-    """Writes the name of a stage, and then how far it is."""
-
-    def show(meter: Meter, event: str) -> None:
-        if event != END:
-            _write(stream, plain(meter.name) if event == BEGIN else meter.line())
-
-    return show
+def log_line(task: "Task", event: str) -> str:
+    """Return the name of a stage that begins, and how far it is later; nothing at its end."""
+    detail = f" ({task.fields['detail']})" if task.fields["detail"] else ""
+    running = plain(f"{task.description}{detail}: {figures(task)}")
+    return {"begin": task.description, "running": running}.get(event, "")
 
 
-def _write(stream: TextIO, line: str) -> None:
-    # nobody may be able to read it
-    with suppress(OSError, ValueError):
-        stream.write(f"{line}\n")
-        stream.flush()
+def figures(task: "Task") -> str:
+    """Return how far a stage is: `12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left`; else its time."""
+    rate, left, unit = _rate(task), _seconds_left(task), task.fields["unit"]
+    (size, name), (speed_size, speed_name) = (
+        ((1e9, "GB"), (1e6, "MB")) if unit == "bytes" else ((1, unit),) * 2
+    )
+    digits = ".1f" if unit == "bytes" else ".0f"
+    parts = []
+    if unit:
+        whole = "" if task.total is None else f" of {task.total / size:,{digits}}"
+        parts.append(f"{task.completed / size:,{digits}}{whole} {name}")
+    if rate is not None:
+        speed = rate / speed_size
+        parts.append(f"{speed:,.0f} {speed_name}/s" if speed >= 10 else f"{speed:.2g} {speed_name}/s")
+    if left is not None:
+        parts.append(f"{show_duration(left)} left")
+    return ", ".join(parts) or show_duration(task.elapsed or 0.0)
 
 
-@contextmanager
-def _bar(console: "Console") -> Iterator[Progress]:
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bar
+def _rate(task: "Task") -> float | None:
+    """Return units per second: of the last minute, or of the stage where a batch takes longer."""
+    if task.completed and task.elapsed:
+        return task.speed or task.completed / task.elapsed
+    return None
 
-    # the meter is asked for its figures whenever the bar is drawn
-    name, said = (TextColumn(f"{{task.{of}}}", markup=False) for of in ("description", "fields[meter]"))
-    with Bar(name, BarColumn(), said, console=console) as bar:
 
-        def show(meter: Meter, event: str) -> None:
-            if event == BEGIN:
-                for task in bar.task_ids:
-                    bar.remove_task(task)
-                bar.add_task(plain(meter.name), total=meter.total, meter=meter)
-            bar.update(bar.task_ids[0], completed=meter.done)
-
-        yield Reporter(show, every=0).progress()
+def _seconds_left(task: "Task") -> float | None:
+    """Return the seconds to the end of the stage; None while there is not a rate."""
+    rate = _rate(task)
+    if task.total is None or rate is None:
+        return None
+    waited: float = task.get_time() - task.fields["counted_at"]
+    return max(0.0, (task.total - task.completed) / rate - waited)

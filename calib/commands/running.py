@@ -1,75 +1,94 @@
-"""How every command runs and prints: mistakes become one line and an exit status."""
+"""Run a command: mistakes become one line and an exit status, an answer becomes text or JSON."""
 
 import errno
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
-from functools import partial, wraps
-from typing import Any, ParamSpec, TextIO, cast
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from typing import Any, TextIO, cast
 
 import typer
 
-from calib.commands.tables import table_text
+from calib.commands.flags import SHARED_FLAGS
+from calib.commands.progress_bar import progress_bar
+from calib.commands.terminal import Block, print_blocks, print_errors, print_json
 from calib.errors import Fp8kvError, InputError
 from calib.files.cache_folder import cache_refusal
-from calib.files.strict_json import json_text
 from calib.files.text import plain
 from calib.progress import WRITTEN
-
-P = ParamSpec("P")
 
 _PATIENCE = 5  # signals that clean-up ignores before one ends the program at once
 _IGNORED: list[int] = []
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived."""
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command, as JSON and as text."""
+
+    document: Any
+    blocks: Iterable[Block]
+    warnings: Iterable[str] = ()  # on stderr, unless JSON is printed
+    failures: Iterable[str] = ()  # on stderr; if there are any, the exit status is 1
+    is_good: bool = True  # if not, the exit status is 1
 
 
-class _Output:
-    """Standard output that keeps its first failure, so that the work ends with its own status."""
+def job_command(work: Callable[..., Answer | None], *, has_json: bool = True) -> Callable[..., None]:
+    """Return a command that does `work` and prints its answer.
 
-    def __init__(self, stream: TextIO | None) -> None:
-        # a closed one must not become the first file that is opened, and may have nothing to print
-        self._stream = stream or open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
-        self.refusal: OSError | None = None
-
-    def write(self, text: str) -> int:
-        encoding = self._stream.encoding or "utf-8"
-        spelled = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._do(lambda: self._stream.write(spelled))
-        return len(text)
-
-    def flush(self) -> None:
-        self._do(self._stream.flush)
-
-    def _do(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except OSError as error:
-            # a reader that has seen enough, such as `head`, is no mistake
-            self.refusal = self.refusal or (None if isinstance(error, BrokenPipeError) else error)
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def command(work: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command so that it runs through `run`, with its own flag `debug`."""
+    It has the flags --json and --debug. Keyword-only parameters of `work` are further flags that
+    commands share (`SHARED_FLAGS`); `progress` is a bar, and no flag, when `work` gets it.
+    """
+    parameters = inspect.signature(work).parameters.values()
+    own = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
+    keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+    names = {*keywords, "debug", *(["as_json"] if has_json else [])}
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+        for name, (annotation, option) in SHARED_FLAGS.items()
+        if name in names
+    ]
 
     @wraps(work)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        run(partial(work, *args, **kwargs), debug=bool(kwargs.get("debug")))
+    def command(**values: Any) -> None:
+        flags = {x.name: values.pop(x.name) for x in shared}
+        job = partial(_do_job, partial(work, **values), flags, keywords)
+        run(job, debug=flags["debug"])
 
-    return wrapped
+    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {x.name: x.annotation for x in (*own, *shared)}
+    return command
+
+
+def _do_job(work: Callable[..., Answer | None], flags: dict[str, Any], keywords: set[str]) -> None:
+    as_json, is_quiet = flags.get("as_json", False), flags.get("quiet", False)
+    form = flags.get("progress", "none")
+    # one JSON object is all there is, unless progress was asked for
+    with progress_bar(form, hidden=is_quiet or (as_json and form == "auto")) as progress:
+        answer = work(**{name: {**flags, "progress": progress}[name] for name in keywords})
+    if answer is None:
+        return
+    if as_json:
+        print_json(answer.document)
+    else:
+        print_text(answer, is_quiet=is_quiet)
+    print_errors("failed", failures := [*answer.failures])
+    if failures or not answer.is_good:
+        raise typer.Exit(1)
+
+
+def print_text(answer: Answer, *, is_quiet: bool) -> None:
+    """Print the warnings of an answer and, unless `is_quiet`, its text."""
+    print_errors("warning", answer.warnings)
+    print_blocks(() if is_quiet else answer.blocks)
 
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:
-    """Run a command; turn what a user can put right into one line and an exit status."""
+    """Do `work`; turn what a user can put right into one line and an exit status."""
+    _prepare_forks()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _terminate)
     # the libraries' own bars and advice would drown ours; read when they are imported
@@ -84,12 +103,12 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
             _check_arguments()
             _print_all(work)
         except (Fp8kvError, OSError) as error:
-            refusal = None if isinstance(error, Fp8kvError) else _path_refusal(error) or cache_refusal(error)
-            if debug or not (refusal or isinstance(error, Fp8kvError)):
+            refusal = str(error) if isinstance(error, Fp8kvError) else _os_refusal(error)
+            if debug or not refusal:
                 raise
-            _fail(refusal or str(error), 2)
+            _fail(refusal, 2)
     except KeyboardInterrupt:
-        _ignore_more()
+        _ignore_signals()
         _fail(f"interrupted; {_written()}", 130)
     except _Terminated:
         _fail(f"terminated; {_written()}", 2)
@@ -98,42 +117,70 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _path_refusal(error: OSError) -> str | None:
-    """Say which name is too long for a path; None for any other error."""
-    if error.errno != errno.ENAMETOOLONG:
-        return None
-    return f"'{os.fsdecode(error.filename or '')[:80]}...' is too long for the name of a file"
+def _os_refusal(error: OSError) -> str | None:
+    """Say which name is too long for a path, or which cache cannot be used; None for any other error."""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"'{os.fsdecode(error.filename or '')[:80]}...' is too long for the name of a file"
+    return cache_refusal(error)
+
+
+def _check_arguments() -> None:
+    for argument in map(os.fsencode, sys.argv[1:]):
+        try:
+            argument.decode()
+        except UnicodeDecodeError:
+            shown = argument.decode(errors="backslashreplace")
+            raise InputError(f"'{shown}' is not UTF-8; give it in that encoding") from None
 
 
 def _print_all(work: Callable[[], None]) -> None:
     """Do `work`; if its text cannot be printed, fail with the names of the files written."""
-    output, ended = _Output(sys.stdout), None
+    output, exit_error = _Output(sys.stdout), None
     try:
         with redirect_stdout(cast("TextIO", output)):
             work()
     except typer.Exit as error:
-        ended = error
+        exit_error = error
     finally:
         output.flush()
-    if output.refusal:
-        _fail(f"cannot print: {output.refusal.strerror}; {_written()}", 2)
-    if ended:
-        raise ended
+    if output.error:
+        _fail(f"cannot print: {output.error.strerror}; {_written()}", 2)
+    if exit_error:
+        raise exit_error
+
+
+class _Output:
+    """Standard output that keeps its first failure, so that the work ends with its own status."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        # a closed one must not become the first file that is opened, and may have nothing to print
+        self._stream = stream or open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        self._try(self._stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[..., object], *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            # a reader that has seen enough, such as `head`, is not a mistake
+            self.error = self.error or (None if isinstance(error, BrokenPipeError) else error)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _written() -> str:
-    written = ", ".join(f"'{path}'" for path in WRITTEN)
-    return f"written: {written}" if written else "nothing was written"
-
-
-def _check_arguments() -> None:
-    for argument in sys.argv[1:]:
-        as_bytes = os.fsencode(argument)
-        try:
-            as_bytes.decode()
-        except UnicodeDecodeError:
-            shown = as_bytes.decode(errors="backslashreplace")
-            raise InputError(f"'{shown}' is not UTF-8; give it in that encoding") from None
+    names = ", ".join(f"'{path}'" for path in WRITTEN)
+    return f"written: {names}" if names else "nothing was written"
 
 
 def _fail(message: str, status: int) -> None:
@@ -142,58 +189,44 @@ def _fail(message: str, status: int) -> None:
     raise typer.Exit(status)
 
 
-def _terminate(signum: int, frame: object) -> None:
-    _ignore_more()
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    _ignore_signals()
     raise _Terminated
 
 
-def _ignore_more() -> None:
+def _ignore_signals() -> None:
     """Let the command clean up and say how it ended, however often it is told to end."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ignore)
 
 
-def _ignore(signum: int, frame: object) -> None:
+def _ignore(number: int, frame: object) -> None:
     """Do nothing, until so many signals came that the exception of the first must be lost."""
     # not SIG_IGN, which would outlive the start of another program
-    _IGNORED.append(signum)
+    _IGNORED.append(number)
     if len(_IGNORED) == _PATIENCE:
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
 
-def _forked() -> None:
-    if signal.getsignal(signal.SIGTERM) in (_terminate, _ignore):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+@cache
+def _prepare_forks() -> None:
+    """Let a child that a library forks die of SIGTERM from its first instruction on.
 
+    Python forgets signals that reach a child before its own handlers are in order, and the parent
+    would wait forever.
+    """
+    block, unblock = (
+        partial(signal.pthread_sigmask, how, {signal.SIGTERM})
+        for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+    )
 
-# Libraries fork workers and end them with SIGTERM. It must do so from their first instruction on:
-# Python forgets signals that reach a child before its own handlers are in order, and the parent
-# would wait forever.
-os.register_at_fork(
-    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
-    after_in_child=_forked,
-)
+    def reset_child() -> None:
+        if signal.getsignal(signal.SIGTERM) in (_terminate, _ignore):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
 
-
-def warn(warnings: Sequence[str]) -> None:
-    """Print warnings where --quiet hides all else."""
-    for warning in warnings:
-        print(plain(f"warning: {warning}"), file=sys.stderr)
-
-
-def print_json(document: Any) -> None:
-    """Print one JSON object, null where a number is not finite."""
-    print(json_text(document))
-
-
-def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table."""
-    print(table_text(title, headings, rows), end="")
-
-
-def print_lines(lines: Sequence[str]) -> None:
-    """Print lines whose words may come from files that others made."""
-    for line in lines:
-        print(plain(line))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset_child)

@@ -1,12 +1,15 @@
 """`fp8kv verify`."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from calib.commands.flags import AsJson, Debug, Device, Flag, TrustRemoteCode
-from calib.commands.running import command, print_json, print_lines, print_table
+from calib import choices
+from calib.commands import flags
+from calib.commands.running import Answer, job_command
+from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,155 +18,155 @@ if TYPE_CHECKING:
     from calib.engines.verification import Verification
     from calib.serving.server_logprobs import ServerComparison
 
-_HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
+_HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
-_OF_RULES = {"engine", "version", "against", "tensor_parallel_size", "fnuz"}
-_OF_SERVED = {"model", "served_name", "device", "trust_remote_code"}
+# flags without and with --served
+_SIMULATION_FLAGS = {"engine", "version", "against", "tensor_parallel_size", "fnuz"}
+_SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
 
 
-@command
+@job_command
 def verify(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(help="A checkpoint with FP8 KV-cache scales.")],
-    engine: Annotated[
-        str | None, Flag("vllm, aphrodite, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
-    ] = None,
-    version: Annotated[str | None, Flag("Engine version. Default: the newest.")] = None,
-    against: Annotated[Path | None, Flag("Statistics, or a calibration's output.", metavar="STATS")] = None,
-    tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
-    fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
-    served: Annotated[
-        str | None, Flag("Ask a running OpenAI-compatible server, for 120 s.", metavar="URL")
-    ] = None,
-    model: Annotated[
-        str | None, Flag("With --served: the weights. Default: DIRECTORY.", metavar="DIR")
-    ] = None,
-    served_name: Annotated[str | None, Flag("With --served: which of its models.", metavar="NAME")] = None,
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Say which engine loads which scale, without the engine; exit 1 if something is wrong."""
+    directory: Path = typer.Argument(..., help="A checkpoint with FP8 KV-cache scales.", metavar="DIRECTORY"),
+    engine: str | None = flags.option(
+        "Check this engine: vllm, aphrodite, sglang, tgi, tensorrt-llm or lmdeploy. Default: all."
+    ),
+    version: str | None = flags.option("Check this version of the engine. Default: the newest."),
+    against: Path | None = flags.option(
+        "Compare the scales with these statistics, or with this output of calibrate.", metavar="OUTPUT"
+    ),
+    tensor_parallel_size: int = flags.option(
+        "Split the heads over this many GPUs.", min=1, metavar="COUNT", default=1
+    ),
+    fnuz: bool = flags.option("Check for MI300 (gfx942), whose FP8 type ends at 240.", default=False),
+    served: str | None = flags.option(
+        "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most.",
+        metavar="URL",
+    ),
+    model: str | None = flags.option(
+        "With --served, read the weights here. Default: DIRECTORY.", metavar="MODEL"
+    ),
+    served_name: str | None = flags.option("With --served, ask this of the server's models.", metavar="NAME"),
+    device: choices.Device | None = flags.DEVICE,
+    trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+) -> Answer:
+    """Show which engine loads which scale, without running the engine.
+
+    The exit status is 1 if something is wrong.
+    """
     _check_flags(context)
     if served is not None:
-        _ask_server(context, served, directory, as_json)
-        return
+        from calib.serving.server_logprobs import compare_served
+
+        weights = model or str(directory)
+        comparison = compare_served(
+            served, directory, weights, served_name, flags.recipe_keys(context.params)
+        )
+        is_good = comparison.nearer == "scales"
+        return Answer(comparison.to_json(), _server_lines(comparison, weights), is_good=is_good)
     from calib.engines.catalogue import choose_engines
     from calib.engines.outcome import Place
     from calib.engines.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
-    found = verify_directory(directory, choose_engines(engine, version), against, place)
-    print_json(found.to_json()) if as_json else _print_found(found, place)
-    if not found.is_good:
-        raise typer.Exit(1)
-
-
-def _print_found(found: "Verification", place: "Place") -> None:
-    model = found.architecture or "no architecture named"
-    title = f"{found.scales.directory.path}, {model}, on {place}"
-    headings = (*_HEADINGS[:-1], "NVFP4 cache") if found.nvfp4 else _HEADINGS
-    print_table(title, headings, [_engine_row(each, found.baked) for each in found.simulations])
-    if found.fits:
-        print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
-    print_lines(_closing_lines(found))
+    report = verify_directory(directory, choose_engines(engine, version), against, place)
+    return Answer(report.to_json(), _report_blocks(report, place), is_good=report.is_good)
 
 
 def _check_flags(context: typer.Context) -> None:
     """Refuse flags that mean nothing with `--served`, and those that mean nothing without."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    word, useless = ("with", _OF_RULES) if "served" in given else ("without", _OF_SERVED)
-    if given & useless:
-        flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given & useless))
+    names = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    word, useless = ("with", _SIMULATION_FLAGS) if "served" in names else ("without", _SERVER_FLAGS)
+    if names & useless:
+        flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names & useless))
         raise InputError(f"{flags} means nothing {word} --served URL; leave it out")
 
 
-def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool) -> None:
-    from calib.commands.overrides import overrides
-    from calib.serving.server_logprobs import compare_served
-
-    name, given = context.params["served_name"], overrides(context.params)
-    model = context.params["model"] or str(directory)
-    found = compare_served(url, directory, model, name, given)
-    print_json(found.to_json()) if as_json else print_lines(_served_lines(found, model))
-    if found.nearer != "scales":
-        raise typer.Exit(1)
-
-
-def _served_lines(found: "ServerComparison", model: str) -> list[str]:
-    what = "given tokens" if found.of_prompt else "likeliest next tokens"
-    lines = [
-        "cannot tell whether the server uses the scales"
-        if found.nearer == "cannot tell"
-        else f"the server is nearer to {'the ' * (found.nearer == 'scales')}{found.nearer}",
-        f"from our runtime with the scales {found.to_scales:.4f} nats, with 1.0 "
-        f"{found.to_ones:.4f}; these two lie {found.apart:.4f} apart; the server's noise is "
-        f"{found.noise:.4f}, our rounding {found.rounding:.4f}",
-        f"(mean absolute difference of the logprobs of {found.logprobs:,} {what}; "
-        f"{found.requests} requests in {found.seconds:.1f} s, our own runs in "
-        f"{found.own_seconds:.1f} s)",
-    ]
-    if found.nearer == "cannot tell":
-        lines.append(f"serve a model that needs its scales: fp8kv stress {model} -o twin")
-    if found.nearer == "scales":
-        lines.append("note: so is one with most of the scales, or a 16-bit cache; see its log")
-    return lines
-
-
-def _engine_row(found: "Simulation", baked: bool) -> tuple[str, ...]:
-    return (
-        found.engine.title,
-        *(_count(found, letter, baked) for letter in "kvq"),
-        "-" if found.refused else found.flag or "by itself",
+def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
+    nearer = comparison.nearer
+    tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
+    if nearer == "cannot tell":
+        yield "cannot tell whether the server uses the scales"
+    else:
+        yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
+    yield (
+        f"from our runtime with the scales {comparison.to_scales:.4f} nats, with 1.0 "
+        f"{comparison.to_ones:.4f}; these two lie {comparison.apart:.4f} apart; the server's noise is "
+        f"{comparison.noise:.4f}, our rounding {comparison.rounding:.4f}"
     )
+    yield (
+        f"(mean absolute difference of the logprobs of {comparison.logprobs:,} {tokens}; "
+        f"{comparison.requests} requests in {comparison.seconds:.1f} s, our own runs in "
+        f"{comparison.own_seconds:.1f} s)"
+    )
+    if nearer == "cannot tell":
+        yield f"serve a model that needs its scales: fp8kv stress {model} -o twin"
+    if nearer == "scales":
+        yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
 
 
-def _count(found: "Simulation", letter: str, baked: bool) -> str:
-    if found.refused:
-        return "crashes" if found.fate == "crash" else "refused"
-    statuses = [outcome.status.value for outcome in found.outcomes if outcome.letter == letter]
+def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
+    """Yield what each engine loads, why scales do not arrive, their problems, and how sure this is."""
+    simulations = report.simulations
+    model = report.architecture or "no architecture named"
+    headings = (*_HEADINGS, "NVFP4 cache" if report.nvfp4 else "FP8 cache")
+    rows = [_engine_row(simulation, report.baked) for simulation in simulations]
+    yield TextTable(f"{report.scales.directory.path}, {model}, on {place}", headings, rows)
+    if report.fits:
+        yield TextTable("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in report.fits])
+    for simulation in simulations:
+        yield from _reason_lines(simulation)
+    yield from (f"problem: {problem}" for problem in report.problems)
+    yield from (f"warning: {warning}" for warning in report.warnings)
+    if report.nvfp4:
+        yield f"values of an NVFP4 cache: {report.nvfp4}"
+    stored = {tensor.dtype for layer in report.scales.layers for tensor in layer.tensors}
+    yield from (f"note: scales are stored as {dtype}, rounded" for dtype in sorted(stored & {"BF16", "F16"}))
+    unrun = sorted({simulation.engine.engine for simulation in simulations if not simulation.engine.ran})
+    if unrun:
+        yield f"rules of {', '.join(unrun)} were read in the source, not run"
+
+
+def _engine_row(simulation: "Simulation", is_baked: bool) -> tuple[str, ...]:
+    flag = "-" if simulation.refused else simulation.flag or "by itself"
+    return (simulation.engine.title, *(_count(simulation, x, is_baked) for x in "kvq"), flag)
+
+
+def _count(simulation: "Simulation", letter: str, is_baked: bool) -> str:
+    """Return how many scales of K, V or Q the engine loads, or what becomes of them."""
+    if simulation.refused:
+        return "crashes" if simulation.fate == "crash" else "refused"
+    statuses = [outcome.status.value for outcome in simulation.outcomes if outcome.letter == letter]
     if "unknown" in statuses:
         return "not known"
-    loaded = statuses.count("loaded")
-    if baked and letter != "q":
+    if is_baked and letter != "q":
         return "baked: right at 1.0"
-    if loaded:
+    if loaded := statuses.count("loaded"):
         return f"{loaded} of {len(statuses)}"
-    return found.fate if letter != "q" and found.fate in ("dropped", "no place") else "1.0"
+    return simulation.fate if letter != "q" and simulation.fate in ("dropped", "no place") else "1.0"
+
+
+def _reason_lines(simulation: "Simulation") -> Iterator[str]:
+    title, flag = simulation.engine.title, simulation.engine.transformers_flag
+    reasons = [simulation.refused] if simulation.refused else [reason for _, reason in simulation.ignored]
+    reasons += [outcome.reason for outcome in simulation.outcomes if outcome.status != "default"]
+    reasons = [*filter(None, [*dict.fromkeys(reasons), simulation.problem])]
+    yield from (f"{title}: {reason}" for reason in reasons[:4])
+    if flag and flag in (simulation.flag or ""):
+        yield f"{title}: this holds with {flag} alone"
 
 
 def _fit_row(fit: "Fit") -> tuple[str, ...]:
     return (
         str(fit.layer),
-        *(_range(fit.least[x], fit.used[x]) if x in fit.used else "-" for x in "kv"),
+        *(_show_share(fit.least[x], fit.used[x]) if x in fit.used else "-" for x in "kv"),
         " and ".join(x.upper() for x in fit.clipped) or "-",
     )
 
 
-def _range(least: float, most: float) -> str:
-    """The share that is used, or the least and the largest of several scales."""
-    shown = [f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most)]
-    return shown[1] if least >= most * 0.99 or shown[0] == shown[1] else " to ".join(shown)
-
-
-def _closing_lines(found: "Verification") -> list[str]:
-    """Why scales do not arrive, problems of the scales, and how sure this is."""
-    lines = []
-    for each in found.simulations:
-        reasons = [each.refused] if each.refused else [reason for _, reason in each.ignored]
-        more = [o.reason for o in each.outcomes if o.status != "default"]
-        said = [*dict.fromkeys(reasons), *dict.fromkeys(more), each.problem]
-        lines += [f"{each.engine.title}: {reason}" for reason in filter(None, said)][:4]
-        if each.engine.transformers_flag and each.engine.transformers_flag in (each.flag or ""):
-            lines.append(f"{each.engine.title}: this holds with {each.engine.transformers_flag} alone")
-    lines += [f"problem: {problem}" for problem in found.problems]
-    lines += [f"warning: {warning}" for warning in found.warnings]
-    lines += [f"values of an NVFP4 cache: {found.nvfp4}"] if found.nvfp4 else []
-    stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}
-    lines += [f"note: scales are stored as {x}, rounded" for x in sorted(stored & {"BF16", "F16"})]
-    read = sorted({each.engine.engine for each in found.simulations if not each.engine.ran})
-    if read:
-        lines.append(f"rules of {', '.join(read)} were read in the source, not run")
-    return lines
+def _show_share(least: float, most: float) -> str:
+    """Format the share that is used, or the least and the largest of several scales."""
+    low, high = (f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most))
+    return high if least >= most * 0.99 or low == high else f"{low} to {high}"

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from calib.commands.overrides import assignments
+from calib.commands.flags import parse_assignments
 from calib.errors import InputError
 from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
 
@@ -139,7 +139,7 @@ def test_an_anchor_is_no_bomb(tmp_path):
 )
 def test_what_set_cannot_read_is_one_line(pair, message):
     with pytest.raises(InputError, match=message) as caught:
-        assignments([pair])
+        parse_assignments([pair])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
 

@@ -10,8 +10,7 @@ from command_line import calibrate, fp8kv
 from families import save_model, tiny_model
 
 from calib.commands import progress_bar as module
-from calib.commands.meter import Meter
-from calib.commands.progress_bar import Reporter, json_lines, progress_bar, reporting, text_lines
+from calib.commands.progress_bar import StageReporter, json_line, log_line, progress_bar, reporting
 
 
 class Clock:
@@ -31,9 +30,9 @@ def told(clock):
     """A job's progress, a log with a line every 30 seconds, and one with JSON every 5."""
 
     class Told:
-        def __init__(self, lines, every):
+        def __init__(self, line, every):
             self.stream = io.StringIO()
-            self.reporter = Reporter(lines(self.stream), every, clock)
+            self.reporter = StageReporter(self.stream, line, every, clock)
             self.progress = self.reporter.progress()
 
         @property
@@ -44,7 +43,7 @@ def told(clock):
         def objects(self):
             return [json.loads(line) for line in self.lines]
 
-    return {"text": Told(text_lines, 30), "json": Told(json_lines, 5)}
+    return {"text": Told(log_line, 30), "json": Told(json_line, 5)}
 
 
 def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds(told, clock):
@@ -93,36 +92,51 @@ def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_en
     ]
 
 
-def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is_said(clock):
-    meter = Meter("calibrate", 1000, "tokens", clock)
+def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is_said(told, clock):
+    told = told["json"]
+
+    def look():
+        clock.now += 5
+        told.reporter.look()
+        return told.objects[-1]["rate"], told.objects[-1]["eta_s"]
+
+    told.progress.stage("calibrate", 1000, "tokens")
     clock.now += 50  # the first batch compiles
-    meter.advance(10)
-    assert meter.rate == pytest.approx(0.2)
+    told.progress.advance(10)
+    assert look() == (0.2, 4945)
+    clock.now -= 5
     for _ in range(8):
         clock.now += 10
-        meter.advance(100)
-    assert meter.rate == pytest.approx(10)
-    assert meter.left == pytest.approx(19)
-    clock.now += 4
-    assert meter.left == pytest.approx(15)
+        told.progress.advance(100)
+    assert look() == (10, 14)
     clock.now += 100
-    assert meter.left == 0
+    assert look() == (10, 0)
+
+
+def test_batches_that_take_longer_than_a_minute_have_a_rate_too(told, clock):
+    told = told["text"]
+    told.progress.stage("calibrate", 1000, "tokens")
+    for _ in range(3):
+        clock.now += 100
+        told.progress.advance(200)
+    assert told.lines[-1] == "calibrate: 600 of 1,000 tokens, 2 tokens/s, 3 min left"
 
 
 @pytest.mark.parametrize(
     ("stage", "amount", "line"),
     [
-        (("copy model.safetensors", 8e9, "bytes"), 2e9, "2.0 of 8.0 GB, 200 MB/s, 30 s left"),
-        (("text", 12, "variants"), 1, "1 of 12 variants, 0.1 variants/s, 2 min left"),
-        (("tasks", 4000, "documents"), 1, "1 of 4,000 documents, 0.1 documents/s, 11.1 h left"),
-        (("evil\x1b[2J", 2, "documents"), 1, "1 of 2 documents, 0.1 documents/s, 10 s left"),
+        (("copy model.safetensors", 8e9, "bytes"), 2e9, "2.0 of 8.0 GB, 67 MB/s, 2 min left"),
+        (("text", 12, "variants"), 1, "1 of 12 variants, 0.033 variants/s, 6 min left"),
+        (("tasks", 4000, "documents"), 1, "1 of 4,000 documents, 0.033 documents/s, 33.3 h left"),
+        (("evil\x1b[2J", 2, "documents"), 1, "1 of 2 documents, 0.033 documents/s, 30 s left"),
     ],
 )
-def test_units(stage, amount, line, clock):
-    meter = Meter(*stage, clock)
-    clock.now += 10
-    meter.advance(amount)
-    assert meter.line() == f"{stage[0]}: {line}".replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+def test_units(stage, amount, line, told, clock):
+    told = told["text"]
+    told.progress.stage(*stage)
+    clock.now += 30
+    told.progress.advance(amount)
+    assert told.lines[-1] == f"{stage[0]}: {line}".replace("\x1b", "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_detail_is_in_the_lines_of_a_log_and_makes_none(told, clock):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calib.commands.calibrate import table_rows
+from calib.commands.calibrate import layer_rows
 from calib.recipe import load_recipe
 from calib.scales.observers import AbsMax
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, first_of, middle_of
@@ -46,7 +46,7 @@ def test_a_row_has_the_layers_figures():
     (row,) = summarize(measured, derive(measured))
     assert (row.k_amax, row.v_amax, row.k_scale, row.v_scale) == (448.0, 224.0, 1.0, 0.5)
     assert (row.k_range_used, row.v_range_used) == (0.25, 1.0)
-    assert table_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
+    assert layer_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
 
 
 def test_per_head_scales_use_the_whole_range():

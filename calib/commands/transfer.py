@@ -1,0 +1,199 @@
+"""`fp8kv apply`, `merge`, `convert`, `strip`, `repair` and `pack`: scales that exist already, elsewhere."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import typer
+
+from calib import choices
+from calib.commands import flags
+from calib.commands.calibrate import result_blocks
+from calib.commands.running import Answer, job_command
+from calib.errors import InputError
+from calib.progress import Progress
+
+if TYPE_CHECKING:
+    from calib.transfer.convert import Conversion
+    from calib.transfer.pack import WrittenPack
+
+_CHECKPOINT = typer.Argument(
+    ..., help="A checkpoint with KV-cache scales that any tool wrote.", metavar="DIRECTORY"
+)
+
+
+@job_command
+def apply(
+    calibration: str = typer.Argument(
+        ...,
+        metavar="OUTPUT",
+        help="The scales: an output of calibrate, its statistics, or a pack. A pack on the Hub is "
+        "OWNER/NAME or OWNER/NAME@REVISION.",
+    ),
+    model: str = flags.MODEL,
+    output: Path | None = flags.option(
+        "Write to this directory. Default: ./<model>-fp8kv-<strategy>.", "-o", "--output", metavar="DIR"
+    ),
+    in_place: bool = flags.IN_PLACE,
+    format: choices.FormatName = flags.option("Write this format.", default="vllm"),
+    strategy: choices.Strategy | None = flags.option(
+        "Choose which values share a scale. Default: as calibrated."
+    ),
+    base: str | None = flags.option(
+        "Name the model that was calibrated, where an older output does not.", metavar="MODEL"
+    ),
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> Answer:
+    """Put the scales of a calibration into another checkpoint of its model, without running it.
+
+    MODEL may be a quantised version. It is refused if a sample of the weights that K and V come from
+    differs. Weights that were not compared (down_proj, most experts) are named.
+    """
+    from calib.transfer.apply import apply as apply_scales
+
+    result = apply_scales(
+        calibration, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+        overwrite=overwrite, progress=progress,
+    )  # fmt: skip
+    return Answer(result.to_json(), result_blocks(result))
+
+
+@job_command
+def merge(
+    directories: list[Path] = typer.Argument(
+        ..., help="Two or more outputs of calibrate, of one model.", metavar="OUTPUT..."
+    ),
+    output: Path = flags.OUTPUT,
+    model: str | None = flags.option("Find the model here. Default: where the first calibration found it."),
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> Answer:
+    """Merge the statistics of several calibrations, as if one run had read all their data."""
+    from calib.transfer.merge import merge as merge_runs
+
+    result = merge_runs(directories, output, model=model, overwrite=overwrite, progress=progress)
+    return Answer(result.to_json(), result_blocks(result))
+
+
+@partial(job_command, has_json=False)
+def convert(
+    directory: Path = _CHECKPOINT,
+    to: choices.FormatName = flags.option("Write this format.", default=...),
+    output: Path = flags.OUTPUT,
+    reduce: choices.Reduce = flags.option(
+        "Write a scale for each head (`none`), or the largest of a layer (`max`).", default="none"
+    ),
+    without_q: bool = flags.option("Leave query scales out.", "--without-q", default=False),
+    tp_size: int = flags.option(
+        "Write kv_cache_scales.json for this many tensor-parallel ranks.", min=1, default=1
+    ),
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> Answer:
+    """Write the scales of a checkpoint in another engine's format, with the same bits.
+
+    Format `json` holds one scale for K and V: the larger of the two.
+    """
+    from calib.transfer.convert import convert as convert_scales
+
+    conversion = convert_scales(
+        directory, to, output, reduce=reduce, without_q=without_q, tp_size=tp_size,
+        overwrite=overwrite, progress=progress,
+    )  # fmt: skip
+    line = f"{len(conversion.scales.layers)} layers written to {output}, format {to}"
+    return Answer(None, [*_warning_lines(conversion, to), line])
+
+
+@partial(job_command, has_json=False)
+def strip(
+    directory: Path = _CHECKPOINT, output: Path = flags.OUTPUT, *, overwrite: bool, progress: Progress
+) -> Answer:
+    """Write a checkpoint without its KV-cache scales, and without the config that announces them."""
+    from calib.transfer.strip import strip as strip_scales
+
+    strip_scales(directory, output, overwrite=overwrite, progress=progress)
+    return Answer(None, [f"written to {output}, without KV-cache scales"])
+
+
+@partial(job_command, has_json=False)
+def repair(
+    directory: Path = _CHECKPOINT,
+    stats: Path = flags.option(
+        "Take the measured absmax from these statistics, or this output of calibrate.", default=...
+    ),
+    output: Path = flags.OUTPUT,
+    to: choices.FormatName = flags.option("Write this format.", default="vllm"),
+    *,
+    overwrite: bool,
+    progress: Progress,
+) -> Answer:
+    """Replace scales that are missing, useless, or contradicted by measured absmax.
+
+    The scales of a layer are also replaced where their shape differs from that of most layers. The exit
+    status is 1 if `fp8kv verify --against` still finds a problem in the output.
+    """
+    from calib.transfer.repair import repair as repair_scales
+
+    result = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=progress)
+    lines = [f"replaced: {replacement}" for replacement in result.replacements] or ["replaced: nothing"]
+    lines += [*_warning_lines(result, to), f"written to {output}"]
+    lines += [f"not mended: {problem}" for problem in result.problems]
+    return Answer(None, lines, is_good=not result.problems)
+
+
+def _warning_lines(conversion: "Conversion", to: choices.FormatName) -> list[str]:
+    from calib.formats import FORMATS
+
+    note = FORMATS[to].note.replace("--format", "--to")
+    return [f"warning: {warning}" for warning in conversion.warnings] + [f"note ({to}): {note}"] * bool(note)
+
+
+@job_command
+def pack(
+    calibration: Path = typer.Argument(
+        ..., metavar="OUTPUT", help="An output of calibrate, or its statistics."
+    ),
+    output: Path = flags.OUTPUT,
+    report: Path | None = flags.option(
+        "Add this report of `fp8kv eval`. Default: the one in OUTPUT/evaluation."
+    ),
+    base_model: str | None = flags.option(
+        "Name the model on the Hub, where a local copy was calibrated.", metavar="ID"
+    ),
+    push_to_hub: str | None = flags.output("Upload the pack to the Hub as OWNER/NAME.", metavar="NAME"),
+    private: bool = flags.output("Make the upload private.", "--private", default=False),
+    *,
+    overwrite: bool,
+) -> Answer:
+    """Write a calibration without weights, in kilobytes, for people who have the model.
+
+    `fp8kv apply` puts its scales into their copy, from the directory or from the Hub.
+    """
+    from calib.transfer.hub import check_hub_id, push
+    from calib.transfer.pack import pack as write_pack
+
+    if private and push_to_hub is None:
+        raise InputError("--private is for --push-to-hub; leave it out")
+    if push_to_hub is not None:
+        check_hub_id("--push-to-hub", push_to_hub)
+    result = write_pack(calibration, output, report=report, base_model=base_model, overwrite=overwrite)
+    pushed = push(output, push_to_hub, private=private) if push_to_hub else None
+    document = {"output": str(output), "files": result.sizes, "pushed": pushed, "warnings": result.warnings}
+    lines = _pack_lines(result, output, pushed, push_to_hub or str(output))
+    return Answer(document, lines, result.warnings)
+
+
+def _pack_lines(result: "WrittenPack", output: Path, pushed: str | None, name: str) -> Iterator[str]:
+    for file, size in result.sizes.items():
+        yield f"{size:>11,} bytes  {file}"
+    yield f"written to {output}: {sum(result.sizes.values()):,} bytes, without weights"
+    if pushed:
+        yield f"pushed to {pushed}"
+    yield from ("", "put its scales beside a model:")
+    yield f"  fp8kv apply {quote(name)} {result.pack.base_model or 'MODEL'}"
