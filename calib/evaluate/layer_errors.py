@@ -106,18 +106,21 @@ def _read_layers(
     errors: dict[str, dict[int, list[Clipping]]] = {name: {} for name, *_ in probes}
     values: dict[int, list[LayerValues]] = {}
 
-    def attend(original: Any, module: Any, query: Tensor, *args: Any, **kw: Any) -> Any:
-        out = original(module, query, *args, **kw)
+    def attend(
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        call = (module, query, key, value, *args)
+        out = original(*call, **kw)
         idx = module.layer_idx
         if idx not in repeats:
             return out
-        key, value = (x[:, :: repeats[idx]] for x in args[:2])
+        stored = key[:, :: repeats[idx]], value[:, :: repeats[idx]]
         if with_errors:
-            values.setdefault(idx, []).append(layer_values(key, value))
+            values.setdefault(idx, []).append(layer_values(*stored))
         for name, layers, dtype, attend_rounded in probes:
             if idx in layers:
-                outputs = (out, attend_rounded(original, module, query, *args, **kw)) if with_errors else None
-                error = _layer_error((key, value), layers[idx], dtype, outputs)
+                outputs = (out, attend_rounded(original, *call, **kw)) if with_errors else None
+                error = _layer_error(stored, layers[idx], dtype, outputs)
                 errors[name].setdefault(idx, []).append(error)
         return out
 
