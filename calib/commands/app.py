@@ -5,32 +5,31 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 
 import shutil
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import typer
 
 from calib.commands import flags
 from calib.commands.calibrate import calibrate, recipes
-from calib.commands.compare import compare
 from calib.commands.evaluate import evaluate, recommend
 from calib.commands.generate import generate
-from calib.commands.inspect import inspect
+from calib.commands.inspect import compare, inspect
 from calib.commands.machine import bench, doctor
 from calib.commands.rescale import bake, stress
 from calib.commands.transfer import apply, convert, merge, pack, repair, strip
 from calib.commands.verify import verify
 
 # panels cut the names of flags on a narrow terminal; plain text folds
-_HELP_STYLE: dict[str, Any] = {
-    "rich_markup_mode": "rich" if shutil.get_terminal_size().columns >= 72 else None,
-    "pretty_exceptions_enable": False,
-}
+_Program = partial(
+    typer.Typer,
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= 72 else None,
+    pretty_exceptions_enable=False,
+)
 
-app = typer.Typer(
+app = _Program(
     name="fp8kv",
     help="Measure, write and check FP8 KV-cache scales of large language models.",
     no_args_is_help=True,
-    **_HELP_STYLE,
 )
 
 
@@ -50,7 +49,7 @@ for command in (
 
 def _program(command: Callable[..., None]) -> typer.Typer:
     """Return a program that is one command."""
-    program = typer.Typer(**_HELP_STYLE)
+    program = _Program()
     program.command()(command)
     return program
 

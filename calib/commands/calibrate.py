@@ -33,7 +33,7 @@ def calibrate(
         "Take settings from this recipe: a name (see `fp8kv recipes`), a YAML file, or a calibration."
     ),
     strategy: choices.Strategy | None = flags.option(
-        "Share a scale in each layer, attention head or channel. Default: tensor."
+        "Use one scale for each layer (`tensor`), attention head or channel. Default: tensor."
     ),
     format: list[str] | None = flags.option(
         "Write for this engine. Repeat for several, each into DIR/<format>/. Default: vllm.",
@@ -61,19 +61,19 @@ def calibrate(
     batch_size: str | None = flags.data("Run this many samples at once. Default: auto, as many as fit well."),
     seed: int | None = flags.SEED,
     observer: choices.ObserverName | None = flags.scales(
-        "Choose how statistics become the largest magnitude. Default: absmax."
+        "Choose how the largest magnitude (amax) follows from statistics. Default: absmax."
     ),
     targets: choices.Targets | None = flags.scales(
-        "Make scales of K and V, or of queries as well. Default: kv."
+        "Make scales for K and V (`kv`), or for queries as well (`qkv`). Default: kv."
     ),
     reduce: choices.Reduce | None = flags.scales(
-        "Write a scale for each head (`none`), or the largest of a layer (`max`). Default: none."
+        "Keep all scales (`none`), or write only the largest of each layer (`max`). Default: none."
     ),
     fp8_dtype: choices.FP8Name | None = flags.scales(
         "Calibrate for this FP8 type. Default: e4m3fn, whose largest is 448."
     ),
     headroom: str | None = flags.scales(
-        "Multiply magnitudes by this factor. `auto` chooses one for each layer, so that one token in a "
+        "Multiply every amax by this factor. `auto` chooses one for each layer, so that one token in a "
         "million is clipped. Default: 1.0.",
         metavar="FACTOR|auto",
     ),

@@ -68,7 +68,7 @@ class StageReporter:
 
     def stop(self) -> None:
         """Leave the bar as it is."""
-        if self._line is None:
+        if not self._bar.disable:
             self._bar.stop()
 
     def _begin(self, name: str, total: float | None, unit: str) -> None:
@@ -178,20 +178,18 @@ def log_line(task: "Task", event: str) -> str:
 
 def figures(task: "Task") -> str:
     """Return how far a stage is: `12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left`; else its time."""
-    rate, left, unit = _rate(task), _seconds_left(task), task.fields["unit"]
-    (size, name), (speed_size, speed_name) = (
-        ((1e9, "GB"), (1e6, "MB")) if unit == "bytes" else ((1, unit),) * 2
-    )
-    digits = ".1f" if unit == "bytes" else ".0f"
+    from rich.filesize import decimal
+
+    unit, rate, left = task.fields["unit"], _rate(task), _seconds_left(task)
+    counts = [count for count in (task.completed, task.total) if count is not None]
     parts = []
-    if unit:
-        whole = "" if task.total is None else f" of {task.total / size:,{digits}}"
-        parts.append(f"{task.completed / size:,{digits}}{whole} {name}")
-    if rate is not None:
-        speed = rate / speed_size
-        parts.append(f"{speed:,.0f} {speed_name}/s" if speed >= 10 else f"{speed:.2g} {speed_name}/s")
-    if left is not None:
-        parts.append(f"{show_duration(left)} left")
+    if unit == "bytes":
+        parts = [" of ".join(decimal(round(count)) for count in counts)]
+        parts += [f"{decimal(round(rate))}/s"] if rate else []
+    elif unit:
+        parts = [" of ".join(f"{count:,.0f}" for count in counts) + f" {unit}"]
+        parts += [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"] if rate else []
+    parts += [] if left is None else [f"{show_duration(left)} left"]
     return ", ".join(parts) or show_duration(task.elapsed or 0.0)
 
 

@@ -86,7 +86,7 @@ def convert(
     to: choices.FormatName = flags.option("Write this format.", default=...),
     output: Path = flags.OUTPUT,
     reduce: choices.Reduce = flags.option(
-        "Write a scale for each head (`none`), or the largest of a layer (`max`).", default="none"
+        "Keep all scales (`none`), or write only the largest of each layer (`max`).", default="none"
     ),
     without_q: bool = flags.option("Leave query scales out.", "--without-q", default=False),
     tp_size: int = flags.option(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 # flags without and with --served
-_SIMULATION_FLAGS = {"engine", "version", "against", "tensor_parallel_size", "fnuz"}
+_SIMULATION_FLAGS = {"engine", "version", "against", "tensor_parallel_size", "fnuz", "no_fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
 
 
@@ -39,7 +39,10 @@ def verify(
     tensor_parallel_size: int = flags.option(
         "Split the heads over this many GPUs.", min=1, metavar="COUNT", default=1
     ),
-    fnuz: bool = flags.option("Check for MI300 (gfx942), whose FP8 type ends at 240.", default=False),
+    fnuz: bool = flags.option(
+        "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False
+    ),
+    no_fnuz: bool = flags.option("Do without --fnuz.", "--no-fnuz", default=False, hidden=True),
     served: str | None = flags.option(
         "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most.",
         metavar="URL",

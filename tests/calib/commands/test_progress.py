@@ -125,7 +125,7 @@ def test_batches_that_take_longer_than_a_minute_have_a_rate_too(told, clock):
 @pytest.mark.parametrize(
     ("stage", "amount", "line"),
     [
-        (("copy model.safetensors", 8e9, "bytes"), 2e9, "2.0 of 8.0 GB, 67 MB/s, 2 min left"),
+        (("copy model.safetensors", 8e9, "bytes"), 2e9, "2.0 GB of 8.0 GB, 66.7 MB/s, 2 min left"),
         (("text", 12, "variants"), 1, "1 of 12 variants, 0.033 variants/s, 6 min left"),
         (("tasks", 4000, "documents"), 1, "1 of 4,000 documents, 0.033 documents/s, 33.3 h left"),
         (("evil\x1b[2J", 2, "documents"), 1, "1 of 2 documents, 0.033 documents/s, 30 s left"),
