@@ -8,8 +8,8 @@ from calib.capture.processes import World
 from calib.capture.resume import Share
 from calib.data import Batch
 from calib.recipe import Recipe
-from calib.scales.clipping import covered_share
 from calib.scales.stats import KVStats, derive_scales
+from calib.scales.summary import covered_share
 
 LOOKAHEAD = 4  # the scales must hold so many times the tokens that were read
 LAYER_SHARE = 0.95  # and must do so in this share of the layers

@@ -12,7 +12,7 @@ from calib.files.fingerprint import baked_for
 from calib.files.model_directory import open_model_directory
 from calib.files.names import BAKE_FILE
 from calib.scales.stats_file import load_records
-from calib.scales.text_records import Records, TextRecord, read_records
+from calib.scales.text_summary import Records, TextRecord, read_records
 
 Readers = Mapping[str, Records]  # the text that each has read, by its name in messages
 OWN = "this evaluation"

@@ -24,10 +24,10 @@ from calib.evaluate.report import (
 )
 from calib.evaluate.statistics import ratio
 from calib.evaluate.variants import Setup, Variant, broadcast_scale, fp8_rounding
-from calib.scales.clipping import clipped_tokens
 from calib.scales.places import LayerPlaces
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
+from calib.scales.summary import clipped_tokens
 from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import EngineQuery, swap_attention

@@ -25,12 +25,10 @@ from calib.models.sources import hub_origin
 from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.check import config_summary
 from calib.same_model.marks import marks_or_none
-from calib.scales.clipping import clipped_tokens
-from calib.scales.notebook import layers_html
-from calib.scales.scales import KVScales
+from calib.scales.scales import KVScales, layers_html
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import save_stats
-from calib.scales.summary import LayerSummary, summarize, warnings_for
+from calib.scales.summary import LayerSummary, clipped_tokens, summarize, warnings_for
 
 _LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
 

@@ -40,8 +40,7 @@ from calib.rescale.weight_changes import LayerFactors
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration
-from calib.scales.text_records import records_json
-from calib.scales.text_summary import text_warnings
+from calib.scales.text_summary import records_json, text_warnings
 
 
 @dataclass(frozen=True)

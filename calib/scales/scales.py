@@ -1,7 +1,8 @@
 """Scales: frozen, checked data by module name, derived from statistics and written by `formats/`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from calib.arguments import check_values
 from calib.choices import FP8Name, Strategy, Targets
 from calib.errors import InputError
 from calib.files.stored_scales import is_usable
-from calib.scales.notebook import layers_html
+from calib.files.text import plain
 
+_MOST_ROWS = 100  # of a table in a notebook
 # for tables and reports
 LATENT_NOTE = (
     "this model caches latents (MLA): K stands for the latent, V for k_pe, the rotated part of the "
@@ -129,3 +131,33 @@ def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) 
                 f"{option}: this model caches one latent per token and layer (MLA), and engines hold "
                 "one scale for it; use --strategy tensor --targets kv, without --center-keys"
             )
+
+
+def layers_html(
+    caption: str,
+    layers: Mapping[str, int],
+    values: Mapping[tuple[str, str], Tensor],
+    lines: Iterable[str] = (),
+) -> str:
+    """Return a table of `layers`, whose indices are given by module, with `lines` below it.
+
+    `values` are by module and heading, of any shape: their smallest and largest are shown. Every
+    text may come from a stranger's file, and is escaped. Layers after the first 100 are counted.
+    """
+    headings = [*dict.fromkeys(heading for _, heading in values)]
+    rows = [_elements("th", ["layer", "module", *headings])]
+    for module, index in [*layers.items()][:_MOST_ROWS]:
+        cells = [str(index), module]
+        for tensor in (values.get((module, heading)) for heading in headings):
+            low, high = (0.0, 0.0) if tensor is None else (float(tensor.min()), float(tensor.max()))
+            text = f"{low:.4g} to {high:.4g}" if low < high else f"{high:.4g}"
+            cells.append("" if tensor is None else text)
+        rows.append(_elements("td", cells))
+    if len(layers) > _MOST_ROWS:
+        lines = [f"{len(layers) - _MOST_ROWS} more layers are not shown", *lines]
+    table = _elements("caption", [caption]) + "".join(f"\n<tr>{row}</tr>" for row in rows)
+    return f"<div><table>{table}\n</table>{_elements('p', lines)}</div>"
+
+
+def _elements(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{escape(plain(text))}</{tag}>" for text in texts)

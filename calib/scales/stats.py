@@ -16,13 +16,11 @@ from calib.errors import InputError
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
 from calib.recipe import Recipe
-from calib.scales.notebook import layers_html
 from calib.scales.observers import NUM_BINS, Observer, ScaleRule, make_observer
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPlaces, bucket_of, first_of
-from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale
+from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale, layers_html
 from calib.scales.tail import TAIL, Tail, headroom_for, largest
-from calib.scales.text_records import Records
-from calib.scales.text_summary import TextSummary
+from calib.scales.text_summary import Records, TextSummary
 
 
 class Statistic(NamedTuple):

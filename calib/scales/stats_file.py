@@ -27,8 +27,7 @@ from calib.recipe import load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import KVScales, SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
-from calib.scales.text_records import Records, read_records
-from calib.scales.text_summary import TextSummary
+from calib.scales.text_summary import Records, TextSummary, read_records
 
 _VERSION = 2
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}

@@ -24,7 +24,7 @@ from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_records, load_stats
-from calib.scales.text_records import Records, save_records
+from calib.scales.text_summary import Records, save_records
 from calib.transfer.strip import remove_documents, strip_config
 
 # before, its exporter clamped scales below 1.0

@@ -15,9 +15,9 @@ from calib.capture.resume import SavedProgress, Share
 from calib.capture.until import FIRST_SAMPLES, FIRST_TOKENS, LOOKAHEAD, decision_points, read_until
 from calib.data import make_batches
 from calib.recipe import Recipe
-from calib.scales.clipping import covered_share
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats
+from calib.scales.summary import covered_share
 
 SAMPLES, SEQ_LEN, BATCH = 200, 100, 4
 SHARE = 0.12  # which what is expected of these tokens falls below after some decisions, not all

@@ -13,9 +13,9 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import Recipe
-from calib.scales.clipping import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales, load_stats, save_stats
+from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for
 
 E4M3 = 448.0

@@ -8,7 +8,7 @@ from command_line import calibrate
 from engine_fixtures import make_scales
 
 from calib import load_recipe, load_scales, load_stats, run
-from calib.scales.notebook import layers_html
+from calib.scales.scales import layers_html
 
 HOSTILE = "<script>alert('&')</script>\x1b[31m"
 

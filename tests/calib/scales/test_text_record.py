@@ -6,7 +6,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from calib.scales.text_records import MAX_RUNS, TextRecord
+from calib.scales.text_summary import MAX_RUNS, TextRecord
 
 
 def sample(seed, length=256, vocabulary=50_000):
