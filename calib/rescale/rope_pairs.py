@@ -18,8 +18,7 @@ from calib.capture.attention import CachedAttention, observe_qkv
 from calib.errors import UnsupportedModelError
 from calib.models.load import input_device
 from calib.rescale.proof import PROBE_TOKENS, apply_changes, probe_tokens
-from calib.rescale.stored_weights import list_changes
-from calib.rescale.weight_changes import LayerFactors
+from calib.rescale.weight_changes import LayerFactors, list_changes
 
 
 def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -> dict[str, Tensor]:

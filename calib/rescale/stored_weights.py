@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.atomic import place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
@@ -27,14 +26,13 @@ from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.weights import split_weights
 from calib.progress import Progress
-from calib.rescale.latent import latent_changes
 from calib.rescale.one_plus import Norms, is_held
 from calib.rescale.weight_changes import (
     AttentionWeights,
     Factors,
     WeightChange,
     cached_attention,
-    head_changes,
+    list_changes,
 )
 
 _LARGEST_E8M0 = 254
@@ -43,25 +41,6 @@ _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}
 _INPUT_SCALES = {"input_scale": True, "input_global_scale": False}
 
 Edit = Tensor | Callable[[Tensor], Tensor]  # a tensor in place of a stored one, or a function of it
-
-
-def list_changes(
-    model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
-) -> list[WeightChange]:
-    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1."""
-    changes: dict[int, WeightChange] = {}  # by parameter
-    for name, layer in factors.items():
-        weights = AttentionWeights(modules[name], model.get_submodule(name))
-        list_layer = latent_changes if weights.cached.latent else head_changes
-        for change in list_layer(weights, layer):
-            if bool((change.factor == 1).all()):
-                continue
-            first = changes.setdefault(id(model.get_parameter(change.name)), change)
-            if first is not change:
-                raise UnsupportedModelError(
-                    f"'{change.name}' and '{first.name}' are the same tensor: it would be multiplied twice"
-                )
-    return [*changes.values()]
 
 
 class NotHeld(UnsupportedModelError):

@@ -19,6 +19,9 @@ _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _STACKED = "qkv_proj"  # rows of all queries, then of all keys, then of all values
 _GROUPED = "query_key_value"  # rows of one KV head after the other: its queries, its key, its value
 _OUT = ("o_proj", "dense", "out_proj")
+_LATENT_NORM = "kv_a_layernorm"
+_K_PE_NORM = "k_rope_only_layernorm"  # of dots3_note
+_LATENT_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")  # rows of one head after the other
 _NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k"),
@@ -168,6 +171,25 @@ def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
     return attention.cached
 
 
+def list_changes(
+    model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
+) -> list[WeightChange]:
+    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1."""
+    changes: dict[int, WeightChange] = {}  # by parameter
+    for name, layer in factors.items():
+        weights = AttentionWeights(modules[name], model.get_submodule(name))
+        list_layer = latent_changes if weights.cached.latent else head_changes
+        for change in list_layer(weights, layer):
+            if bool((change.factor == 1).all()):
+                continue
+            first = changes.setdefault(id(model.get_parameter(change.name)), change)
+            if first is not change:
+                raise UnsupportedModelError(
+                    f"'{change.name}' and '{first.name}' are the same tensor: it would be multiplied twice"
+                )
+    return [*changes.values()]
+
+
 def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[WeightChange]:
     """Yield the changes of an attention module that give its K and V `factors`."""
     if weights.normalises_v and bool((factors.v != 1).any()):
@@ -191,6 +213,44 @@ def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[W
         yield from weights.change_linear(first, torch.cat(groups, dim=1).flatten())
     out, _ = weights.find_linear(*_OUT)
     yield from weights.change_linear(out, columns=(1 / factors.v).repeat_interleave(queries, 0).flatten())
+
+
+def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[WeightChange]:
+    """Yield the changes of an attention module that give its latent and k_pe `factors` (MLA).
+
+    Keys and values are made of the latent, so what reads it is divided by its factor. Every head's query
+    meets k_pe, so queries are divided by the factor of k_pe, and the keys that are made of the latent are
+    multiplied by it. Dividing whole queries suits weights that are quantised in blocks: in DeepSeek-V3 a
+    block of 128 rows holds parts of a query with RoPE and without, but keys or values.
+    """
+    cached, children, k_pe = weights.cached, dict(weights.module.named_children()), factors.v[0]
+    if _LATENT_NORM not in children:
+        raise _unknown_module(weights, _LATENT_NORM, "which weights make its latent")
+    yield from weights.change_norm(_LATENT_NORM, factors.k)
+    if _K_PE_NORM in children:
+        yield from weights.change_norm(_K_PE_NORM, factors.v)
+    else:
+        child, _ = weights.find_linear("kv_a_proj_with_mqa")
+        yield from weights.change_linear(child, torch.cat([torch.ones(cached.head_dim), k_pe]))
+    without_rope = getattr(weights.module, "qk_nope_head_dim", None)  # values of a query and of a key
+    if not isinstance(without_rope, int):
+        raise _unknown_module(weights, "qk_nope_head_dim", "which part of its queries meets k_pe")
+    key = k_pe[:1].expand(without_rope)
+    child, linear = weights.find_linear(*_LATENT_QUERIES)
+    query = torch.cat([key, k_pe])
+    gates = len(linear.weight) // cached.num_heads - len(query)  # of axk2, behind each query
+    rows = torch.cat([1 / query, torch.ones(max(0, gates))]).repeat(cached.num_heads)
+    yield from weights.change_linear(child, rows)
+    # keys and values are made of the latent by columns, of one head after the other by rows
+    child, linear = weights.find_linear("kv_b_proj")
+    values = torch.ones(max(0, len(linear.weight) // cached.num_heads - without_rope))
+    rows = torch.cat([key, values]).repeat(cached.num_heads)
+    yield from weights.change_linear(child, rows, 1 / factors.k[0])
+
+
+def _unknown_module(weights: AttentionWeights, missing: str, unknown: str) -> UnsupportedModelError:
+    module = f"{weights.name} ({type(weights.module).__name__})"
+    return UnsupportedModelError(f"{module} has no {missing}, so fp8kv does not know {unknown}")
 
 
 def _norm_parameters(name: str, norm: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from calib.files.safetensors_header import Entry
-from calib.models.quantized.bits import scales_to_float
 from calib.models.quantized.config import ADVICE, FormatError, name_subject
 
 FLOATS = ("F32", "F16", "BF16")
@@ -17,6 +16,8 @@ E8M0 = ("U8", "F8_E8M0")
 _CODES = ("F8_E4M3", "I8", "U8", "I32")
 # values decoded at a time: few, so that int32 codes and float32 values take little memory
 CHUNK = 1 << 20
+# the magnitudes of FP4 E2M1; codes from 8 on are negative
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 BlockShape = tuple[int | None, int | None]  # rows and columns; None: all
 Shape = tuple[int, ...]
@@ -193,6 +194,25 @@ class WeightScheme:
 
 
 @dataclass(frozen=True)
+class Fp4Scheme(WeightScheme):
+    """Two codes in a byte, the first in its lower half."""
+
+    dtype: str = "U8"
+
+    def _measure(self, module: ModuleTensors, high: int, wide: int) -> tuple[int, int, int]:
+        return high, 2 * wide, 0
+
+    def _unpack(self, tensors: Tensors, rows: slice) -> Codes:
+        return unpack_fp4(tensors["codes"][rows]), None
+
+
+# schemes that formats share
+MXFP8 = WeightScheme((1, 32), scale_dtypes=E8M0)
+MXFP4 = Fp4Scheme((1, 32), scale_dtypes=E8M0)
+NVFP4 = Fp4Scheme((1, 16), scale_dtypes=("F8_E4M3",), second_scale="weight_scale_2")
+
+
+@dataclass(frozen=True)
 class WeightFormat:
     """The quantised weights of a model, as its config describes them."""
 
@@ -213,3 +233,52 @@ class WeightFormat:
         if scheme is None:
             raise FormatError(f"'{name}' holds codes, and its config does not name it")
         return scheme
+
+
+def unpack_words(
+    words: Tensor,
+    bits: int,
+    codes: slice,
+    *,
+    dim: int = 1,
+    is_spaced: bool = False,
+    shifts: Tensor | None = None,
+) -> Tensor:
+    """Unpack unsigned `codes` along `dim` of the int32 matrix `words`, as int32.
+
+    Code i begins at bit `i * bits`, counted from the lowest bit of the first word. A spaced word holds
+    whole codes only and leaves its upper bits unused. `shifts` are the first bits of the codes in a
+    word, where these have another order.
+    """
+    mask = (1 << bits) - 1
+    if is_spaced or 32 % bits == 0:
+        per_word = 32 // bits
+        first = codes.start // per_word
+        words = words.narrow(dim, first, -(-codes.stop // per_word) - first)
+        shifts = torch.arange(per_word, dtype=torch.int32) * bits if shifts is None else shifts
+        values = (words.unsqueeze(dim + 1) >> (shifts if dim else shifts[:, None])) & mask
+        start = codes.start - first * per_word
+        return values.flatten(dim, dim + 1).narrow(dim, start, codes.stop - codes.start)
+    begin = torch.arange(codes.start, codes.stop) * bits
+    word, shift = begin // 32, begin % 32 if dim else (begin % 32)[:, None]
+    wide = words.long() & 0xFFFFFFFF
+    following = (word + 1).clamp(max=words.shape[dim] - 1)
+    upper = wide.index_select(dim, following) << (32 - shift)
+    return (((wide.index_select(dim, word) >> shift) | upper) & mask).int()
+
+
+def count_words(count: int, bits: int, *, is_spaced: bool = False) -> int:
+    """Return the number of int32 words that hold `count` codes."""
+    return -(-count // (32 // bits)) if is_spaced else -(-count * bits // 32)
+
+
+def scales_to_float(scales: Tensor) -> Tensor:
+    """Return scales as float32; uint8 holds powers of two (E8M0), of which 255 is NaN."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """Unpack FP4 E2M1, the first of two in the lower half of a byte: uint8 [..., n] to float32 [..., 2n]."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return table[codes.int()]

@@ -11,11 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.models.quantized.bits import count_words, unpack_words
-from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
+from calib.models.quantized.coded_weight import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Codes,
+    ModuleTensors,
+    Tensors,
+    WeightFormat,
+    WeightScheme,
+    count_words,
+    unpack_words,
+)
 from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
-from calib.models.quantized.fp4 import MXFP4, NVFP4
-from calib.models.quantized.fp8 import MXFP8
 
 _INTEGERS = [("int", bits) for bits in range(2, 9)]
 # format -> type and bits of its codes

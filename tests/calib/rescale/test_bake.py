@@ -17,8 +17,7 @@ from calib.rescale import rope_pairs
 from calib.rescale.bake import baked_factors
 from calib.rescale.factors import octave_factor, uniform_factors
 from calib.rescale.rope_pairs import rotated_pairs
-from calib.rescale.stored_weights import list_changes
-from calib.rescale.weight_changes import AttentionWeights, cached_attention
+from calib.rescale.weight_changes import AttentionWeights, cached_attention, list_changes
 from calib.scales.stats_file import load_stats
 
 EXACT = [

@@ -15,11 +15,10 @@ from transformers import DynamicCache
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
-from calib.rescale import latent, stored_weights
+from calib.rescale import weight_changes
 from calib.rescale.bake import baked_factors
 from calib.rescale.factors import uniform_factors
-from calib.rescale.stored_weights import list_changes
-from calib.rescale.weight_changes import cached_attention
+from calib.rescale.weight_changes import cached_attention, list_changes
 from calib.scales.stats_file import load_stats
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
@@ -211,10 +210,12 @@ def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypa
     source = latent_directory(tmp_path / "source", "deepseek_v3")
     scales = calibrated(source, tmp_path / "scales", *FLAGS)
 
-    def forgetful(*args):
-        return (each for each in latent.latent_changes(*args) if each.child != forget)
+    latent_changes = weight_changes.latent_changes
 
-    monkeypatch.setattr(stored_weights, "latent_changes", forgetful)
+    def forgetful(*args):
+        return (each for each in latent_changes(*args) if each.child != forget)
+
+    monkeypatch.setattr(weight_changes, "latent_changes", forgetful)
     done = bake(source, scales, tmp_path / "out", "--for", "fp8")
     one_line_error(done, problem, "Nothing was written")
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
-from calib.rescale import stored_weights, weight_changes
+from calib.rescale import weight_changes
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
 from calib.rescale.weight_changes import cached_attention
@@ -230,13 +230,13 @@ def test_a_wrong_guess_is_found(model_type, wrong, tmp_path, monkeypatch):
 
 
 def test_other_logits_are_found(tmp_path, monkeypatch):
-    head_changes = stored_weights.head_changes
+    head_changes = weight_changes.head_changes
 
     def forget_the_output(*args):
         return (each for each in head_changes(*args) if "o_proj" not in each.name)
 
     source = bf16_directory(tmp_path / "source", "llama")
-    monkeypatch.setattr(stored_weights, "head_changes", forget_the_output)
+    monkeypatch.setattr(weight_changes, "head_changes", forget_the_output)
     # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
     one_line_error(stress(source, tmp_path / "twin"), "no twin of LlamaForCausalLM")
     one = bf16_directory(tmp_path / "one", "llama", num_hidden_layers=1)
@@ -250,7 +250,7 @@ def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     modules = cached_attention(model)
     factors = uniform_factors(modules, 2.0, 0.5)
     with pytest.raises(UnsupportedModelError, match="are the same tensor"):
-        stored_weights.list_changes(model, modules, factors)
+        weight_changes.list_changes(model, modules, factors)
     assert torch.equal(first.k_proj.weight, tiny_llama.model.layers[0].self_attn.k_proj.weight)
 
 

@@ -1,15 +1,48 @@
-"""GPTQ: codes of a few bits in int32 words, packed down the columns, with groups of input channels.
+"""GPTQ, AWQ and AutoRound: integers of a few bits in int32 words, with scales for groups of input channels.
 
-Sources: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`); `export_to_autoround` of
-AutoRound 0.16, whose own format has the tensors of GPTQ or AWQ.
+Sources: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`), whose words go down the
+columns; `WQLinear_GEMM.from_linear` of AutoAWQ 0.2 (`gemm`), eight codes in a word in an order of their own;
+`export_to_autoround` of AutoRound 0.16, whose own format has the tensors of either. The factors that AWQ
+folds into norms and other weights are part of the model, and stay where they are.
 """
 
 from dataclasses import dataclass
 
-from calib.models.quantized.awq import read_awq
-from calib.models.quantized.bits import count_words, unpack_words
-from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
+import torch
+
+from calib.models.quantized.coded_weight import (
+    Codes,
+    ModuleTensors,
+    Tensors,
+    WeightFormat,
+    WeightScheme,
+    count_words,
+    unpack_words,
+)
 from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
+
+# first bits of the eight output channels of a word of AWQ
+_SHIFTS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4
+
+
+@dataclass(frozen=True)
+class AwqScheme(WeightScheme):
+    """Codes [in, out / 8], zero points [groups, out / 8], scales [groups, out]."""
+
+    dtype: str = "I32"
+    has_zeros: bool | None = True
+    is_transposed: bool = True
+    is_signed: bool = False  # codes and zero points are from -8 to 7, not from 0 to 15
+
+    def _measure(self, module: ModuleTensors, high: int, wide: int) -> tuple[int, int, int]:
+        if "g_idx" in module.entries:
+            raise FormatError(f"'{module.name}' has a g_idx, as GPTQ's weights do, not AWQ's")
+        return wide * 8, high, wide
+
+    def _unpack(self, tensors: Tensors, rows: slice) -> Codes:
+        parts = (unpack_words(tensors[part], 4, rows, shifts=_SHIFTS).t() for part in ("codes", "zeros"))
+        codes, zeros = ((part ^ 8) - 8 if self.is_signed else part for part in parts)
+        return codes, zeros
 
 
 @dataclass(frozen=True)
@@ -53,8 +86,18 @@ class GptqScheme(WeightScheme):
         return codes.t(), zeros.t()
 
 
+def read_awq(config: QuantizationConfig) -> WeightFormat:
+    """Read a `quantization_config` of AWQ."""
+    config.choice("bits", (4,))
+    for key in ("version", "checkpoint_format"):  # AutoAWQ's, GPTQModel's
+        config.choice(key, ("gemm", "GEMM"), "gemm")
+    block = (1, config.group_size(128))
+    scheme = AwqScheme(block, codes="qweight", zeros="qzeros", scales=("scales",))
+    return WeightFormat("AWQ", scheme, codes=("qweight",))
+
+
 def read_gptq(config: QuantizationConfig) -> WeightFormat:
-    """Read a `quantization_config`."""
+    """Read a `quantization_config` of GPTQ."""
     form = config.choice("checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq")
     config.choice("pack_dtype", ("int32",), "int32")
     if any(not pattern.startswith("-:") for pattern in config.section("dynamic")):
