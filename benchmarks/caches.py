@@ -5,7 +5,6 @@ its answers are compared with those that the full suite gives.
 """
 
 import argparse
-import base64
 import json
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from typing import Any
 
 import numpy as np
 from machine import machine, write_result
+from schemes import write_schemes
 
 from calib.caches.types import CACHES
 from calib.engines.cache_support import find_support
 from calib.evaluate.inputs import SUITES, whole_text_only
 from calib.evaluate.measure import Measured
-from calib.evaluate.page.frontier import Point, kl_by_bytes
+from calib.evaluate.page.charts import Point, chart_style, draw_kl_by_bytes
 from calib.evaluate.recommend import Wish, recommend
 from calib.evaluate.report import Figure, Report
 from calib.evaluate.run import evaluate
@@ -32,7 +32,6 @@ from calib.recipe import load_recipe
 MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
 STATIC = ("none", "tensor", "mse", "attn_head")
 WISH = Wish(kl=0.02, gpu="h100")  # answered by the quick suite and by the full one
-ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
@@ -121,9 +120,9 @@ def _draw(found: dict[str, Any]) -> None:
         for name, kl in found["kl"].items()
         if name in STATIC or _is_offered(name)
     ]
-    for scheme, data in kl_by_bytes(points, found["noise_floor"])._asdict().items():
-        svg = base64.b64decode(data.partition(",")[2])
-        (ROOT / f"docs/caches-{scheme}.svg").write_bytes(svg)
+    points = [point for point in points if point.kl.low > 0]
+    with chart_style():
+        write_schemes(draw_kl_by_bytes(points, found["noise_floor"]), "caches")
 
 
 def _is_offered(name: str) -> bool:

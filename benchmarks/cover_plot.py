@@ -1,13 +1,13 @@
 """Draw the README's picture from the results of `cover.py`."""
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from schemes import write_schemes
 
-from calib.evaluate.page.plots import draw
+from calib.evaluate.page.charts import chart_style, new_figure, write_svg
 
 ROOT = Path(__file__).parent.parent
 DATASET, STRATEGY = "builtin:python-docs", "tensor"
@@ -17,14 +17,13 @@ def main() -> None:
     """Read the results, write a picture for light pages and one for dark."""
     result = json.loads((ROOT / "benchmarks/results/cover.json").read_text())
     rows = [row for row in result["headroom"] if (row["dataset"], row["strategy"]) == (DATASET, STRATEGY)]
-    picture = draw((7.2, 3.2), lambda figure: _paint(figure, rows, result["tokens"][DATASET]))
-    for scheme, data in picture._asdict().items():
-        svg = base64.b64decode(data.partition(",")[2])
-        (ROOT / f"docs/cover-{scheme}.svg").write_bytes(svg)
+    with chart_style():
+        figure, axes = new_figure(7.2, 3.2)
+        _draw(axes, rows, result["tokens"][DATASET])
+        write_schemes(write_svg(figure), "cover")
 
 
-def _paint(figure: Figure, rows: list[dict[str, Any]], whole: int) -> None:
-    axes = figure.subplots()
+def _draw(axes: Axes, rows: list[dict[str, Any]], whole: int) -> None:
     tokens = [row["tokens"] for row in rows]
     for color, marker, key, label in (
         ("C1", "o", "layers_covered", "--headroom auto"),

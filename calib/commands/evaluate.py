@@ -87,15 +87,11 @@ def evaluate(
 
 def report_blocks(report: "Report") -> Iterator[Block]:
     """Yield the tables of an evaluation, and what follows from them."""
-    from calib.evaluate.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
-    from calib.evaluate.page.other_tables import OTHER_HEADINGS, printed_tables
+    from calib.evaluate.page.tables import printed_tables, summary_lines
 
-    yield TextTable(title(report), HEADINGS, table_rows(report))
     for table in printed_tables(report):
-        yield TextTable(f"Other text, '{table.name}'", OTHER_HEADINGS, table.rows)
-    if report.tasks:
-        yield TextTable(*task_table(report))
-    yield from closing_lines(report)
+        yield TextTable(table.title, table.headings, table.lines)
+    yield from summary_lines(report)
 
 
 @job_command

@@ -26,7 +26,7 @@ from calib.evaluate.other_text import (
     measure_other_texts,
     other_datasets,
 )
-from calib.evaluate.page.html import check_report_directory, write_report
+from calib.evaluate.page.page import check_report_directory, write_report
 from calib.evaluate.recommend import Wish
 from calib.evaluate.report import Recommendation, Report, Suite
 from calib.evaluate.serve_commands import Offers

@@ -11,8 +11,7 @@ from families import FAMILIES, LATENT, save_model, tiny_model
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.evaluate.page.html import html
-from calib.evaluate.page.markdown import markdown
+from calib.evaluate.page.page import render_html, render_markdown
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
@@ -164,11 +163,11 @@ def test_the_report_says_whose_attention_it_is_of(reports):
         assert rows["none"] == rows["tensor"] == mode
         assert rows["reference"] is rows["bf16"] is None
         assert rows["k only"] is None
-        for page in (html(report), markdown(report).replace("\\", "")):
+        for page in (render_html(report), render_markdown(report).replace("\\", "")):
             assert f"attention of {mode} simulated" in page
             assert "measured with exact attention: bf16, eager, k only" in page
     assert reports["exact"].to_json()["attention"] == "exact"
-    assert "simulated" not in markdown(reports["exact"])
+    assert "simulated" not in render_markdown(reports["exact"])
 
 
 def test_every_figure_of_a_row_is_in_the_mode(reports):

@@ -179,7 +179,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     one_line_error(eval_(directory, "--scales", scales), "is of another model", "model_type llama")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
-    one_line_error(eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is no report")
+    one_line_error(eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is not a report")
 
 
 @pytest.mark.usefixtures("small_suite")

@@ -12,8 +12,8 @@ from command_line import fp8kv
 from evaluations import with_measured
 from families import save_model, tiny_model
 
-from calib.evaluate.page.html import html, write_report
-from calib.evaluate.page.markdown import closing_lines, markdown, table_rows
+from calib.evaluate.page.page import render_html, render_markdown, write_report
+from calib.evaluate.page.tables import summary_lines, variants_table
 from calib.evaluate.report import Report
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import failures
@@ -51,8 +51,8 @@ def words(text):
 
 
 def everything(report):
-    lines = [*closing_lines(report), *(" ".join(row) for row in table_rows(report))]
-    return "\n".join([*lines, markdown(report), html(report)])
+    lines = [*summary_lines(report), *(" ".join(row) for row in variants_table(report).lines)]
+    return "\n".join([*lines, render_markdown(report), render_html(report)])
 
 
 @pytest.mark.parametrize("number", SPOILED)
@@ -72,7 +72,7 @@ def test_one_cache_has_null_and_a_reason(number, small_evaluation, tmp_path):
     assert not any("without scales" in line for line in document["advice"])
     assert json.loads(json.dumps(Report.model_validate(document).to_json())) == document
     assert words(everything(report)) == set()
-    assert "not finite" in {row[0]: row[2] for row in table_rows(report)}["none"]
+    assert "not finite" in {row[0]: row[2] for row in variants_table(report).lines}["none"]
 
 
 @pytest.mark.parametrize("number", SPOILED)
@@ -84,7 +84,7 @@ def test_nothing_is_advised_where_nothing_has_a_kl(number, small_evaluation):
     assert report.verdict.endswith("logits are not finite there.")
     (warning,) = [line for line in report.warnings if "finite" in line]
     assert warning.startswith("the model itself is broken on this text, whatever its cache: the KL")
-    assert "no measurable difference" not in markdown(report)
+    assert "no measurable difference" not in render_markdown(report)
     text = json.dumps(report.to_json(), allow_nan=False)
     assert strict(text)["noise_floor"] is None
     assert words(everything(report)) == set()
@@ -123,7 +123,7 @@ def test_reports_are_compared_that_hold_none(number, small_report, tmp_path):
         assert found["kl_ratio"] is None
         assert found["no_measurable_difference"] is False
     # a page of an earlier report, and of this one, can be made
-    assert words(html(Report.model_validate(json.loads(bad.read_text())))) == set()
+    assert words(render_html(Report.model_validate(json.loads(bad.read_text())))) == set()
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from calib.errors import InputError
 from calib.evaluate.layer_errors import poisson_interval
 from calib.evaluate.measure import compare_variants
 from calib.evaluate.other_text import is_clipped, judge_difference
-from calib.evaluate.page.html import html
-from calib.evaluate.page.markdown import markdown
-from calib.evaluate.page.other_tables import other_tables
+from calib.evaluate.page.page import render_html, render_markdown
+from calib.evaluate.page.tables import other_text_tables
 from calib.evaluate.report import Events, Figure, Report, Suite
 from calib.evaluate.run import check_evaluation, evaluate
 from calib.evaluate.statistics import difference
@@ -176,16 +175,16 @@ def test_scales_with_a_quarter_of_the_room_clip_and_are_named(directory, texts, 
 
 
 def test_the_tables_have_the_figures(report):
-    tables = other_tables(report)
-    assert tables[0].name == report.subject
-    page, text = html(report), markdown(report)
+    tables = other_text_tables(report)
+    assert tables[0].title == report.subject
+    page, text = render_html(report), render_markdown(report)
     assert '<a href="#other">' in page
     assert "## Other text" in text
     for table in tables:
-        assert table.rows[0][0].endswith("own.jsonl (its own)")
-        assert [row[0] for row in table.rows[1:]] == [each.dataset for each in report.other_texts]
-        for each, row in zip(report.other_texts, table.rows[1:], strict=True):
-            found = each.variants[table.name]
+        assert table.lines[0][0].endswith("own.jsonl (its own)")
+        assert [row[0] for row in table.lines[1:]] == [each.dataset for each in report.other_texts]
+        for each, row in zip(report.other_texts, table.lines[1:], strict=True):
+            found = each.variants[table.title]
             assert row[3].startswith(f"{found.kl.value:.2g} [")
             assert row[4] == found.differs
             assert row[5].startswith(f"{found.clipped.share:.2%} [")
@@ -197,19 +196,19 @@ def test_the_tables_have_the_figures(report):
 
 
 def test_tokens_that_were_not_counted_for_clipping_are_said(report):
-    name, tokens = other_tables(report)[0].name, report.data.tokens
+    name, tokens = other_text_tables(report)[0].title, report.data.tokens
     row = report.variants[name]
     for counted, said in ((tokens, f"{tokens:,}"), (7, f"{tokens:,} (clipped: of 7)")):
         clipped = row.clipped.model_copy(update={"tokens": counted})
         variants = {**report.variants, name: row.model_copy(update={"clipped": clipped})}
-        tables = other_tables(report.model_copy(update={"variants": variants}))
-        assert tables[0].rows[0][2] == said
+        tables = other_text_tables(report.model_copy(update={"variants": variants}))
+        assert tables[0].lines[0][2] == said
 
 
 def test_a_report_without_other_text_says_nothing_of_it(report):
     plain = report.model_copy(update={"other_texts": []})
-    assert "Other text" not in html(plain)
-    assert "Other text" not in markdown(plain)
+    assert "Other text" not in render_html(plain)
+    assert "Other text" not in render_markdown(plain)
 
 
 def test_an_older_report_is_read_and_written(report):
@@ -221,7 +220,7 @@ def test_an_older_report_is_read_and_written(report):
             del layer["exceedance"]
     older = Report.model_validate(document)
     assert older.to_json() == document
-    assert html(older)
+    assert render_html(older)
 
 
 def test_a_difference_of_means_is_resampled_on_both_sides():

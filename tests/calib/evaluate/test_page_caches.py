@@ -1,6 +1,5 @@
 """What a page says of caches: KL against bytes, the frontier, and rows in groups of bytes."""
 
-import base64
 import math
 import re
 from dataclasses import replace
@@ -8,10 +7,9 @@ from dataclasses import replace
 import pytest
 from evaluations import with_measured
 
-from calib.evaluate.page.figures import charts
-from calib.evaluate.page.frontier import Point, frontier
-from calib.evaluate.page.html import html
-from calib.evaluate.page.markdown import table_rows
+from calib.evaluate.page.charts import Point, charts, frontier
+from calib.evaluate.page.page import render_html
+from calib.evaluate.page.tables import variants_table
 from calib.evaluate.report import Figure, Report
 from calib.evaluate.summarize import summarize
 
@@ -38,8 +36,7 @@ def report(cache_report):
 
 
 def drawn(report):
-    picture = charts(report)["bytes"].picture
-    return base64.b64decode(picture.light.partition(",")[2]).decode()
+    return charts(report)["bytes"].svg
 
 
 def test_the_picture_names_the_frontier(report):
@@ -51,10 +48,10 @@ def test_the_picture_names_the_frontier(report):
 
 
 def test_the_picture_comes_first_and_says_what_it_shows(report):
-    page = html(report)
+    page = render_html(report)
     assert page.index('id="bytes"') < page.index('id="variants"')
-    label = re.search(r'alt="(Scatter plot[^"]*)"', page)[1]
-    assert "from the smallest: int4_per_token_head, baked (0.042), " in label
+    assert re.search(r'role="img" aria-label="Scatter plot[^"]*"', page)
+    assert "from the smallest: int4_per_token_head, baked (0.042), " in " ".join(page.split())
 
 
 def test_what_others_named_is_not_drawn(report):
@@ -67,7 +64,7 @@ def test_what_others_named_is_not_drawn(report):
 
 
 def test_rows_are_in_groups_of_their_bytes(report):
-    page = html(report)
+    page = render_html(report)
     groups = re.findall(r'scope="rowgroup"[^>]*>([^<]+)<', page)
     assert groups == [
         "about 8 bits a value",
@@ -80,7 +77,7 @@ def test_rows_are_in_groups_of_their_bytes(report):
 
 
 def test_without_other_caches_there_is_no_picture(small_report):
-    page = html(Report.model_validate(small_report))
+    page = render_html(Report.model_validate(small_report))
     assert 'id="bytes"' not in page
     assert "about 8 bits a value" in page
 
@@ -91,7 +88,7 @@ def test_what_is_no_number_is_no_missing_difference(small_evaluation):
     measured["tensor"] = replace(measured["tensor"], documents=lost)
     report = summarize(with_measured(small_evaluation, measured))
     assert report.variants["tensor"].measurable
-    row = next(row for row in table_rows(report) if row[0] == "tensor")
+    row = next(row for row in variants_table(report).lines if row[0] == "tensor")
     assert row[2] == "not finite"
     assert report.advised != "tensor"
-    assert html(report)
+    assert render_html(report)

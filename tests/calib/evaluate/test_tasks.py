@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
 from calib.evaluate import inputs
-from calib.evaluate.page.markdown import task_table
+from calib.evaluate.page.tables import task_table
 from calib.evaluate.report import Report, Suite, TaskFigure
 from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
 from calib.evaluate.variants import Setup, Variant
@@ -326,7 +326,7 @@ def test_the_command_shows_the_tasks(directory, task_files):
 
 def test_a_figure_without_a_number():
     none = TaskFigure(value=None, stderr=None)
-    rows = task_table(Report.model_construct(tasks={"t": {"reference": {"m": none}}})).rows
+    rows = task_table(Report.model_construct(tasks={"t": {"reference": {"m": none}}})).lines
     assert rows == [("t", "m", "n/a")]
 
 

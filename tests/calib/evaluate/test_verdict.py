@@ -7,8 +7,8 @@ from itertools import product
 import torch
 from evaluations import with_measured
 
-from calib.evaluate.page.html import html
-from calib.evaluate.page.markdown import closing_lines, markdown
+from calib.evaluate.page.page import render_html, render_markdown
+from calib.evaluate.page.tables import summary_lines
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import Judgement
 
@@ -121,8 +121,8 @@ def test_no_judgement_contradicts_itself(small_evaluation):
 def test_every_form_says_the_same(small_evaluation):
     report = judged(small_evaluation, none=(1, 1, 1), tensor=(0.9, 0.9, 0.9), mine=(1, 2, 1))
     said = [report.verdict, *report.advice]
-    printed = "\n".join(closing_lines(report))
+    printed = "\n".join(summary_lines(report))
     for line in said:
         assert line in printed
-        assert line in markdown(report).replace("\\", "")
-        assert line in html(report).replace("&#39;", "'")
+        assert line in render_markdown(report).replace("\\", "")
+        assert line in render_html(report).replace("&#39;", "'")

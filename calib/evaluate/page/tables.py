@@ -1,0 +1,167 @@
+"""Tables and sentences of a report, made once: the terminal, `report.md` and `report.html` show them."""
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import NamedTuple
+
+from calib.choices import REFERENCE
+from calib.evaluate.report import Exceedance, Figure, OtherRow, Report, Row, TaskFigure
+from calib.files.text import NOT_FINITE, show_interval, show_number
+
+FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
+_OTHER_TEXT = ("text", "documents", "tokens", "KL", "beside its own", "tokens clipped", "most in")
+
+
+class Cell(NamedTuple):
+    """A value, and its interval or another detail."""
+
+    value: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.detail}".strip()
+
+
+class Table(NamedTuple):
+    """Rows whose first cell names them."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+
+    @property
+    def lines(self) -> list[tuple[str, ...]]:
+        """The rows as text, details behind their values."""
+        return [tuple(map(str, row)) for row in self.rows]
+
+
+def printed_tables(report: Report) -> list[Table]:
+    """Return the tables that the terminal shows, which has no room for heads and all other texts."""
+    tables = [variants_table(report)]
+    for name, headings, rows in other_text_tables(report):
+        if name in report.subjects:
+            without_heads = [(*row[:-1], Cell(row[-1].value)) for row in rows]
+            tables.append(Table(f"Other text, '{name}'", headings, without_heads))
+    return [*tables, task_table(report)] if report.tasks else tables
+
+
+def report_title(report: Report) -> str:
+    """Name the model, and the engine whose attention is simulated."""
+    mode = "" if report.attention == "exact" else f", attention of {report.attention} simulated"
+    return f"FP8 KV cache of {report.model}{mode}"
+
+
+def summary_lines(report: Report) -> list[str]:
+    """Return verdict, advice, warnings, and the conditions of the measurement."""
+    data, size = report.data, report.bytes_per_token
+    return [
+        report.verdict,
+        *(f"advice: {line}" for line in report.advice),
+        *(f"warning: {line}" for line in report.warnings),
+        f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} documents; "
+        f"scales from {data.calibration_tokens:,} others; {report.backend} backend, "
+        f"{report.dtype}, {report.machine}; noise floor KL {show_number(report.noise_floor)}",
+        f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",
+    ]
+
+
+def variants_table(report: Report) -> Table:
+    """Return a row for each cache but the model's own; only KL and perplexity have room for intervals."""
+    whole, rows = report.bytes_per_token["16bit"], []
+    for name, row in report.variants.items():
+        if name != REFERENCE:
+            kl, p99, ppl, *shares = figures(row)
+            size = f"{row.bytes_per_token / whole:.0%}" if row.bytes_per_token else ""
+            values = [Cell(cell.value) for cell in shares]
+            rows.append((Cell(name), Cell(size), kl, Cell(p99.value), ppl, *values))
+    return Table(report_title(report), ("cache", "bytes", *FIGURES), rows)
+
+
+def figures(row: Row) -> tuple[Cell, ...]:
+    """Return the cells of `FIGURES`, each with its interval; empty ones for what was not measured."""
+    is_shown = row.measurable or not row.kl.is_finite
+    return (
+        _figure(row.kl, "{:.2g}") if is_shown else Cell("no measurable difference"),
+        _figure(row.kl_p99, "{:.2g}"),
+        _figure(row.ppl_change, "{:+.2%}"),
+        _figure(row.top1, "{:.1%}"),
+        _figure(row.same_tokens, "{:.0f}", " tokens"),
+        _figure(row.passkey, "{:.0%}"),
+    )
+
+
+def _figure(figure: Figure | None, form: str, unit: str = "") -> Cell:
+    if figure is None:
+        return Cell()
+    if not isfinite(figure.value):
+        return Cell(NOT_FINITE)
+    # rounding leaves the sign of what it takes away
+    ends = (figure.value, figure.low, figure.high)
+    value, low, high = (show_number(end, form).replace("-0.00%", "+0.00%") for end in ends)
+    return Cell(value + unit, f"[{low}, {high}]")
+
+
+def other_text_tables(report: Report) -> list[Table]:
+    """Return a table for each cache that was measured on other text, the verdict's first.
+
+    The first row is the evaluation's own text. A table's title is the name of its cache.
+    """
+    names = dict.fromkeys(name for text in report.other_texts for name in text.variants)
+    ordered = sorted(names, key=lambda name: name != report.subject)
+    return [Table(name, _OTHER_TEXT, [*_text_rows(report, name)]) for name in ordered]
+
+
+def _text_rows(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
+    row, data = report.variants[name], report.data
+    counted = row.clipped.tokens if row.clipped else data.tokens
+    tokens = Cell(f"{data.tokens:,}", "" if counted == data.tokens else f"(clipped: of {counted:,})")
+    yield (Cell(data.source, "(its own)"), Cell(str(data.documents)), tokens, *_text_figures(row, ""))
+    for text in report.other_texts:
+        other = text.variants[name]
+        counts = (Cell(str(text.documents)), Cell(f"{text.tokens:,}"))
+        yield (Cell(text.dataset), *counts, *_text_figures(other, other.differs))
+
+
+def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:
+    """Return KL, how it differs, tokens clipped, and the layer and head with most of these."""
+    kl, clipped = Cell(show_number(row.kl.value), show_interval(row.kl.low, row.kl.high)), Cell()
+    if row.clipped:
+        interval = show_interval(row.clipped.low, row.clipped.high, "{:.2%}")
+        clipped = Cell(f"{row.clipped.share:.2%}", interval)
+    layers = {layer.layer_idx: layer.exceedance for layer in row.layers if layer.exceedance}
+    return kl, Cell(differs), clipped, _worst_head(layers)
+
+
+def _worst_head(layers: dict[int, Exceedance]) -> Cell:
+    """Name the layer with most tokens clipped, and its head with most; nothing where none were."""
+    index, layer = max(layers.items(), key=lambda pair: pair[1].events, default=(0, None))
+    if layer is None or not layer.events:
+        return Cell()
+    count, head = max(
+        (
+            (count, f"{letter.upper()} head {head}")
+            for letter, counts in layer.by_head.items()
+            for head, count in enumerate(counts)
+        ),
+        key=lambda pair: pair[0],
+    )
+    return Cell(f"layer {index}: {layer.share:.2%}", f"({head}: {count / layer.tokens:.2%})")
+
+
+def task_table(report: Report) -> Table:
+    """Return a row for each task and metric, and what ran them as its title."""
+    harness, caches = report.harness, next(iter(report.tasks.values()), {})
+    limit = f", --task-limit {harness.limit}" if harness and harness.limit else ""
+    title = f"{harness.name} {harness.version}{limit}" if harness else ""
+    rows = [
+        (Cell(task), Cell(metric), *(_task_figure(metrics[metric]) for metrics in by_cache.values()))
+        for task, by_cache in report.tasks.items()
+        for metric in next(iter(by_cache.values()))
+    ]
+    return Table(title, ("task", "metric", *caches), rows)
+
+
+def _task_figure(figure: TaskFigure) -> Cell:
+    if figure.value is None:
+        return Cell("n/a")
+    return Cell(f"{figure.value:.4g}" + ("" if figure.stderr is None else f" ± {figure.stderr:.2g}"))
