@@ -16,8 +16,14 @@ from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
 from calib.capture.processes import World, joined_world
-from calib.capture.resume import SavedProgress, Share, compared_inputs, progress_file, remove_progress
-from calib.capture.until import read_until
+from calib.capture.resume import (
+    SavedProgress,
+    Share,
+    compared_inputs,
+    progress_file,
+    read_until,
+    remove_progress,
+)
 from calib.data import CalibrationData, load_data, make_batches, shared_batch_size
 from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for

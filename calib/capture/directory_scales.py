@@ -49,10 +49,10 @@ def open_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> Sc
                     f"'{directory}' holds statistics to make scales of, and others in "
                     f"{files.tensors[0].file}; take away the ones that are not the model's"
                 )
-            return partial(_fit_calibration, directory, calibration)
+            return partial(_fit, directory, calibration, None)
     stored = read_scales(directory)
     fp8_type(stored.directory)  # an unknown type is refused before a model is loaded
-    return partial(_fit_stored, stored, calibration)
+    return partial(_fit, stored.directory.path, calibration, stored)
 
 
 def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
@@ -108,33 +108,23 @@ def to_scales(stored: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype
     return KVScales("attn_head" if per_head else "tensor", fp8_dtype, scales)
 
 
-def _fit_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -> KVScales:
-    from calib.capture.attention import map_attention
-
-    attention = map_attention(model)
-    check_same_model(
-        _calibration_facts(directory, scales),
-        attention_facts(type(model).__name__, attention.cached, attention.shared),
-    )
-    return scales
-
-
-def _calibration_facts(directory: Path, scales: KVScales) -> ModelFacts:
-    layers = {
-        layer.layer_idx: {"the name": {name}, "a cache of": {"latents" if layer.latent else "K and V"}}
-        for name, layer in scales.layers.items()
-    }
-    return ModelFacts(str(directory), layers=layers)
-
-
-def _fit_stored(stored: StoredScales, calibration: KVScales | None, model: PreTrainedModel) -> KVScales:
+def _fit(
+    path: Path, calibration: KVScales | None, stored: StoredScales | None, model: PreTrainedModel
+) -> KVScales:
     """Return the scales that are served, which somebody may have changed since the `calibration`."""
     from calib.capture.attention import map_attention
 
-    attention, path = map_attention(model), stored.directory.path
+    attention = map_attention(model)
     facts = attention_facts(type(model).__name__, attention.cached, attention.shared)
     if calibration:
-        check_same_model(_calibration_facts(path, calibration), facts)
+        calibrated_layers: dict[int, LayerFacts] = {
+            layer.layer_idx: {"the name": {name}, "a cache of": {"latents" if layer.latent else "K and V"}}
+            for name, layer in calibration.layers.items()
+        }
+        check_same_model(ModelFacts(str(path), layers=calibrated_layers), facts)
+        if stored is None:
+            return calibration
+    assert stored is not None
     by_layer = {layer.layer: layer for layer in stored.layers}
     # what several scales say of heads; one scale is for all heads
     stored_layers: dict[int, LayerFacts] = {

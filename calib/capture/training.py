@@ -16,9 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales
-from calib.capture.loop import calibrate, eval_mode
+from calib.capture.loop import TrainerBatch, calibrate, eval_mode
 from calib.capture.processes import World, surrounding_world
-from calib.capture.trainer_batches import TrainerBatch
 from calib.choices import FormatName, Strategy
 from calib.data import Batch
 from calib.errors import InputError

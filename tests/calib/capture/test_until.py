@@ -11,8 +11,15 @@ from processes import assert_same, launched, statistics
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.capture.processes import World
-from calib.capture.resume import SavedProgress, Share
-from calib.capture.until import FIRST_SAMPLES, FIRST_TOKENS, LOOKAHEAD, decision_points, read_until
+from calib.capture.resume import (
+    FIRST_SAMPLES,
+    FIRST_TOKENS,
+    LOOKAHEAD,
+    SavedProgress,
+    Share,
+    decision_points,
+    read_until,
+)
 from calib.data import make_batches
 from calib.recipe import Recipe
 from calib.scales.stats import derive_scales
