@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from calib.caches.rounding import CacheRounding, rounding
 from calib.data import load_data
+from calib.divergence import divergence
 from calib.evaluate.inputs import SUITES
-from calib.evaluate.statistics import Values, compare, estimate, ratio
+from calib.evaluate.statistics import Values, estimate, ratio
 from calib.evaluate.variants import fp8_rounding
 from calib.generate import unit_scales
 from calib.models.sources import builtin_model
@@ -131,7 +132,7 @@ def _kl(model: PreTrainedModel, round_layer: CacheRounding, tokens: Tensor, expe
 
     with swap_attention(model, attend):
         found = _logits(model, tokens)
-    return compare(expected, found, tokens[1:]).kl.double().numpy()
+    return divergence(expected, found).numpy()
 
 
 def _sums(kl: dict[str, list[Values]], *names: str) -> Iterator[Values]:

@@ -24,68 +24,98 @@ class LogitPair(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """Rows of logits [T, V] as e^(logit - top) / sum; top [T, 1], sum [T]."""
+    """Rows of logits [T, V] as e^(logit - top) / sum."""
 
-    top: Tensor
+    top: Tensor  # [T, 1]
     likeliest: Tensor  # [T, 1]
-    weights: Tensor
-    sum: Tensor
+    weights: Tensor  # [T, V]
+    sum: Tensor  # [T]
+    mean: Tensor  # [T] of logit - top
 
 
-def rows_at_once(logits: Tensor) -> int:
-    """Return the number of rows of `logits` to compare at a time."""
-    values = _VALUES.get(logits.device.type, _VALUES["other"])
-    return max(1, values // logits.shape[-1])
+class ReferenceLogits:
+    """Rows of logits [T, V] that others are compared with; their softmax is computed once.
+
+    It is kept in float64: twice the memory of the logits in float32.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        logits = logits.float()
+        step = _rows_at_once(logits)
+        self._blocks = logits.split(step)
+        self._is_masked = bool(logits.isneginf().any())
+        self._softmax = [_softmax(block, self._is_masked) for block in self._blocks]
+
+    def compare(self, actual: Tensor) -> LogitPair:
+        """Compare with `actual` [T, V], float32 or smaller."""
+        blocks = actual.split(len(self._blocks[0]))
+        pairs = map(self._compare_block, self._blocks, self._softmax, blocks)
+        return LogitPair(*map(torch.cat, zip(*pairs, strict=True)))
+
+    def _compare_block(self, expected: Tensor, p: _Softmax, actual: Tensor) -> LogitPair:
+        actual = actual.float()
+        top, likeliest, below = _subtract_top(actual, self._is_masked)
+        mean = torch.linalg.vecdot(below, p.weights) / p.sum
+        total = below.mul_(_LOG2_E).exp2_().sum(-1)
+        kl = (total / p.sum).log() - (mean - p.mean)
+        if self._is_masked:
+            kl[_rules_out(actual, expected)] = math.inf
+        cancels = ~(kl > _CANCELS * (1 + mean.abs() + p.mean.abs())) | kl.isinf()
+        if cancels.any():
+            kl[cancels] = _compare_exactly(expected[cancels], actual[cancels])
+        agrees = (p.likeliest == likeliest).squeeze(1) & ~kl.isnan()
+        return LogitPair(kl, agrees, top.squeeze(1) + total.log())
 
 
 def divergence(expected: Tensor, actual: Tensor) -> Tensor:
     """Return KL of the softmax of two logits [T, V]: [T] nats in float64."""
-    step = rows_at_once(expected)
-    starts = range(0, len(expected), step)
-    return torch.cat([compare_pair(expected[i : i + step], actual[i : i + step]).kl for i in starts])
+    step = _rows_at_once(expected)
+    pairs = zip(expected.split(step), actual.split(step), strict=True)
+    return torch.cat([ReferenceLogits(first).compare(second).kl for first, second in pairs])
 
 
-def compare_pair(expected: Tensor, actual: Tensor) -> LogitPair:
-    """Compare rows of two logits [T, V], float32 or smaller."""
-    expected, actual = expected.float(), actual.float()
-    a, b = (x.double().clamp_(min=_LOWEST) for x in (expected, actual))
-    p, q = _softmax(a), _softmax(b)
-    mean = (b - a).mul_(p.weights).sum(-1) / p.sum
-    shift = (q.top - p.top).squeeze(1)
-    kl = shift + (q.sum / p.sum).log() - mean
-    cancels = ~(kl > _CANCELS * (1 + shift.abs() + mean.abs()))
-    if cancels.any():
-        is_equal = (a == b).all(-1)
-        kl[is_equal], cancels = 0.0, cancels & ~is_equal
-        kl[cancels] = _kl_without_cancelling(a[cancels], b[cancels], p.likeliest[cancels])
-    _mark_impossible(kl, expected, actual)
-    agrees = (p.likeliest == q.likeliest).squeeze(1) & ~kl.isnan()
-    return LogitPair(kl, agrees, q.top.squeeze(1) + q.sum.log())
+def _rows_at_once(logits: Tensor) -> int:
+    values = _VALUES.get(logits.device.type, _VALUES["other"])
+    return max(1, values // logits.shape[-1])
 
 
-def _mark_impossible(kl: Tensor, expected: Tensor, actual: Tensor) -> None:
-    """Set inf where only `actual` has -inf, and NaN where a row has nothing but -inf.
-
-    A masked vocabulary has -inf in both, and changes nothing.
-    """
-    if min(expected.amin(), actual.amin()) > -math.inf:
-        return
-    kl[(actual.isneginf() & ~expected.isneginf()).any(-1) & ~kl.isnan()] = math.inf
-    kl[expected.isneginf().all(-1) | actual.isneginf().all(-1)] = math.nan
-
-
-def _softmax(logits: Tensor) -> _Softmax:
+def _subtract_top(logits: Tensor, is_masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logit [T, 1], its token [T, 1], and logits less the largest [T, V]; float64."""
     top, likeliest = logits.max(-1, keepdim=True)
-    weights = (logits - top).mul_(_LOG2_E).exp2_()  # in half the time of exp
-    return _Softmax(top, likeliest, weights, weights.sum(-1))
+    exact = logits.double()
+    below = (exact.clamp_(min=_LOWEST) if is_masked else exact).sub_(top)
+    return top.double(), likeliest, below
 
 
-def _kl_without_cancelling(a: Tensor, b: Tensor, likeliest: Tensor) -> Tensor:
+def _softmax(logits: Tensor, is_masked: bool) -> _Softmax:
+    top, likeliest, below = _subtract_top(logits, is_masked)
+    weights = (below * _LOG2_E).exp2_()  # in half the time of exp
+    total = weights.sum(-1)
+    return _Softmax(top, likeliest, weights, total, torch.linalg.vecdot(below, weights) / total)
+
+
+def _rules_out(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the rows [T] where only `actual` has -inf. A masked vocabulary has it in both."""
+    return (actual.isneginf() & ~expected.isneginf()).any(-1)
+
+
+def _compare_exactly(expected: Tensor, actual: Tensor) -> Tensor:
+    """Return KL [T] where float64 would cancel, of equal rows, and of any that are not finite."""
+    kl = expected.new_zeros(len(expected), dtype=torch.float64)
+    differs = (expected != actual).any(-1)
+    kl[differs] = _kl_without_cancelling(expected[differs], actual[differs])
+    kl[_rules_out(actual, expected) & ~kl.isnan()] = math.inf
+    kl[expected.isneginf().all(-1) | actual.isneginf().all(-1)] = math.nan
+    return kl
+
+
+def _kl_without_cancelling(expected: Tensor, actual: Tensor) -> Tensor:
     """Return KL as a sum of terms that are never negative, so that nothing cancels."""
-    p, q = _softmax(a), _softmax(b)
+    a, b = (x.double().clamp_(min=_LOWEST) for x in (expected, actual))
+    p, q = _softmax(expected, True), _softmax(actual, True)
     p_shares, q_shares = p.weights.div_(p.sum[:, None]), q.weights.div_(q.sum[:, None])
-    log_ratio = (q.top - b.gather(1, likeliest)) + (q.sum / p.sum).log()[:, None]
-    x = _shift_from_likeliest(a, b, likeliest)
+    log_ratio = (q.top - b.gather(1, p.likeliest)) + (q.sum / p.sum).log()[:, None]
+    x = _shift_from_likeliest(a, b, p.likeliest)
     x -= _exact_log_ratio(x, p_shares, q_shares, log_ratio)
     is_near = x.abs() < 1
     near = p_shares * _exp_beyond_linear(x.where(is_near, 0))

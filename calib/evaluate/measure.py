@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
 
 from calib.choices import REFERENCE
+from calib.divergence import ReferenceLogits
 from calib.errors import InputError
 from calib.evaluate.inputs import EvaluationText, Passkey
 from calib.evaluate.layer_errors import LayerError, LayerValues, layer_errors
@@ -16,8 +17,7 @@ from calib.evaluate.report import Continuation, Search, Texts
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
 
-# tokens at a time: the logits of a long document would not fit into memory
-_CHUNK = 512
+_TOKENS, _LOGITS = 512, 2**26  # at a time, at most
 _AT_ONCE = 8  # variants of a search, each with a cache of its own
 
 
@@ -67,23 +67,29 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
 
 def compare_variants(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
     """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them."""
-    model = setup.model
-    caches = {v.name: DynamicCache(config=model.config) for v in (UNCHANGED, *variants)}
-    parts: dict[str, list[Divergence]] = {name: [] for name in caches}
-    for rows in chunks(len(token_ids), _CHUNK):
+    config = setup.model.config
+    caches = [(variant, DynamicCache(config=config)) for variant in (UNCHANGED, *variants)]
+    parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
+    for rows in chunks(len(token_ids), _tokens_at_once(config)):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
-        reference = _logits(model, chunk, caches[REFERENCE])
-        parts[REFERENCE].append(compare(reference, reference, following))
-        for variant in variants:
-            with variant.apply(setup):
-                logits = _logits(model, chunk, caches[variant.name])
+        reference = None
+        for variant, cache in caches:
+            logits = _read(setup, variant, chunk, cache)
+            reference = reference or ReferenceLogits(logits)
             parts[variant.name].append(compare(reference, logits, following))
     return {name: join(each) for name, each in parts.items()}
 
 
-def _logits(model: PreTrainedModel, token_ids: Tensor, cache: Cache) -> Tensor:
-    ids = token_ids[None].to(model.device)
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+def _tokens_at_once(config: PreTrainedConfig) -> int:
+    """Return how many tokens to read at a time: the logits of a long document do not fit into memory."""
+    return max(1, min(_TOKENS, _LOGITS // config.get_text_config().vocab_size))
+
+
+def _read(setup: Setup, variant: Variant, token_ids: Tensor, cache: Cache) -> Tensor:
+    """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in `cache`."""
+    ids = token_ids[None].to(setup.model.device)
+    with variant.apply(setup):
+        logits: Tensor = setup.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return logits[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from calib.divergence import compare_pair, rows_at_once
+from calib.divergence import ReferenceLogits
 from calib.evaluate.report import Figure, PositionBin
 
 Values = NDArray[np.float64]
@@ -30,17 +30,13 @@ class Divergence(NamedTuple):
     nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
 
 
-def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
-    """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
-    parts = []
-    for rows in chunks(len(reference), rows_at_once(reference)):
-        logits = variant[rows]
-        pair = compare_pair(reference[rows], logits)
-        tokens = following[rows].to(logits.device)
-        chosen = logits[: len(tokens)].gather(1, tokens[:, None]).squeeze(1)
-        nll = pair.log_sum[: len(tokens)] - chosen.double()
-        parts.append(Divergence(pair.kl, pair.agrees, nll))
-    return Divergence(*(x.cpu() for x in join(parts)))
+def compare(reference: ReferenceLogits, logits: Tensor, following: Tensor) -> Divergence:
+    """Compare `logits` [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
+    pair = reference.compare(logits)
+    tokens = following.to(logits.device)
+    chosen = logits[: len(tokens)].gather(1, tokens[:, None]).squeeze(1)
+    nll = pair.log_sum[: len(tokens)] - chosen.double()
+    return Divergence(pair.kl.cpu(), pair.agrees.cpu(), nll.cpu())
 
 
 def join(parts: Sequence[Divergence]) -> Divergence:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from calib.divergence import divergence
+from calib.divergence import ReferenceLogits, divergence
 from calib.evaluate.statistics import compare
 
 # what a probability loses that is subnormal in float64, times the largest difference
@@ -132,6 +132,6 @@ def test_logits_that_are_no_numbers_have_no_kl(bad):
 
 def test_the_text_has_its_likelihood_at_every_size():
     reference = torch.tensor([[0.0, 3e38], [200.0, 0.0]])
-    found = compare(reference, reference, torch.tensor([0, 1]))
+    found = compare(ReferenceLogits(reference), reference, torch.tensor([0, 1]))
     assert found.nll.tolist() == pytest.approx([3e38, 200.0], rel=1e-6)
     assert found.kl.tolist() == [0.0, 0.0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.divergence import divergence
+from calib.divergence import ReferenceLogits, divergence
 from calib.errors import InputError
 from calib.evaluate.report import Figure, Report, Row
 from calib.evaluate.statistics import compare, estimate, quantile
@@ -17,7 +17,7 @@ from calib.files.text import parse_condition
 def test_divergence_of_two_small_distributions():
     reference = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]).log()
     variant = torch.tensor([[0.25, 0.75], [0.9, 0.1], [0.6, 0.4]]).log()
-    found = compare(reference, variant, torch.tensor([1, 0]))
+    found = compare(ReferenceLogits(reference), variant, torch.tensor([1, 0]))
     expected = [
         0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),
         0.0,
@@ -35,7 +35,7 @@ def test_divergence_in_chunks_is_that_of_the_whole(tokens):
     torch.manual_seed(0)
     reference, variant = torch.randn(2, tokens, 50)
     ids = torch.randint(50, (tokens,))
-    found = compare(reference, variant, ids[1:])
+    found = compare(ReferenceLogits(reference), variant, ids[1:])
     p, q = (x.double().log_softmax(-1) for x in (reference, variant))
     torch.testing.assert_close(found.kl, (p.exp() * (p - q)).sum(-1), rtol=1e-9, atol=0)
     expected = -q[:-1].gather(1, ids[1:, None]).squeeze(1)
@@ -57,7 +57,7 @@ def test_differences_far_below_float32_are_seen():
 
 def test_a_distribution_does_not_differ_from_itself():
     logits = torch.randn(70, 300) * 8
-    found = compare(logits, logits, torch.zeros(69, dtype=torch.long))
+    found = compare(ReferenceLogits(logits), logits, torch.zeros(69, dtype=torch.long))
     assert (found.kl == 0).all()
     assert found.agrees.all()
 

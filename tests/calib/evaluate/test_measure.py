@@ -24,7 +24,7 @@ def test_chunks_give_what_one_pass_gives(family, monkeypatch):
     variants = build_variants(stats, stats)
     with torch.inference_mode():
         whole = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
-        monkeypatch.setattr(measure, "_CHUNK", 10)
+        monkeypatch.setattr(measure, "_TOKENS", 10)
         chunked = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
     assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
     for name, divergence in whole.items():
