@@ -246,6 +246,28 @@ def test_help_shows_what_matters_before_the_panels():
     assert places == sorted(places)
 
 
+NAMES_CUT_IN_HELP = """
+from typer.main import get_command
+from typer.testing import CliRunner
+from calib.commands.app import app
+
+for name, command in get_command(app).commands.items():
+    shown = CliRunner().invoke(app, [name, "--help"]).stdout
+    visible = [x for x in command.params if not getattr(x, "hidden", False)]
+    flags = [flag for x in visible for flag in x.opts if "--" in flag]
+    assert "--debug" in flags
+    print(*(f"{name} {flag}" for flag in flags if f"{flag} " not in shown))
+"""
+
+
+@pytest.mark.parametrize("columns", ["50", "80"])
+def test_help_names_every_flag_in_full(columns):
+    environment = os.environ | {"COLUMNS": columns, "TERMINAL_WIDTH": columns}
+    command = [sys.executable, "-c", NAMES_CUT_IN_HELP]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == []
+
+
 def test_completion_for_bash():
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m calib --show-completion; exit $?"],

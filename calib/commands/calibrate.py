@@ -219,7 +219,7 @@ def _speed_line(result: "Result") -> str:
 
 @job_command
 def recipes(
-    name: str | None = typer.Argument(None, help="Print this recipe in full.", metavar="[NAME]"),
+    name: str | None = typer.Argument(None, help="Print this recipe in full.", metavar="NAME"),
 ) -> Answer:
     """List the bundled recipes, or print one in full."""
     from calib.recipe import load_recipe, recipe_names, recipe_text

@@ -25,7 +25,7 @@ def bench(
         None,
         help="Take the shape of this model: a config.json, a model directory, a Hub id, or "
         "`builtin:smollm2`.",
-        metavar="[MODEL]",
+        metavar="MODEL",
     ),
     heads: str = flags.option(
         "Without MODEL, use this many query heads and KV heads, of this size.",

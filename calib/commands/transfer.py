@@ -50,8 +50,9 @@ def apply(
 ) -> Answer:
     """Put the scales of a calibration into another checkpoint of its model, without running it.
 
-    MODEL may be a quantised version. It is refused if a sample of the weights that K and V come from
-    differs. Weights that were not compared (down_proj, most experts) are named.
+    MODEL may be a quantised version. It is refused if a sample of the weights
+    that K and V come from differs. Weights that were not compared (down_proj,
+    most experts) are named.
     """
     from calib.transfer.apply import apply as apply_scales
 
@@ -135,8 +136,8 @@ def repair(
 ) -> Answer:
     """Replace scales that are missing, useless, or contradicted by measured absmax.
 
-    The scales of a layer are also replaced where their shape differs from that of most layers. The exit
-    status is 1 if `fp8kv verify --against` still finds a problem in the output.
+    So are the scales of a layer whose shape differs from that of most layers.
+    The exit status is 1 if `fp8kv verify --against` still finds a problem.
     """
     from calib.transfer.repair import repair as repair_scales
 
@@ -173,7 +174,7 @@ def pack(
 ) -> Answer:
     """Write a calibration without weights, in kilobytes, for people who have the model.
 
-    `fp8kv apply` puts its scales into their copy, from the directory or from the Hub.
+    `fp8kv apply` puts its scales into their copy, from a directory or the Hub.
     """
     from calib.transfer.hub import check_hub_id, push
     from calib.transfer.pack import pack as write_pack
