@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 
-from calib.data.documents import LocatedRow, Row
+from calib.data.samples import LocatedRow, Row
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 

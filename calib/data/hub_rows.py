@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from calib.data.documents import Row
+from calib.data.samples import Row
 from calib.errors import InputError, one_line
 from calib.files.cache_folder import cache_refusal
 from calib.recipe import DataRecipe

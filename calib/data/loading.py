@@ -14,11 +14,10 @@ from torch.utils.data import ConcatDataset
 
 from calib.arguments import to_path
 from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
-from calib.data.documents import LocatedRow
 from calib.data.generated import GENERATED
 from calib.data.hub_rows import find_split, stream_rows
 from calib.data.local_rows import READERS, find_files, looks_local, open_rows
-from calib.data.samples import Piece, tokenize_rows, unknown_ids
+from calib.data.samples import LocatedRow, Piece, tokenize_rows, unknown_ids
 from calib.recipe import DataRecipe
 from calib.scales.text_summary import TextSummary
 

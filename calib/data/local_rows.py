@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from calib.arguments import to_path
-from calib.data.documents import LocatedRow
+from calib.data.samples import LocatedRow
 from calib.errors import InputError, one_line
 from calib.files.strict_json import regular_size
 
@@ -99,13 +99,13 @@ def _located(where: str, value: Any) -> LocatedRow:
 
 class _Parquet:
     def __init__(self, path: Path) -> None:
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
-        with _arrow_errors_explained(str(path)):
+        with _errors_explained(str(path), ArrowException):
             file = parquet.ParquetFile(path)
             groups = range(file.num_row_groups)
             self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
-        self._path = path
+        self._path, self._error = path, ArrowException
         self._read_group = lru_cache(CACHED_ROW_GROUPS)(file.read_row_group)
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class _Parquet:
         group = bisect_right(self._ends, index)
         start = self._ends[group - 1] if group else 0
         where = f"{self._path}, row {index + 1}"
-        with _errors_explained(where), _arrow_errors_explained(where):
+        with _errors_explained(where, self._error):
             return where, self._read_group(group).slice(index - start, 1).to_pylist()[0]
 
 
@@ -129,8 +129,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @contextmanager
-def _errors_explained(where: str) -> Iterator[None]:
+def _errors_explained(where: str, *library_errors: type[Exception]) -> Iterator[None]:
     """Turn what goes wrong in the file or row `where` into an InputError."""
+    unreadable: tuple[type[Exception], ...] = (OSError, ValueError, *library_errors)
     try:
         yield
     except InputError:
@@ -141,21 +142,6 @@ def _errors_explained(where: str) -> Iterator[None]:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON ({error.msg}); fix or remove it") from None
-    except (OSError, ValueError) as error:
-        raise _unreadable(where, error) from None
-
-
-@contextmanager
-def _arrow_errors_explained(where: str) -> Iterator[None]:
-    """Turn pyarrow's own errors, not all of them a ValueError, into an InputError."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except ArrowException as error:
-        raise _unreadable(where, error) from None
-
-
-def _unreadable(where: str, error: Exception) -> InputError:
-    reason = getattr(error, "strerror", None) or one_line(error)
-    return InputError(f"{where}: cannot be read ({reason}); fix or remove it")
+    except unreadable as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise InputError(f"{where}: cannot be read ({reason}); fix or remove it") from None

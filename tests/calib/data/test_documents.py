@@ -2,7 +2,7 @@
 
 import pytest
 
-from calib.data.documents import count_words, find_document
+from calib.data.samples import count_words, find_document
 from calib.errors import InputError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
