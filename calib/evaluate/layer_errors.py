@@ -70,30 +70,14 @@ class LayerValues:
     zeros: Tensor  # [documents, 2] int64
 
 
-def count_clipped(
-    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
-) -> dict[str, dict[int, Clipping]]:
-    """Count what scales clip, by variant and layer_idx, in the K and V that the reference makes."""
-    return _read_layers(setup, documents, variants, with_errors=False)[0]
-
-
-def layer_errors(
-    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
-) -> tuple[dict[str, dict[int, LayerError]], dict[int, LayerValues]]:
-    """Measure errors by variant and layer_idx, and K and V by layer_idx.
-
-    Each layer is given the reference's input.
-    """
-    return _read_layers(setup, documents, variants, with_errors=True)
-
-
 @torch.inference_mode()
-def _read_layers(
-    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant], *, with_errors: bool
+def read_layers(
+    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant], *, with_errors: bool = True
 ) -> tuple[dict[str, dict[int, Any]], dict[int, LayerValues]]:
     """Read `documents` [T] each with the reference, and round its K and V as each variant does.
 
-    Layers that read another layer's cache are left out.
+    Return a `LayerError` by variant and layer_idx, and K and V by layer_idx; without errors, a `Clipping` and
+    nothing. Each layer is given the reference's input; those that read another's cache are left out.
     """
     model = setup.model
     attention = map_attention(model)

@@ -12,7 +12,7 @@ from calib.choices import REFERENCE
 from calib.divergence import ReferenceLogits
 from calib.errors import InputError
 from calib.evaluate.inputs import EvaluationText, Passkey
-from calib.evaluate.layer_errors import LayerError, LayerValues, layer_errors
+from calib.evaluate.layer_errors import LayerError, LayerValues, read_layers
 from calib.evaluate.report import Continuation, Search, Texts
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
@@ -51,7 +51,7 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     for token_ids in setup.progress.each("long documents", text.long_documents, "documents"):
         for name, divergence in compare_variants(setup, token_ids, served).items():
             measured[name].long_documents.append(divergence)
-    errors, measured[REFERENCE].values = layer_errors(setup, text.layer_documents, variants)
+    errors, measured[REFERENCE].values = read_layers(setup, text.layer_documents, variants)
     for name, layers in errors.items():
         measured[name].layers = layers
     writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.is_whole_cache]

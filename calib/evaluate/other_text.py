@@ -15,7 +15,7 @@ from calib.data.builtin import BUILTIN, LONG
 from calib.errors import InputError
 from calib.evaluate.held_out import Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
-from calib.evaluate.layer_errors import Clipping, clipped_layer, count_clipped, count_events
+from calib.evaluate.layer_errors import Clipping, clipped_layer, count_events, read_layers
 from calib.evaluate.measure import Measured, compare_variants
 from calib.evaluate.report import (
     Differs,
@@ -138,7 +138,7 @@ def measure_other_texts(
         for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
             for name, divergence in compare_variants(setup, token_ids, variants).items():
                 divergences.setdefault(name, []).append(divergence)
-        clipped = count_clipped(setup, text.documents, variants)
+        clipped, _ = read_layers(setup, text.documents, variants, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 

@@ -7,11 +7,10 @@ from families import FAMILIES, tiny_model
 from calib.capture.attention import observe_qkv
 from calib.evaluate.layer_errors import (
     clipped_layer,
-    count_clipped,
     count_events,
-    layer_errors,
     layer_row,
     poisson_interval,
+    read_layers,
 )
 from calib.evaluate.variants import Setup, Variant
 from calib.scales.scales import KVScales, LayerScales
@@ -70,8 +69,8 @@ def test_tokens_are_counted_one_by_one(model, tensors):
     seen = seen_by(model)
     variant = Variant("tight", "too small", "fp8", tight(seen), tensors)
     setup = Setup(model, None, "torch")
-    counted = count_clipped(setup, DOCUMENTS, [variant])["tight"]
-    errors, _ = layer_errors(setup, DOCUMENTS, [variant])
+    counted = read_layers(setup, DOCUMENTS, [variant], with_errors=False)[0]["tight"]
+    errors, _ = read_layers(setup, DOCUMENTS, [variant])
     everywhere = set()
     for idx, pair in seen.items():
         layer = variant.layers[idx]
@@ -112,7 +111,8 @@ def test_scales_that_hold_every_value_clip_nothing(model):
     layers = {f"layers.{idx}": LayerScales(idx, one, one) for idx in range(3)}
     scales = KVScales("tensor", "e4m3fn", layers, {})
     variant = Variant("one", "one", "fp8", scales)
-    counted = count_clipped(Setup(model, None, "torch"), DOCUMENTS, [variant])["one"]
+    clipped, _ = read_layers(Setup(model, None, "torch"), DOCUMENTS, [variant], with_errors=False)
+    counted = clipped["one"]
     found = count_events(counted.values(), "kv")
     assert (found.events, found.low) == (0, 0.0)
     assert found.high == pytest.approx(3.6889 / 30, abs=1e-5)

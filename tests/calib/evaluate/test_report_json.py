@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
 from calib.data import load_data
-from calib.evaluate.layer_errors import FIRST_BIN, layer_errors, layer_values
+from calib.evaluate.layer_errors import FIRST_BIN, layer_values, read_layers
 from calib.evaluate.measure import Measured
 from calib.evaluate.report import Figure, Report, Row
 from calib.evaluate.statistics import Divergence, kl_by_position, ratio
@@ -104,7 +104,7 @@ def test_histogram_bins_are_exact_where_logarithms_round():
 
 def test_heads_that_transformers_repeats_are_counted_once():
     model = tiny_model("falcon", **FAMILIES["falcon"])
-    _, values = layer_errors(Setup(model, None), [torch.arange(9)], [])
+    _, values = read_layers(Setup(model, None), [torch.arange(9)], [])
     assert [layer.amax.shape for layer in values.values()] == [(1, 2, 2)] * 3
     assert [int(layer.histogram[0, 0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
 
