@@ -146,13 +146,11 @@ def _compile_one(task: Task) -> Result:
 
 def _launched(launch: Launch, target: str) -> tuple[int, ...]:
     """Decode's programs on a processor; other kernels launch as many as there is work for."""
-    constants = dict(launch.constants)
-    if launch.kernel != "decode_kernel" or constants["EXTENDS"]:
+    if launch.kernel != "decode_kernel" or dict(launch.constants)["EXTENDS"]:
         return ()
-    bits = 16 if constants["FORMAT"] == "float16" else 8
-    names = (target, TARGETS[target].backend)
-    whole = not constants["Q_REST"]
-    return (find_config("decode", names, bits, constants["HEAD_DIM"], whole).per_processor,)
+    layer, names = launch.layer, (target, TARGETS[target].backend)
+    bits, whole = 16 if layer["format"] == "float16" else 8, not layer["splits_query"]
+    return (find_config("decode", names, bits, layer["head_dim"], whole).per_processor,)
 
 
 def _reason(error: BaseException) -> str:

@@ -83,10 +83,9 @@ def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
 
 def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
     """FP8 conversions that should be instructions and are not, or the reverse."""
-    constants = dict(launch.constants)
-    format, kernel = constants["FORMAT"], launch.kernel
+    format, kernel = launch.layer["format"], launch.kernel
     decodes = kernel in _ATTENTION
-    encodes = kernel == "append_kv_kernel" or constants.get("Q_FP8", False)
+    encodes = kernel == "append_kv_kernel" or (decodes and launch.layer["q_fp8"])
     for used, supported, instructions, any_instruction, what in (
         (decodes, format in target.decoded, _DECODES, _ANY_DECODE, "decode"),
         (encodes, format in target.encoded, _ENCODES, _ANY_ENCODE, "encode"),
@@ -104,7 +103,7 @@ def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
     """Loads of K and V, or stores of their codes, of less than 16 bytes."""
     if launch.kernel in _ATTENTION:
         what, found = "load of K or V", stream_loads(compiled.asm)
-    elif launch.kernel == "append_kv_kernel" and dict(launch.constants)["HEAD_DIM"] % WIDE == 0:
+    elif launch.kernel == "append_kv_kernel" and launch.layer["head_dim"] % WIDE == 0:
         what, found = "store of K or V", [n for kind, n in _transfers(compiled.asm) if kind == "st"]
     else:
         return

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction, driver
 
 from fp8kv_runtime.kernels.targets import Target
 
@@ -22,8 +25,15 @@ class Launch:
 
     module: str
     kernel: str
-    specialization: str  # JSON of Triton's own
+    signature: tuple[tuple[str, str], ...]  # types of the arguments
     constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[tuple[tuple[int, ...], tuple[tuple[str, int], ...]], ...]  # what of them is known
+    options: Any  # the backend's, frozen
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The constants that the layer fixes."""
+        return {name: constant.value for name, constant in vars(dict(self.constants)["LAYER"]).items()}
 
 
 @dataclass(frozen=True)
@@ -41,18 +51,26 @@ class Compiled:
 
 def launches(target: Target, call: Callable[[], Any]) -> list[Launch]:
     """The kernels that `call` launches on `target`; none of them is compiled or runs."""
-    found = []
+    recorded = []
 
-    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        names = fn.jit_function.arg_names
-        constants = {names[at[0]]: value for at, value in compile["constants"].items()}
-        found.append(Launch(fn.module, fn.name, compile["specialization_data"], tuple(constants.items())))
-        return True  # neither compile nor launch
+    def record(
+        self: Any, _key: str, signature: Any, _device: Any, constants: Any, options: Any, attrs: Any, *_: Any
+    ) -> None:
+        recorded.append(
+            Launch(
+                self.module,
+                self.__name__,
+                tuple(signature.items()),
+                tuple((self.arg_names[at[0]], value) for at, value in constants.items()),
+                tuple((at, tuple(map(tuple, known))) for at, known in attrs.items()),
+                options,
+            )
+        )
 
-    with pretend(target), knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = record
+    # without a compiled kernel Triton launches none
+    with pretend(target), mock.patch.object(JITFunction, "_do_compile", record):
         call()
-    return found
+    return recorded
 
 
 def compile_launch(launch: Launch, target: Target) -> Compiled:
@@ -63,8 +81,10 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
         triton.runtime.errors.PTXASError: NVIDIA's assembler does not accept it.
     """
     kernel = getattr(import_module(launch.module), launch.kernel)
+    aligned = {at: list(map(list, known)) for at, known in launch.aligned}
+    source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), aligned)
     with pretend(target):
-        compiled = kernel.preload(launch.specialization)
+        compiled = triton.compile(source, target=gpu_target(target), options=launch.options.__dict__)
     if target.backend == "hip":
         asm = code = compiled.asm["amdgcn"]
         registers, spilled = amd_resources(asm)
@@ -114,6 +134,11 @@ def _dumped(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def gpu_target(target: Target) -> GPUTarget:
+    """Return Triton's name of a target."""
+    return GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
+
+
 class _AbsentGPU:
     """The part of a Triton driver that compilation asks for."""
 
@@ -121,8 +146,7 @@ class _AbsentGPU:
         self._target = target
 
     def get_current_target(self) -> GPUTarget:
-        warp_size = 64 if self._target.backend == "hip" else 32
-        return GPUTarget(self._target.backend, self._target.arch, warp_size)
+        return gpu_target(self._target)
 
     def get_current_device(self) -> str:
         # Triton keeps what it has compiled by device

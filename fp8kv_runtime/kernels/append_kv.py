@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.kernels.codec import encode, half_smallest, largest
-from fp8kv_runtime.kernels.launch import Launcher
+from fp8kv_runtime.kernels.launch import Constants, Launcher
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import append_config
@@ -28,9 +28,9 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
             return append_kv(key, value, blocks, slot_mapping)
     num_tokens, layout, device = slot_mapping.numel(), blocks.layout, blocks.codes.device
     shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
-    as_wanted = key.shape == value.shape == shape and key.dtype == value.dtype
-    placed = key.device == value.device == slot_mapping.device == device
-    if not (as_wanted and placed and slot_mapping.dtype == torch.int64):
+    fit = key.shape == value.shape == shape and key.dtype == value.dtype
+    same_device = key.device == value.device == slot_mapping.device == device
+    if not (fit and same_device and slot_mapping.dtype == torch.int64):
         check_tensor("slot_mapping", slot_mapping, (slot_mapping.shape,), torch.int64, device)
         check_tensor("key", key, (shape,), key.dtype, device)
         check_tensor("value", value, (shape,), key.dtype, device)
@@ -51,23 +51,17 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
 
 @functools.cache
 def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launcher]:
-    """The kernel for a layer."""
+    """Return the kernel for a layer, and its config."""
     config = append_config(target, blocks.head_dim)
-    constants = {
-        "NUM_KV_HEADS": blocks.num_kv_heads,
-        "HEAD_DIM": blocks.head_dim,
-        "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
-        "BLOCK_SIZE": blocks.block_size,
-        "TILE": config.tile,
-        "K_SCALES": blocks.k_scales,
-        "V_SCALES": blocks.v_scales,
-        "HAS_CENTER": blocks.has_center,
-        "COUNT": blocks.counts,
-        "FORMAT": blocks.format,
-        "HARDWARE": blocks.format in target.encoded,
+    layer = Constants(
+        blocks,
+        target,
+        has_center=blocks.has_center,
+        counts=blocks.counts,
         # the interpreter multiplies and adds with two roundings
-        "FUSED": target.backend != "interpreter",
-    }
+        fused=target.backend != "interpreter",
+    )
+    constants = {"LAYER": layer, "TILE": config.tile}
     return config, Launcher(append_kv_kernel, constants, num_warps=config.num_warps)
 
 
@@ -75,50 +69,44 @@ def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launc
 def append_kv_kernel(
     key_ptr, value_ptr, key_blocks_ptr, value_blocks_ptr, k_scale_ptr, v_scale_ptr, k_center_ptr,
     counts_ptr, slot_mapping_ptr, num_tokens, stride_key_token, stride_key_head, stride_value_token,
-    stride_value_head,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    HAS_CENTER: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
-    FUSED: tl.constexpr,
+    stride_value_head, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program stores K (third program id 0) or V (1) of TILE tokens of one head.
-
-    K_SCALES and V_SCALES are 0 for one scale per tensor, 1 per head, 2 per channel.
-    """
+    """Store K (third program id 0) or V (1) of TILE tokens of one head: one program."""
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1).to(tl.int64)  # its stride may have 31 bits
-    channels = tl.arange(0, BLOCK_D)
+    channels = tl.arange(0, LAYER.width)
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
-    inside = (slots >= 0)[:, None] & (channels < HEAD_DIM)[None, :]
+    inside = (slots >= 0)[:, None] & (channels < LAYER.head_dim)[None, :]
 
-    block_ids = slots // BLOCK_SIZE
-    rows = (block_ids * NUM_KV_HEADS + head) * BLOCK_SIZE + slots % BLOCK_SIZE
-    offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :]
+    block_ids = slots // LAYER.block_size
+    rows = (block_ids * LAYER.num_kv_heads + head) * LAYER.block_size + slots % LAYER.block_size
+    offsets = rows.to(tl.int64)[:, None] * LAYER.head_dim + channels[None, :]
     token_offsets = tokens.to(tl.int64)[:, None]
     if tl.program_id(2) == 0:
         new = token_offsets * stride_key_token + head * stride_key_head + channels[None, :]
         x = tl.load(key_ptr + new, mask=inside, other=0.0).to(tl.float32)
-        if HAS_CENTER:
-            center = tl.load(k_center_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+        if LAYER.has_center:
+            center_ptr = k_center_ptr + head * LAYER.head_dim
+            center = tl.load(center_ptr + channels, mask=channels < LAYER.head_dim, other=0.0)
             x = tl.where(inside, x - center[None, :], 0.0)
-        scaled = divide(x, k_scale_ptr, head, channels, K_SCALES, HEAD_DIM, FUSED)
-        codes = encode(scaled, FORMAT, HARDWARE)
+        scaled = divide(x, k_scale_ptr, head, channels, LAYER.k_scales, LAYER.head_dim, LAYER.fused)
+        codes = encode(scaled, LAYER.format, LAYER.encodes)
         tl.store(key_blocks_ptr + offsets, codes, mask=inside)
-        if COUNT:
-            count(counts_ptr + head * 3, x, scaled, FORMAT)
+        if LAYER.counts:
+            count(counts_ptr + head * 3, x, scaled, LAYER.format)
     else:
         new = token_offsets * stride_value_token + head * stride_value_head + channels[None, :]
         x = tl.load(value_ptr + new, mask=inside, other=0.0).to(tl.float32)
-        scaled = divide(x, v_scale_ptr, head, channels, V_SCALES, HEAD_DIM, FUSED)
-        codes = encode(scaled, FORMAT, HARDWARE)
+        scaled = divide(x, v_scale_ptr, head, channels, LAYER.v_scales, LAYER.head_dim, LAYER.fused)
+        codes = encode(scaled, LAYER.format, LAYER.encodes)
         tl.store(value_blocks_ptr + offsets, codes, mask=inside)
-        if COUNT:
-            count(counts_ptr + (NUM_KV_HEADS + head) * 3, x, scaled, FORMAT)
+        if LAYER.counts:
+            count(counts_ptr + (LAYER.num_kv_heads + head) * 3, x, scaled, LAYER.format)
 
 
 @triton.jit
 def load_scale(scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scale of each channel of a head: [BLOCK_D]."""
+    """Load the scale of each channel of a head: [channels]."""
     if SCALES == 2:
         return tl.load(scale_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
     scale = tl.load(scale_ptr + head * SCALES)
@@ -129,7 +117,7 @@ def load_scale(scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.con
 def divide(
     x, scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr, FUSED: tl.constexpr
 ):  # fmt: skip
-    """`x` over its scale, rounded to the nearest: `/` approximates."""
+    """Divide `x` by its scale, rounded to the nearest: `/` approximates."""
     if FUSED and SCALES < 2:
         return divide_by_one(x, tl.load(scale_ptr + head * SCALES))
     else:
@@ -139,7 +127,7 @@ def divide(
 
 @triton.jit
 def divide_by_one(x, scale):
-    """`x` over one scale, without a division for each value; needs a fused multiply-add.
+    """Divide `x` by one scale, without a division for each value; needs a fused multiply-add.
 
     A product with the reciprocal and two corrections by what is left over (Markstein 1990): equal
     to `div_rn` where the result is below 2 ** 17 and the scale within 2 ** +-60. What is larger

@@ -27,68 +27,63 @@ WEIGHT_EXPONENT: tl.constexpr = tl.constexpr(14.0)
 @triton.jit
 def prepare_query(
     query_ptr, tokens_at, stride_head, heads, inside, kv_head, k_scale_ptr, q_scale_ptr,
-    k_center_ptr, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr,
-    HAS_CENTER: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, ENCODES: tl.constexpr,
-    Q_FP8: tl.constexpr, MULTIPLIES: tl.constexpr,
+    k_center_ptr, softmax_scale, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """Query rows for `attend`, what rounding took from them, factor and shift of their scores.
+    """Load query rows for `attend`; return them, what rounding took, factor and shift of their scores.
 
     `tokens_at`, [BLOCK_M] or one, is where each row's token begins; `heads` and `inside` are
     [BLOCK_M]. The rows are FP8 bits, or float16 brought into range by a power of two per row,
     exactly; K's scale goes into the factor, or into the rows where every channel has its own.
     """
-    channels = tl.arange(0, BLOCK_D)
-    in_head = channels < HEAD_DIM
+    channels = tl.arange(0, LAYER.block_d)
+    in_head = channels < LAYER.head_dim
     valid = inside[:, None] & in_head[None, :]
     offsets = tokens_at + heads.to(tl.int64) * stride_head  # a stride may have 31 bits
     q = tl.load(query_ptr + offsets[:, None] + channels[None, :], mask=valid, other=0.0)
     q = q.to(tl.float32)
-    if Q_FP8:
-        q_scale = tl.load(q_scale_ptr + heads * Q_SCALES, mask=inside, other=1.0)
-        codes = encode(tl.div_rn(q, tl.broadcast_to(q_scale[:, None], q.shape)), FORMAT, ENCODES)
+    if LAYER.q_fp8:
+        q_scale = tl.load(q_scale_ptr + heads * LAYER.q_scales, mask=inside, other=1.0)
+        codes = encode(tl.div_rn(q, tl.broadcast_to(q_scale[:, None], q.shape)), LAYER.format, LAYER.encodes)
         # the centre's score is the rounded query's too
-        q = decode(codes, FORMAT, HARDWARE).to(tl.float32)
-        q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]
+        q = decode(codes, LAYER.format, LAYER.hardware).to(tl.float32)
+        q *= (q_scale * decode_unit(LAYER.format, LAYER.hardware))[:, None]
     to_base_2 = softmax_scale * LOG2_E
     shift = tl.zeros(inside.shape, tl.float32)
-    if HAS_CENTER:
-        center = tl.load(k_center_ptr + kv_head * HEAD_DIM + channels, mask=in_head, other=0.0)
+    if LAYER.has_center:
+        center = tl.load(k_center_ptr + kv_head * LAYER.head_dim + channels, mask=in_head, other=0.0)
         shift = tl.sum(q * center[None, :], 1) * to_base_2
 
     factor = tl.full(inside.shape, 1.0, tl.float32) * to_base_2
-    if K_SCALES == 2:
-        scale = tl.load(k_scale_ptr + kv_head * HEAD_DIM + channels, mask=in_head, other=1.0)
+    if LAYER.k_scales == 2:
+        scale = tl.load(k_scale_ptr + kv_head * LAYER.head_dim + channels, mask=in_head, other=1.0)
         q = q * scale[None, :]
     else:
-        factor *= tl.load(k_scale_ptr + kv_head * K_SCALES)
+        factor *= tl.load(k_scale_ptr + kv_head * LAYER.k_scales)
 
-    if Q_FP8:
-        unit: tl.constexpr = score_unit(FORMAT, HARDWARE, MULTIPLIES)
+    if LAYER.q_fp8:
+        unit: tl.constexpr = score_unit(LAYER.format, LAYER.hardware, LAYER.multiplies)
         return codes, codes, factor * q_scale * unit, shift
     else:
         exponent = row_exponent(q)
         scaled = q * power_of_two(-exponent)[:, None]
         rows = scaled.to(tl.float16)
-        rest = (scaled - rows.to(tl.float32)).to(tl.float16)
-        factor *= power_of_two(exponent) * decode_unit(FORMAT, HARDWARE)
-        return rows, rest, factor, shift
+        low = (scaled - rows.to(tl.float32)).to(tl.float16)
+        factor *= power_of_two(exponent) * decode_unit(LAYER.format, LAYER.hardware)
+        return rows, low, factor, shift
 
 
 @triton.jit
-def query_rows(
-    cu_seqlens_ptr, seq, tile, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """First query and number of queries of a sequence; token and head of each row of a tile."""
+def query_rows(cu_seqlens_ptr, seq, tile, kv_head, LAYER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a sequence's first query and number of queries; token and head of each row of a tile."""
     start = tl.load(cu_seqlens_ptr + seq)
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     length = tl.load(cu_seqlens_ptr + seq + 1) - start
-    return start, length, pairs // GROUP, kv_head * GROUP + pairs % GROUP
+    return start, length, pairs // LAYER.group, kv_head * LAYER.group + pairs % LAYER.group
 
 
 @triton.jit
 def row_exponent(q):
-    """Exponent that leaves each row's largest magnitude in [512, 1024)."""
+    """Return the exponent that leaves each row's largest magnitude in [512, 1024)."""
     amax = tl.max(tl.abs(q), 1)
     biased = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) & 0xFF, 20)
     return tl.minimum(biased, 235) - 127 - 9
@@ -96,70 +91,65 @@ def row_exponent(q):
 
 @triton.jit
 def power_of_two(exponent):
-    """2 ** exponent, exactly."""
+    """Return 2 ** exponent, exactly."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_offsets(
-    block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    block_table_ptr, start, positions, inside, kv_head, LAYER: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Where in the cache each position's row lies, in rows: [TILE] int64."""
-    if BLOCK_SIZE % TILE == 0:  # the tile lies in one block
-        block_id = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        first = (block_id * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
+    """Return the place of each position's row in the cache, in rows: [TILE] int64."""
+    if LAYER.block_size % TILE == 0:  # the tile lies in one block
+        block_id = tl.load(block_table_ptr + start // LAYER.block_size).to(tl.int64)
+        first = (block_id * LAYER.num_kv_heads + kv_head) * LAYER.block_size + start % LAYER.block_size
         return first + tl.arange(0, TILE)
-    block_ids = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
-    rows = (block_ids.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
-    return rows + positions % BLOCK_SIZE
+    block_ids = tl.load(block_table_ptr + positions // LAYER.block_size, mask=inside, other=0)
+    rows = (block_ids.to(tl.int64) * LAYER.num_kv_heads + kv_head) * LAYER.block_size
+    return rows + positions % LAYER.block_size
 
 
 @triton.jit
-def load_codes(
-    ptr, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr
-):  # fmt: skip
-    """A tile of K or V: [TILE, BLOCK_D / 2] int16, or two such of float16.
+def load_codes(ptr, rows, inside, LAYER: tl.constexpr):
+    """Load a tile of K or V: [TILE, block_d / 2] int16, or two such of float16.
 
-    What no one may see is 0, whatever is stored.
+    Positions that are not `inside` are 0, whatever is stored.
     """
-    columns = tl.arange(0, BLOCK_D // 2)
-    if FORMAT == "float16":
-        at = rows[:, None] * HEAD_DIM + columns[None, :]
-        valid = inside[:, None] & (columns < HEAD_DIM)[None, :]
+    columns = tl.arange(0, LAYER.block_d // 2)
+    if LAYER.format == "float16":
+        at = rows[:, None] * LAYER.head_dim + columns[None, :]
+        valid = inside[:, None] & (columns < LAYER.head_dim)[None, :]
         lower = tl.load(ptr + at, mask=valid, other=0.0)
-        valid = inside[:, None] & (columns < HEAD_DIM - BLOCK_D // 2)[None, :]
-        return lower, tl.load(ptr + at + BLOCK_D // 2, mask=valid, other=0.0)
+        valid = inside[:, None] & (columns < LAYER.head_dim - LAYER.block_d // 2)[None, :]
+        return lower, tl.load(ptr + at + LAYER.block_d // 2, mask=valid, other=0.0)
     else:
-        at = rows[:, None] * (HEAD_DIM // 2) + columns[None, :]
-        valid = inside[:, None] & (columns < HEAD_DIM // 2)[None, :]
+        at = rows[:, None] * (LAYER.head_dim // 2) + columns[None, :]
+        valid = inside[:, None] & (columns < LAYER.head_dim // 2)[None, :]
         return tl.load(ptr + at, mask=valid, other=0)
 
 
 @triton.jit
-def decode_tile(
-    codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """Two halves of the channels of what `load_codes` loaded, float16."""
-    if FORMAT == "float16":
+def decode_tile(codes, LAYER: tl.constexpr):
+    """Decode what `load_codes` loaded: two halves of the channels, float16."""
+    if LAYER.format == "float16":
         return codes
     else:
-        return decode_pairs(codes, FORMAT, HARDWARE, PTX)
+        return decode_pairs(codes, LAYER.format, LAYER.hardware, LAYER.ptx)
 
 
 @triton.jit
-def halves(x, FORMAT: tl.constexpr):
+def halves(x, LAYER: tl.constexpr):
     """Split columns in two halves as `decode_tile` does: even and odd, or lower and upper."""
-    if FORMAT == "float16":
+    if LAYER.format == "float16":
         return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
     else:
         return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 
 
 @triton.jit
-def joined(first, second, FORMAT: tl.constexpr):
-    """What `halves` took apart."""
-    if FORMAT == "float16":
+def join_halves(first, second, LAYER: tl.constexpr):
+    """Put together again what `halves` took apart."""
+    if LAYER.format == "float16":
         both = tl.permute(tl.join(first, second), [0, 2, 1])
         return tl.reshape(both, [first.shape[0], 2 * first.shape[1]])
     else:
@@ -167,27 +157,26 @@ def joined(first, second, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
-              Q_FP8: tl.constexpr, Q_REST: tl.constexpr, MULTIPLIES: tl.constexpr):  # fmt: skip
-    """Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_rest` are `halves`."""
+def multiply_scores(q, q_low, codes, LAYER: tl.constexpr):
+    """Multiply Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_low` are `halves`."""
     # `else` throughout: what follows a constant `if` that returns is compiled all the same
-    if Q_FP8 and MULTIPLIES:
-        even, odd = unpack_pairs(codes, PTX)
-        fp8: tl.constexpr = hardware_type(FORMAT)
+    if LAYER.q_fp8 and LAYER.multiplies:
+        even, odd = unpack_pairs(codes, LAYER.ptx)
+        fp8: tl.constexpr = hardware_type(LAYER.format)
         even = tl.trans(even.to(fp8, bitcast=True))
         odd = tl.trans(odd.to(fp8, bitcast=True))
         # without the limit Hopper adds up a whole row with 14 bits
         scores = tl.dot(q[0].to(fp8, bitcast=True), even, max_num_imprecise_acc=32)
         return tl.dot(q[1].to(fp8, bitcast=True), odd, scores, max_num_imprecise_acc=32)
     else:
-        even, odd = decode_tile(codes, FORMAT, HARDWARE, PTX)
+        even, odd = decode_tile(codes, LAYER)
         even = tl.trans(even)
         odd = tl.trans(odd)
-        if Q_FP8:
-            scores = tl.dot(decode(q[0], FORMAT, HARDWARE), even)
-            return tl.dot(decode(q[1], FORMAT, HARDWARE), odd, scores)
-        elif Q_REST:
-            scores = tl.dot(q_rest[1], odd, tl.dot(q_rest[0], even))
+        if LAYER.q_fp8:
+            scores = tl.dot(decode(q[0], LAYER.format, LAYER.hardware), even)
+            return tl.dot(decode(q[1], LAYER.format, LAYER.hardware), odd, scores)
+        elif LAYER.splits_query:
+            scores = tl.dot(q_low[1], odd, tl.dot(q_low[0], even))
             return tl.dot(q[1], odd, tl.dot(q[0], even, scores))
         else:
             return tl.dot(q[1], odd, tl.dot(q[0], even))
@@ -195,14 +184,14 @@ def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PT
 
 @triton.constexpr_function
 def score_unit(FORMAT, HARDWARE, MULTIPLIES):
-    """Power of two that decoded Q and K lack, to multiply their product with."""
+    """Return the power of two that decoded Q and K lack, to multiply their product with."""
     return 1.0 if MULTIPLIES else decode_unit(FORMAT, HARDWARE) ** 2
 
 
 @triton.jit
-def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
-    """Origin of the weights (base 2) and their sum before the first tile."""
-    if HAS_SINKS and has_sink:
+def start_softmax(sinks_ptr, heads, inside, has_sink, LAYER: tl.constexpr):
+    """Return the origin of the weights (base 2) and their sum before the first tile."""
+    if LAYER.has_sinks and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
         sink = tl.maximum(sink, -1e30) * LOG2_E  # of -inf, -inf minus -inf would be NaN
         # its weight by definition: the compiler fuses the product with a difference, which of
@@ -214,22 +203,22 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def origin_of(largest):
-    """Base-2 logit of weight 1, given that the largest logit has weight 2 ** WEIGHT_EXPONENT."""
+    """Return the base-2 logit of weight 1, if the largest logit has weight 2 ** WEIGHT_EXPONENT."""
     # beyond, the difference would be rounded, at last to 16, which float16 cannot hold
     return tl.where(tl.abs(largest) < 2.0**24, largest - WEIGHT_EXPONENT, largest)
 
 
 @triton.jit
-def softcapped(scores, softcap):
-    """softcap * tanh(scores / softcap), in base 2 before and after."""
+def apply_softcap(scores, softcap):
+    """Return softcap * tanh(scores / softcap), in base 2 before and after."""
     # tanh(x) = 1 - 2 / (e^2x + 1), and e^2x = 2^(scores * 2 / softcap)
     return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
 
 
 @triton.jit
 def attend(
-    q,  # [BLOCK_M, BLOCK_D] float16, or FP8 bits
-    q_rest,  # the same, added where Q_REST is set
+    q,  # [BLOCK_M, block_d] float16, or FP8 bits
+    q_low,  # what rounding took: added where the query does not fit float16 (fp32, or times channel scales)
     factor,  # [BLOCK_M] turns a raw score into a logit in base 2
     shift,  # [BLOCK_M] added to it: the centre's score
     rows_at,  # [BLOCK_M] position of each query row
@@ -242,43 +231,33 @@ def attend(
     block_table_ptr,
     kv_head,
     softcap,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    LAYER: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
-    SOFTCAP: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    PTX: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    Q_REST: tl.constexpr,  # the query does not fit float16: fp32, or multiplied by channel scales
-    P_REST: tl.constexpr,  # the query is fp32: softmax weights in two parts as well
-    MULTIPLIES: tl.constexpr,
 ):
-    """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, origin and sum of its weights."""
-    q = halves(q, FORMAT)
-    q_rest = halves(q_rest, FORMAT)
-    even_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
-    odd_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
+    """Return the output [BLOCK_M, block_d] and the origin and sum of its weights.
+
+    The output is neither divided by that sum nor multiplied by V's scale.
+    """
+    q = halves(q, LAYER)
+    q_low = halves(q_low, LAYER)
+    even_acc = tl.zeros([q[0].shape[0], LAYER.block_d // 2], tl.float32)
+    odd_acc = tl.zeros([q[0].shape[0], LAYER.block_d // 2], tl.float32)
     for start in range(first // TILE * TILE, end, TILE):
         positions = start + tl.arange(0, TILE)
         inside = (positions >= first) & (positions < end)
-        rows = row_offsets(block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE)
-        key = load_codes(key_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
-        value = load_codes(value_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
+        rows = row_offsets(block_table_ptr, start, positions, inside, kv_head, LAYER, TILE)
+        key = load_codes(key_ptr, rows, inside, LAYER)
+        value = load_codes(value_ptr, rows, inside, LAYER)
 
-        scores = scores_of(q, q_rest, key, FORMAT, HARDWARE, PTX, Q_FP8, Q_REST, MULTIPLIES)
+        scores = multiply_scores(q, q_low, key, LAYER)
         scores = scores * factor[:, None]
-        if HAS_CENTER:
+        if LAYER.has_center:
             scores += shift[:, None]
-        if SOFTCAP:
-            scores = softcapped(scores, softcap)
+        if LAYER.softcap:
+            scores = apply_softcap(scores, softcap)
         visible = inside[None, :] & (positions[None, :] <= rows_at[:, None])
-        if WINDOW > 0:
-            visible &= positions[None, :] > rows_at[:, None] - WINDOW
+        if LAYER.window > 0:
+            visible &= positions[None, :] > rows_at[:, None] - LAYER.window
         scores = tl.where(visible, scores, float("-inf"))
 
         new_origin = tl.maximum(origin, origin_of(tl.max(scores, 1)))
@@ -286,13 +265,13 @@ def attend(
         weights = tl.exp2(scores - finite[:, None])
         correction = tl.exp2(origin - finite)
         running_sum = running_sum * correction + tl.sum(weights, 1)
-        even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)
+        even, odd = decode_tile(value, LAYER)
         rounded = weights.to(tl.float16)
         even_acc = tl.dot(rounded, even, even_acc * correction[:, None])
         odd_acc = tl.dot(rounded, odd, odd_acc * correction[:, None])
-        if P_REST:
-            rest = (weights - rounded.to(tl.float32)).to(tl.float16)
-            even_acc = tl.dot(rest, even, even_acc)
-            odd_acc = tl.dot(rest, odd, odd_acc)
+        if LAYER.splits_weights:
+            low = (weights - rounded.to(tl.float32)).to(tl.float16)
+            even_acc = tl.dot(low, even, even_acc)
+            odd_acc = tl.dot(low, odd, odd_acc)
         origin = new_origin
-    return joined(even_acc, odd_acc, FORMAT), origin, running_sum
+    return join_halves(even_acc, odd_acc, LAYER), origin, running_sum

@@ -1,7 +1,7 @@
 """FP8 in Triton: integer arithmetic that is exact on every target, and the hardware's conversion.
 
 Written with integers because sm_80 has no E4M3 type and the interpreter's own casts round wrongly.
-The format "float16" is no FP8 but what FP8 is measured against.
+The format "float16" is not FP8 but what FP8 is measured against.
 """
 
 import triton
@@ -27,7 +27,7 @@ def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP8 bits (uint8) as float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
+    """Decode FP8 bits (uint8) to float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
     if HARDWARE:
         return codes.to(hardware_type(FORMAT), bitcast=True).to(tl.float16)
     wide = codes.to(tl.int16)
@@ -45,7 +45,7 @@ def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def decode_pairs(pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr):
-    """`decode` of the low and of the high byte of each int16."""
+    """Decode the low and the high byte of each int16, see `decode`."""
     if PTX and not HARDWARE and FORMAT == "e4m3fn":
         # as in `decode`, on two codes at a time, which the compiler does not find
         return tl.inline_asm_elementwise(
@@ -74,7 +74,7 @@ def decode_pairs(pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.co
 
 @triton.jit
 def unpack_pairs(pairs, PTX: tl.constexpr):
-    """The low and the high byte of each int16: two uint8."""
+    """Split each int16 into its low and its high byte: two uint8."""
     if PTX:  # one instruction for four bytes, which the compiler does not find
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=&r,r,r", [pairs],
@@ -86,7 +86,7 @@ def unpack_pairs(pairs, PTX: tl.constexpr):
 
 @triton.constexpr_function
 def decode_unit(FORMAT, HARDWARE):
-    """The power of two that `decode` leaves out, to be folded into the scale."""
+    """Return the power of two that `decode` leaves out, to be folded into the scale."""
     return 1.0 if HARDWARE else {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7}.get(FORMAT, 1.0)
 
 

@@ -7,7 +7,6 @@ On NVIDIA since Hopper the reduce starts while decode still runs: programmatic d
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -18,8 +17,8 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
-from fp8kv_runtime.kernels.split import find_part, parts_of
+from fp8kv_runtime.kernels.launch import Launcher, Layer, attention_constants
+from fp8kv_runtime.kernels.split import find_part, plan_parts
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import plan_decode, reduce_config
@@ -97,7 +96,7 @@ def attend_in_parts(
 
 
 def _bucket(num_seqs: int) -> int:
-    """How many sequences kernels are compiled for: few numbers, for batches grow while serving."""
+    """Return how many sequences kernels are compiled for: few numbers, as batches grow while serving."""
     size = 1 if num_seqs == 1 else 32  # up to a warp's lanes, planning needs no barrier
     while size < num_seqs:
         size *= 4
@@ -108,37 +107,21 @@ def _bucket(num_seqs: int) -> int:
 def decode_launchers(
     layer: Layer, target: Target, config: Config, block_s: int, splits: int, extends: bool
 ) -> tuple[Launcher, Launcher]:
-    """Decode and reduce for a layer and batches of up to `block_s` sequences, a power of two."""
-    common = {"TILE": config.tile, "OVERLAPS": target.overlaps, "BLOCK_S": block_s}
-    common["EXTENDS"] = extends
+    """Return decode and reduce for a layer and batches of up to `block_s` sequences, a power of two."""
+    constants = {
+        "LAYER": attention_constants(layer, target),
+        "TILE": config.tile,
+        "BLOCK_S": block_s,
+        "EXTENDS": extends,
+    }
     decode = Launcher(
-        decode_kernel, common | {"BLOCK_M": config.rows} | layer_constants(layer, target),
+        decode_kernel, constants | {"BLOCK_M": config.rows},
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     joining = reduce_config(splits, block_s)
-    reduce = Launcher(
-        reduce_kernel, common | reduce_constants(layer, splits, joining.tile, target),
-        num_warps=joining.num_warps, **({"launch_pdl": True} if target.overlaps else {}),
-    )  # fmt: skip
-    return decode, reduce
-
-
-def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> dict[str, Any]:
-    """Compile-time constants of the reduce that the layer and the number of splits fix."""
-    blocks = layer.blocks
-    return {
-        "NUM_HEADS": layer.num_heads,
-        "GROUP": layer.num_heads // blocks.num_kv_heads,
-        "BLOCK_SPLITS": triton.next_power_of_2(splits),
-        "PARTS": parts,
-        "WINDOW": layer.window,
-        "HAS_STARTS": layer.starts,
-        "HEAD_DIM": blocks.head_dim,
-        "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
-        "V_SCALES": blocks.v_scales,
-        "FORMAT": blocks.format,
-        "HARDWARE": blocks.format in target.decoded,
-    }
+    constants |= {"BLOCK_SPLITS": triton.next_power_of_2(splits), "PARTS": joining.tile}
+    overlaps = {"launch_pdl": True} if target.overlaps else {}
+    return decode, Launcher(reduce_kernel, constants, num_warps=joining.num_warps, **overlaps)
 
 
 @triton.jit(do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len"))
@@ -146,27 +129,20 @@ def decode_kernel(
     query_ptr, key_ptr, value_ptr, k_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
     block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr,
     softmax_scale, softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs,
-    num_splits, least, max_query_len,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_S: tl.constexpr,
-    EXTENDS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_STARTS: tl.constexpr, Q_FP8: tl.constexpr, Q_REST: tl.constexpr, P_REST: tl.constexpr,
-    FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr, ENCODES: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
+    num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr,
 ):  # fmt: skip
-    """One program attends from all query heads of one KV head to one part of one sequence.
+    """Attend from all query heads of one KV head to one part of one sequence: one program.
 
     With EXTENDS, from BLOCK_M (token, query head) pairs. It leaves `partial` [parts, max_query_len,
     H, D], unnormalised, and `softmax` [parts, max_query_len, H, 2], both float32.
     """
-    let_next_start(OVERLAPS)
+    let_next_start(LAYER.overlaps)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    seqs, tiles, parts = parts_of(
-        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE, WINDOW,
-        HAS_STARTS, EXTENDS, BLOCK_S,
+    seqs, tiles, parts = plan_parts(
+        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE,
+        LAYER.window, LAYER.has_starts, EXTENDS, BLOCK_S,
     )  # fmt: skip
     seq, split, part_tiles = find_part(program, seqs, tiles, parts)
     if seq >= num_seqs:  # there are fewer parts than there could be
@@ -174,54 +150,51 @@ def decode_kernel(
     seq = seq.to(tl.int64)
     if EXTENDS:
         query_start, query_len, tokens, heads = query_rows(
-            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, GROUP, BLOCK_M
+            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, LAYER, BLOCK_M
         )
-        if tl.program_id(2) * BLOCK_M >= query_len * GROUP:
+        if tl.program_id(2) * BLOCK_M >= query_len * LAYER.group:
             return
         inside = tokens < tl.minimum(query_len, max_query_len)
         at = (query_start + tokens).to(tl.int64)
     else:
         rows = tl.arange(0, BLOCK_M)
-        heads = kv_head * GROUP + rows
-        inside = rows < GROUP
+        heads = kv_head * LAYER.group + rows
+        inside = rows < LAYER.group
         query_len, tokens, at = 1, tl.zeros([BLOCK_M], tl.int32), seq
-    q, q_rest, factor, shift = prepare_query(
+    q, q_low, factor, shift = prepare_query(
         query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
-        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
-        Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
+        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, LAYER,
     )  # fmt: skip
 
     seq_len = tl.load(seq_lens_ptr + seq)
     rows_at = seq_len - query_len + tokens
     first = 0
-    if HAS_STARTS:
+    if LAYER.has_starts:
         first = tl.load(seq_starts_ptr + seq)
-    if WINDOW > 0:
-        first = tl.maximum(first, seq_len - query_len + 1 - WINDOW)
+    if LAYER.window > 0:
+        first = tl.maximum(first, seq_len - query_len + 1 - LAYER.window)
     origin = first // TILE * TILE
     part = part_tiles * TILE
     begin = tl.maximum(first, origin + split * part)
     end = tl.minimum(seq_len, origin + (split + 1) * part)
     if EXTENDS:  # what no row of the tile sees
         end = tl.minimum(end, tl.max(rows_at, 0) + 1)
-        if WINDOW > 0:
-            begin = tl.maximum(begin, tl.min(rows_at, 0) - WINDOW + 1)
+        if LAYER.window > 0:
+            begin = tl.maximum(begin, tl.min(rows_at, 0) - LAYER.window + 1)
 
-    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, HAS_SINKS)
+    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, LAYER)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, rows_at, running_max, running_sum, begin, end, key_ptr,
-        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
-        HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
+        q, q_low, factor, shift, rows_at, running_max, running_sum, begin, end, key_ptr,
+        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap, LAYER, TILE,
     )  # fmt: skip
 
-    channels = tl.arange(0, BLOCK_D)
+    channels = tl.arange(0, LAYER.block_d)
     part_at = program.to(tl.int64)
     if EXTENDS:
         part_at = part_at * max_query_len + tokens
-    at = part_at * NUM_KV_HEADS * GROUP + heads
-    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + channels[None, :], acc, mask=valid)
+    at = part_at * LAYER.num_kv_heads * LAYER.group + heads
+    valid = inside[:, None] & (channels < LAYER.head_dim)[None, :]
+    tl.store(partial_ptr + at[:, None] * LAYER.head_dim + channels[None, :], acc, mask=valid)
     tl.store(softmax_ptr + at * 2, running_max, mask=inside)
     tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
 
@@ -229,13 +202,10 @@ def decode_kernel(
 @triton.jit(do_not_specialize=("num_seqs", "num_splits", "least", "max_query_len"))
 def reduce_kernel(
     partial_ptr, softmax_ptr, v_scale_ptr, out_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr,
-    num_seqs, num_splits, least, max_query_len,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_SCALES: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    num_seqs, num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program joins the parts of one token and head, PARTS at a time; applies V's scale."""
+    """Join the parts of one token and head, PARTS at a time, and apply V's scale: one program."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     row, rows, token = seq.to(tl.int64), 1, 0
@@ -244,18 +214,18 @@ def reduce_kernel(
         row = tl.load(cu_seqlens_ptr + seq).to(tl.int64) + token
         if row >= tl.load(cu_seqlens_ptr + seq + 1):
             return
-    seqs, _, parts = parts_of(
-        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE, WINDOW,
-        HAS_STARTS, EXTENDS, BLOCK_S,
+    seqs, _, parts = plan_parts(
+        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE,
+        LAYER.window, LAYER.has_starts, EXTENDS, BLOCK_S,
     )  # fmt: skip
     num_parts = tl.sum(tl.where(seqs == seq, parts, 0))
     at = tl.sum(tl.where(seqs < seq, parts, 0)).to(tl.int64)
-    at = (at * rows + token) * NUM_HEADS + head
-    stride = rows * NUM_HEADS  # from part to part
-    channels = tl.arange(0, BLOCK_D)
-    in_head = channels < HEAD_DIM
-    scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
-    wait_for_previous(OVERLAPS)
+    at = (at * rows + token) * LAYER.num_heads + head
+    stride = rows * LAYER.num_heads  # from part to part
+    channels = tl.arange(0, LAYER.width)
+    in_head = channels < LAYER.head_dim
+    scale = load_scale(v_scale_ptr, head // LAYER.group, channels, LAYER.v_scales, LAYER.head_dim)
+    wait_for_previous(LAYER.overlaps)
     all_splits = tl.arange(0, BLOCK_SPLITS)
     in_split = all_splits < num_parts
     softmax_at = softmax_ptr + (at + all_splits * stride) * 2
@@ -265,26 +235,26 @@ def reduce_kernel(
     overall = tl.where(overall == float("-inf"), 0.0, overall)  # nothing to attend to
     total = tl.sum(sums * tl.exp2(maxima - overall), 0)
 
-    joined = tl.zeros([BLOCK_D], tl.float32)
+    joined = tl.zeros([LAYER.width], tl.float32)
     for first in range(0, num_parts, PARTS):
         some = first + tl.arange(0, PARTS)
         inside = some < num_parts
         some_at = at + some * stride
         some_maxima = tl.load(softmax_ptr + some_at * 2, mask=inside, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + some_at[:, None] * HEAD_DIM + channels[None, :],
+            partial_ptr + some_at[:, None] * LAYER.head_dim + channels[None, :],
             mask=inside[:, None] & in_head[None, :],
             other=0.0,
         )
         joined += tl.sum(partial * tl.exp2(some_maxima - overall)[:, None], 0)
-    out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
-    out_at = (row * NUM_HEADS + head) * HEAD_DIM
+    out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(LAYER.format, LAYER.hardware))
+    out_at = (row * LAYER.num_heads + head) * LAYER.head_dim
     tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
 def let_next_start(OVERLAPS: tl.constexpr):
-    """From here on the next kernel may start, as far as there is room."""
+    """Let the next kernel start from here on, as far as there is room."""
     if OVERLAPS:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32,

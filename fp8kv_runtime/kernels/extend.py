@@ -12,7 +12,7 @@ from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.decode import attend_in_parts
-from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
+from fp8kv_runtime.kernels.launch import Launcher, Layer, attention_constants
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import plan_extend
@@ -56,11 +56,11 @@ def extend_attention(
     longest = tables.shape[1] * blocks.layout.block_size
     target = current_target()
     config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
-    given = (query, blocks, sequences, options, config)
+    arguments = (query, blocks, sequences, options, config)
     if splits:
-        attend_in_parts(*given, splits, out, cu_seqlens, max_query_len)
+        attend_in_parts(*arguments, splits, out, cu_seqlens, max_query_len)
     else:
-        _attend_whole(*given, target, out, cu_seqlens, rows)
+        _attend_whole(*arguments, target, out, cu_seqlens, rows)
     return out
 
 
@@ -83,67 +83,56 @@ def _attend_whole(
 
 @functools.lru_cache(maxsize=1024)
 def extend_launcher(layer: Layer, target: Target, config: Config) -> Launcher:
-    """The kernel for a layer."""
-    tiles = {"TILE": config.tile, "BLOCK_M": config.rows, "V_SCALES": layer.blocks.v_scales}
-    return Launcher(
-        extend_kernel, tiles | layer_constants(layer, target),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    """Return the kernel for a layer."""
+    constants = {"LAYER": attention_constants(layer, target), "TILE": config.tile, "BLOCK_M": config.rows}
+    return Launcher(extend_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 @triton.jit(do_not_specialize=("stride_block_tables",))
 def extend_kernel(
     query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
     block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, out_ptr, softmax_scale, softcap,
-    stride_query_token, stride_query_head, stride_block_tables,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr, V_SCALES: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_CENTER: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr,
-    Q_FP8: tl.constexpr, Q_REST: tl.constexpr, P_REST: tl.constexpr, FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr, PTX: tl.constexpr, ENCODES: tl.constexpr, MULTIPLIES: tl.constexpr,
+    stride_query_token, stride_query_head, stride_block_tables, LAYER: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program attends from BLOCK_M (token, query head) pairs of a KV head and a sequence.
+    """Attend from BLOCK_M (token, query head) pairs of a KV head and a sequence: one program.
 
     It writes `out` [T, H, D].
     """
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     query_start, query_len, tokens, heads = query_rows(
-        cu_seqlens_ptr, seq, tl.program_id(0), kv_head, GROUP, BLOCK_M
+        cu_seqlens_ptr, seq, tl.program_id(0), kv_head, LAYER, BLOCK_M
     )
     inside = tokens < query_len
-    if tl.program_id(0) * BLOCK_M >= query_len * GROUP:
+    if tl.program_id(0) * BLOCK_M >= query_len * LAYER.group:
         return
     at = (query_start + tokens).to(tl.int64)
-    q, q_rest, factor, shift = prepare_query(
+    q, q_low, factor, shift = prepare_query(
         query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
-        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
-        Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
+        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, LAYER,
     )  # fmt: skip
 
     seq_len = tl.load(seq_lens_ptr + seq)
     rows_at = seq_len - query_len + tokens
     first = 0
-    if HAS_STARTS:
+    if LAYER.has_starts:
         first = tl.load(seq_starts_ptr + seq)
-    if WINDOW > 0:
-        first = tl.maximum(first, tl.min(rows_at, 0) - WINDOW + 1)
+    if LAYER.window > 0:
+        first = tl.maximum(first, tl.min(rows_at, 0) - LAYER.window + 1)
     end = tl.minimum(seq_len, tl.max(rows_at, 0) + 1)
 
-    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, HAS_SINKS)
+    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, LAYER)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_ptr,
-        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
-        HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
+        q, q_low, factor, shift, rows_at, running_max, running_sum, first, end, key_ptr,
+        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap, LAYER, TILE,
     )  # fmt: skip
 
-    channels = tl.arange(0, BLOCK_D)
-    scale = load_scale(v_scale_ptr, kv_head, channels, V_SCALES, HEAD_DIM)
+    channels = tl.arange(0, LAYER.block_d)
+    scale = load_scale(v_scale_ptr, kv_head, channels, LAYER.v_scales, LAYER.head_dim)
     total = tl.where(running_sum == 0.0, 1.0, running_sum)
-    out = acc / total[:, None] * (scale * decode_unit(FORMAT, HARDWARE))[None, :]
-    out_at = (at * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
-    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
+    out = acc / total[:, None] * (scale * decode_unit(LAYER.format, LAYER.hardware))[None, :]
+    out_at = (at * LAYER.num_kv_heads * LAYER.group + heads) * LAYER.head_dim
+    valid = inside[:, None] & (channels < LAYER.head_dim)[None, :]
     pointers = out_ptr + out_at[:, None] + channels[None, :]
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=valid)

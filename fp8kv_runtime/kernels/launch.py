@@ -1,14 +1,16 @@
-"""Launching kernels: what a layer fixes is found once, and so is the compiled kernel.
+"""Launching kernels: a layer's constants are found once, and so is the compiled kernel.
 
 Triton finds the compiled kernel anew for every launch, from all arguments and constants: with as
 many as ours that takes longer than a short kernel runs. `benchmarks/launch_cost.py` measures it.
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
@@ -19,7 +21,7 @@ from fp8kv_runtime.storage import BlocksLayout, KVBlocks, scale_dims, specializa
 
 
 class Layer(NamedTuple):
-    """What the constants of an attention kernel depend on, besides the target."""
+    """Facts on which the constants of an attention kernel depend, besides the target."""
 
     num_heads: int
     dtype: torch.dtype  # of the query
@@ -34,7 +36,7 @@ class Layer(NamedTuple):
     def of(
         cls, query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
     ) -> "Layer":
-        """Collect what the constants depend on."""
+        """Collect the facts from the arguments of an attention call."""
         return cls(
             query.shape[1],
             query.dtype,
@@ -47,33 +49,54 @@ class Layer(NamedTuple):
         )
 
 
-def layer_constants(layer: Layer, target: Target) -> dict[str, Any]:
-    """Compile-time constants of an attention kernel that the layer and its options fix."""
+class Constants(SimpleNamespace):
+    """Compile-time constants that a layer fixes: the argument LAYER of every kernel."""
+
+    def __init__(self, blocks: BlocksLayout, target: Target, **others: Any) -> None:
+        values = {
+            "num_kv_heads": blocks.num_kv_heads,
+            "head_dim": blocks.head_dim,
+            "width": triton.next_power_of_2(blocks.head_dim),
+            "block_size": blocks.block_size,
+            "k_scales": blocks.k_scales,  # 0 for one scale per tensor, 1 per head, 2 per channel
+            "v_scales": blocks.v_scales,
+            "format": blocks.format,
+            "hardware": blocks.format in target.decoded,
+            "encodes": blocks.format in target.encoded,
+            **others,
+        }
+        # Triton 3.6 hands only these on to other functions, and the interpreter only plain values
+        wrap = (lambda value: value) if target.backend == "interpreter" else tl.constexpr
+        super().__init__(**{name: wrap(value) for name, value in values.items()})
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+def attention_constants(layer: Layer, target: Target) -> Constants:
+    """Return the constants that a layer and its options fix, in kernels of attention."""
     blocks = layer.blocks
-    return {
-        "NUM_KV_HEADS": blocks.num_kv_heads,
-        "GROUP": layer.num_heads // blocks.num_kv_heads,
-        "HEAD_DIM": blocks.head_dim,
+    return Constants(
+        blocks,
+        target,
+        num_heads=layer.num_heads,
+        group=layer.num_heads // blocks.num_kv_heads,
         # a matrix instruction takes 32 bytes of every row, from even and odd channels apart
-        "BLOCK_D": max(64, triton.next_power_of_2(blocks.head_dim)),
-        "BLOCK_SIZE": blocks.block_size,
-        "K_SCALES": blocks.k_scales,
-        "Q_SCALES": layer.q_scales or 0,
-        "WINDOW": layer.window,
-        "SOFTCAP": layer.softcap,
+        block_d=max(64, triton.next_power_of_2(blocks.head_dim)),
+        q_scales=layer.q_scales or 0,
+        window=layer.window,  # 0: none
+        softcap=layer.softcap,
         # softmax does not see what a centre takes from every score alike
-        "HAS_CENTER": blocks.has_center and (layer.sinks or layer.softcap),
-        "HAS_SINKS": layer.sinks,
-        "HAS_STARTS": layer.starts,
-        "Q_FP8": layer.q_scales is not None,
-        "Q_REST": not query_is_whole(layer.dtype, blocks),
-        "P_REST": layer.dtype == torch.float32,
-        "FORMAT": blocks.format,
-        "HARDWARE": blocks.format in target.decoded,
-        "PTX": target.backend == "cuda",
-        "ENCODES": blocks.format in target.encoded,
-        "MULTIPLIES": blocks.format in target.multiplied,
-    }
+        has_center=blocks.has_center and (layer.sinks or layer.softcap),
+        has_sinks=layer.sinks,
+        has_starts=layer.starts,
+        q_fp8=layer.q_scales is not None,
+        splits_query=not query_is_whole(layer.dtype, blocks),
+        splits_weights=layer.dtype == torch.float32,
+        ptx=target.backend == "cuda",
+        multiplies=blocks.format in target.multiplied,
+        overlaps=target.overlaps,
+    )
 
 
 class Launcher:
@@ -88,21 +111,21 @@ class Launcher:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, target: Target, grid: tuple[int, int, int], blocks: KVBlocks, given: Sequence[Any],
+        self, target: Target, grid: tuple[int, int, int], blocks: KVBlocks, inputs: Sequence[Any],
         arguments: Sequence[Any],
     ) -> None:  # fmt: skip
         """Launch with `arguments`: every non-constant argument, in the kernel's order.
 
-        Of them, `given` are what a caller hands in; the others are of `blocks`, or allocated here.
+        Of them, `inputs` come from a caller; the others are of `blocks`, or allocated here.
         """
         if target.backend != "cuda":  # AMD compiles for the size of tensors, too
             self.kernel[grid](*arguments, **self.constants, **self.options)
             return
-        key = (blocks.specialization, *map(specialization, given))
+        key = (blocks.specialization, *map(specialization, inputs))
         compiled = self._compiled.get(key)
         if compiled is None:
-            made = self.kernel[grid](*arguments, **self.constants, **self.options)
-            if made is not None:  # nothing is where it was only to be recorded
-                self._compiled[key] = made
+            compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
+            if compiled is not None:  # nothing is where it was only to be recorded
+                self._compiled[key] = compiled
         else:
             compiled[grid](*arguments, *self._ordered)

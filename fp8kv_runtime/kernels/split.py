@@ -1,4 +1,4 @@
-"""How the KV of a batch is split: parts of about one size whatever the lengths.
+"""Splits of the KV of a batch: parts of about one size whatever the lengths.
 
 Found on the device from the lengths there, so that a captured launch stays right as they grow:
 a batch of one long and many short sequences takes as long as one of equal sequences.
@@ -11,16 +11,16 @@ BISECTIONS: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def parts_of(
+def plan_parts(
     seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
+    """Return number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
 
-    With EXTENDS, `cu_seqlens` says how many queries each has; where it has none there are no tiles.
+    With EXTENDS, `cu_seqlens` says how many queries each has; one without queries has 0 tiles.
 
     Parts have a `num_splits`th of all tiles, rounded up, or `least`; or a little more where they
-    then are no more than `num_splits`, a wave of programs. Otherwise they are at most `num_splits`
+    then are at most `num_splits`, a wave of programs. Otherwise they are at most `num_splits`
     + `num_seqs`.
     """
     seqs = tl.arange(0, BLOCK_S)
@@ -43,18 +43,18 @@ def parts_of(
     size = tl.maximum(tl.cdiv(total, num_splits), least)
     # up to half as large again: beyond that, parts of uneven size share processors better
     enough = size + size // 2
-    enough = tl.where(tl.sum(parts_in(tiles, enough, inside)) <= num_splits, enough, size)
+    enough = tl.where(tl.sum(count_parts(tiles, enough, inside)) <= num_splits, enough, size)
     # bisected without a branch: beside one the compiler no longer loads K and V ahead
     for step in tl.static_range(1 + BISECTIONS):
         middle = size if step == 0 else (size + enough) // 2
-        fits = tl.sum(parts_in(tiles, middle, inside)) <= num_splits
+        fits = tl.sum(count_parts(tiles, middle, inside)) <= num_splits
         size, enough = tl.where(fits, size, middle + 1), tl.where(fits, middle, enough)
-    return seqs, tiles, parts_in(tiles, enough, inside)
+    return seqs, tiles, count_parts(tiles, enough, inside)
 
 
 @triton.jit
-def parts_in(tiles, size, inside):
-    """Parts of `size` tiles of every sequence."""
+def count_parts(tiles, size, inside):
+    """Return how many parts of `size` tiles every sequence has."""
     return tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
 
 

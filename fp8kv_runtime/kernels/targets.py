@@ -47,7 +47,7 @@ TARGETS: dict[str, Target] = {
 
 
 def current_target() -> Target:
-    """The target that Triton launches kernels on now."""
+    """Return the target that Triton launches kernels on now."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return INTERPRETER
     active = driver.active
@@ -55,20 +55,20 @@ def current_target() -> Target:
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether it lies on another GPU than the one that Triton launches kernels on now."""
+    """Return whether a tensor lies on another GPU than the one that Triton launches kernels on now."""
     device = tensor.device
     return device.type == "cuda" and device.index != driver.active.get_current_device()
 
 
 @functools.cache
 def _target_on(active: Any, device: Any) -> Target:
-    found = active.get_current_target()
-    return find_target(found.backend, found.arch)
+    target = active.get_current_target()
+    return find_target(target.backend, target.arch)
 
 
 @functools.cache
 def find_target(backend: str, arch: int | str) -> Target:
-    """The listed target with the same instructions as this architecture."""
+    """Return the listed target with the same instructions as this architecture."""
     if backend == "hip":
         return TARGETS.get(str(arch), Target(str(arch), "hip", arch))
     older = [t for t in TARGETS.values() if t.backend == "cuda" and int(t.arch) <= int(arch)]
@@ -76,19 +76,19 @@ def find_target(backend: str, arch: int | str) -> Target:
 
 
 def can_run(on_gpu: bool) -> bool:
-    """Whether kernels run here: on a GPU, or in Triton's interpreter."""
+    """Return whether kernels run here: on a GPU, or in Triton's interpreter."""
     return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def gpu_name(device: torch.device) -> str:
-    """The GPU's name, as the driver has it; empty for a CPU."""
+    """Return the GPU's name, as the driver has it; empty for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors or compute units."""
+    """Return how many streaming multiprocessors or compute units there are."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

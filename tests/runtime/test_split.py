@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.processors import PROCESSORS
 
-from fp8kv_runtime.kernels.split import find_part, parts_of
+from fp8kv_runtime.kernels.split import find_part, plan_parts
 from fp8kv_runtime.kernels.targets import TARGETS
 from fp8kv_runtime.kernels.tuning import find_config
 
@@ -24,7 +24,7 @@ def parts_kernel(
     WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    seqs, tiles, parts = parts_of(
+    seqs, tiles, parts = plan_parts(
         lens_ptr, starts_ptr, ends_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS,
         EXTENDS, BLOCK_S,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def test_every_tile_is_in_one_part(batch, num_splits, least):
 
 @triton.jit
 def plan_kernel(lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr):
-    seqs, _, parts = parts_of(
+    seqs, _, parts = plan_parts(
         lens_ptr, None, None, num_seqs, num_splits, least, TILE, 0, False, False, BLOCK_S
     )
     tl.store(out_ptr + seqs, parts, mask=seqs < num_seqs)
