@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fp8kv_runtime import ops
-from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
-from fp8kv_runtime.hf.layers import CacheRows, Fp8CacheLayer, ModuleScales, paged_cache, replace_layer
+from fp8kv_runtime.hf.layers import CacheRows, Fp8CacheLayer, ModuleScales, replace_layer
 from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -97,7 +95,6 @@ class _Session:
         self._dtype = FP8_DTYPES[scales.fp8_dtype]
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
-        self._shapes: dict[int, tuple[int, int, torch.device]] = {}  # heads, head_dim and device
         parameters = inspect.signature(model.get_decoder().forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
@@ -134,17 +131,17 @@ class _Session:
                     "with --targets qkv --strategy tensor or attn_head"
                 )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace the decoder's `forward`; the graph of `torch.compile` breaks once, here."""
+        """Replace the decoder's `forward`, which `torch.compile` leaves as it is."""
         names = self._positional[: len(args)]
         if len(names) == len(args):
             args, kwargs = (), dict(**dict(zip(names, args, strict=True)), **kwargs)
-        kwargs["past_key_values"], is_complete = self._prepare(args, kwargs)
-        return forward(*args, **kwargs) if is_complete else self._run_first(forward, args, kwargs)
+        kwargs["past_key_values"] = self._prepare(args, kwargs)
+        return forward(*args, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Cache, bool]:
-        """Reserve a forward pass's tokens in an FP8 cache; return it, and whether it has all blocks."""
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache:
+        """Reserve a forward pass's tokens in an FP8 cache, and return it."""
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = DynamicCache(config=self._config)
@@ -163,10 +160,7 @@ class _Session:
             )
         rows.truncate(lengths.pop())  # what a forward pass reserved that failed
         rows.extend(*inputs.shape[:2])
-        for layer_idx, (num_heads, head_dim, device) in self._shapes.items():
-            cache.layers[layer_idx].make_blocks(num_heads, head_dim, device)
-            rows.locate(device)
-        return cache, bool(self._shapes)
+        return cache
 
     def _convert(self, cache: Cache) -> CacheRows:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
@@ -185,16 +179,6 @@ class _Session:
         for scales in self._scales.values():
             replace_layer(cache, rows, scales)
         return rows
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_first(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the first forward pass, which tells the shapes of K and V."""
-        out = forward(*args, **kwargs)
-        self._shapes = {
-            layer_idx: (layer.num_kv_heads, layer.head_dim, layer.codes.device)
-            for layer_idx, layer in paged_cache(kwargs["past_key_values"]).layers.items()
-        }
-        return out
 
     def attend(
         self, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -229,7 +213,9 @@ class _Session:
         self, layer: Fp8CacheLayer, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """Attend from [B, H, T, D] to the layer's blocks: [B, T, H, D]."""
-        decode_attention, extend_attention = ops.attention_functions()
+        from fp8kv_runtime.kernels.decode import decode_attention
+        from fp8kv_runtime.kernels.extend import extend_attention
+
         if kwargs.get("position_bias") is not None:
             raise AttentionError("the Triton kernels have no position bias; use the torch backend")
         num_rows, num_heads, tokens, head_dim = query.shape
@@ -239,7 +225,7 @@ class _Session:
             head_dim = layer.blocks.head_dim
         sequences, _ = layer.rows.locate(query.device)
         if mask is not None:
-            _check_mask_once(layer.rows, mask, tokens, sequences, kwargs.get("sliding_window"))
+            _check_mask_once(layer.rows, mask, tokens, sequences.seq_starts, kwargs.get("sliding_window"))
         options = self._options_of(layer, kwargs, query.device)
         if tokens == 1:
             return decode_attention(query[:, :, 0], layer.blocks, sequences, options)[:, None]
@@ -269,17 +255,12 @@ def _widen_mask(argument: Any) -> Any:
 
 
 def _check_mask_once(
-    rows: CacheRows, mask: Tensor, num_tokens: int, sequences: PagedSequences, window: int | None
+    rows: CacheRows, mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None
 ) -> None:
     """Call `check_mask` once for each mask of a forward pass: layers of a type share the object."""
-    if any(mask is checked and window == size for checked, size in rows.checked_masks):
-        return
-    arguments = mask, num_tokens, sequences.seq_starts, window
-    if torch.compiler.is_compiling():
-        torch.ops.fp8kv.check_mask(*arguments, sequences.seq_lens)
-    else:
-        check_mask(*arguments)
-    rows.checked_masks.append((mask, window))
+    if not any(mask is checked and window == size for checked, size in rows.checked_masks):
+        check_mask(mask, num_tokens, starts, window)
+        rows.checked_masks.append((mask, window))
 
 
 def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> None:
@@ -312,12 +293,3 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
             "the Triton kernels apply causal masks with a sliding window and left padding; this "
             "model or input needs another one. Pad on the left, or use the torch backend"
         )
-
-
-_LIBRARY: Any = torch.library.Library("fp8kv", "FRAGMENT")  # type: ignore[no-untyped-call]
-# the lengths are not written to, but said to be: compilers drop what returns and writes nothing
-_LIBRARY.define(
-    "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, Tensor(a!) seq_lens) -> ()"
-)
-_LIBRARY.impl("check_mask", lambda *arguments: check_mask(*arguments[:4]), "CompositeExplicitAutograd")
-torch.library.register_fake("fp8kv::check_mask", lambda *_: None, lib=_LIBRARY)

@@ -1,6 +1,5 @@
 """A transformers cache in FP8: its rows as sequences of a `PagedKVCache`, its layers as `KVBlocks`."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from fp8kv_runtime import ops, reference
+from fp8kv_runtime import reference
 from fp8kv_runtime.cache import CachedSequence, PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.storage import KVBlocks
@@ -164,13 +163,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
-        head_dim = max(key_states.shape[3], value_states.shape[3])
-        self.make_blocks(key_states.shape[1], head_dim, key_states.device)
-
-    def make_blocks(self, num_heads: int, head_dim: int, device: torch.device) -> None:
-        """Make the blocks, if there are none yet."""
-        if self.is_initialized:
-            return
+        num_heads, head_dim = key_states.shape[1], max(key_states.shape[3], value_states.shape[3])
         cache, scales = self.rows.cache, self.scales
         assert cache is not None
         with torch.inference_mode(False):  # a later forward pass may run outside inference mode
@@ -185,7 +178,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
                 if scales.k_center is None
                 else _pad_channels(_repeat_heads(scales.k_center, num_heads), head_dim, 0.0),
                 dtype=self.rows.dtype,
-                device=device,
+                device=key_states.device,
             )
         cache.add_layer(scales.layer_idx, blocks)
         self.is_initialized = True
@@ -224,8 +217,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         if self.rows.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
-        dense = ops.dense if torch.compiler.is_compiling() else KVBlocks.dense
-        key, value = dense(blocks, sequences.block_tables, self._length)
+        key, value = blocks.dense(sequences.block_tables, self._length)
         key, value = key[..., :k_dim], value[..., :v_dim]
         if self.rows.restore:
             return key.to(key_states.dtype), value.to(value_states.dtype)
@@ -375,8 +367,6 @@ def _pad_channels(x: Tensor, size: int, value: float) -> Tensor:
 
 
 def _append_function(use_triton: bool) -> Callable[..., None]:
-    if torch.compiler.is_compiling():
-        return functools.partial(ops.append_kv, use_triton=use_triton)
     if use_triton:
         from fp8kv_runtime.kernels.append_kv import append_kv
 

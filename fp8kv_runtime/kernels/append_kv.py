@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.kernels.codec import encode, half_smallest, largest
-from fp8kv_runtime.kernels.launch import Constants, Launcher
+from fp8kv_runtime.kernels.launch import Launcher, block_constants
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import append_config
@@ -53,7 +53,7 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
 def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launcher]:
     """Return the kernel for a layer, and its config."""
     config = append_config(target, blocks.head_dim)
-    layer = Constants(
+    layer = block_constants(
         blocks,
         target,
         has_center=blocks.has_center,

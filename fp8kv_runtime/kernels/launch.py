@@ -52,31 +52,33 @@ class Layer(NamedTuple):
 class Constants(SimpleNamespace):
     """Compile-time constants that a layer fixes: the argument LAYER of every kernel."""
 
-    def __init__(self, blocks: BlocksLayout, target: Target, **others: Any) -> None:
-        values = {
-            "num_kv_heads": blocks.num_kv_heads,
-            "head_dim": blocks.head_dim,
-            "width": triton.next_power_of_2(blocks.head_dim),
-            "block_size": blocks.block_size,
-            "k_scales": blocks.k_scales,  # 0 for one scale per tensor, 1 per head, 2 per channel
-            "v_scales": blocks.v_scales,
-            "format": blocks.format,
-            "hardware": blocks.format in target.decoded,
-            "encodes": blocks.format in target.encoded,
-            **others,
-        }
-        # Triton 3.6 hands only these on to other functions, and the interpreter only plain values
-        wrap = (lambda value: value) if target.backend == "interpreter" else tl.constexpr
-        super().__init__(**{name: wrap(value) for name, value in values.items()})
-
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))
+
+
+def block_constants(blocks: BlocksLayout, target: Target, **others: Any) -> Constants:
+    """Return the constants that a layer's blocks fix, in every kernel, and `others`."""
+    values = {
+        "num_kv_heads": blocks.num_kv_heads,
+        "head_dim": blocks.head_dim,
+        "width": triton.next_power_of_2(blocks.head_dim),
+        "block_size": blocks.block_size,
+        "k_scales": blocks.k_scales,  # 0 for one scale per tensor, 1 per head, 2 per channel
+        "v_scales": blocks.v_scales,
+        "format": blocks.format,
+        "hardware": blocks.format in target.decoded,
+        "encodes": blocks.format in target.encoded,
+        **others,
+    }
+    # Triton 3.6 hands only these on to other functions, and the interpreter only plain values
+    wrap = (lambda value: value) if target.backend == "interpreter" else tl.constexpr
+    return Constants(**{name: wrap(value) for name, value in values.items()})
 
 
 def attention_constants(layer: Layer, target: Target) -> Constants:
     """Return the constants that a layer and its options fix, in kernels of attention."""
     blocks = layer.blocks
-    return Constants(
+    return block_constants(
         blocks,
         target,
         num_heads=layer.num_heads,

@@ -69,7 +69,7 @@ def test_kernels_pass_on_every_target():
         assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
 
 
-WAIT, MAXIMUM = "wait_for_previous(OVERLAPS)", "overall = tl.max(maxima, 0)"
+WAIT, MAXIMUM = "wait_for_previous(LAYER.overlaps)", "overall = tl.max(maxima, 0)"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ WAIT, MAXIMUM = "wait_for_previous(OVERLAPS)", "overall = tl.max(maxima, 0)"
                 ("tuning.json", "num_stages", [5], 33),
                 ("launch.py", "blocks.format in target.decoded", "False"),
                 # it rounds twice on this target
-                ("append_kv.py", "blocks.format in target.encoded", "True"),
+                ("launch.py", "blocks.format in target.encoded", "True"),
             ],
             "--target sm_89 --variant plain-128 --kernel decode append_kv",
             [
@@ -133,7 +133,7 @@ WAIT, MAXIMUM = "wait_for_previous(OVERLAPS)", "overall = tl.max(maxima, 0)"
                     "overall = tl.max(maxima, 0)",
                     f"{WAIT}\noverall = tl.max(maxima, 0)",
                 ),
-                ("decode.py", "let_next_start(OVERLAPS)", "pass"),
+                ("decode.py", "let_next_start(LAYER.overlaps)", "pass"),
             ],
             "--target sm_90 --variant plain-64 --kernel decode reduce",
             [
