@@ -102,7 +102,7 @@ def _bake_variant(variant: Variant, factors: Mapping[int, LayerFactors]) -> Vari
             return plain(layer_idx, key, value)
         k, v = (broadcast_scale(factor, x).to(x.dtype) for factor, x in ((layer.k, key), (layer.v, value)))
         key, value = plain(layer_idx, key * k, value * v)
-        return key / k, value / v
+        return key.div_(k), value.div_(v)
 
     return replace(
         variant,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -64,7 +64,7 @@ class Variant:
     is_baked: bool = False  # on weights as `fp8kv bake` writes them
     bytes_per_token: int | None = None
 
-    @property
+    @cached_property
     def layers(self) -> dict[int, LayerScales]:
         """The scales by layer_idx."""
         return {} if self.scales is None else {s.layer_idx: s for s in self.scales.layers.values()}
@@ -218,13 +218,15 @@ def fp8_rounding(scales: KVScales, tensors: str = "kv") -> CacheRounding:
 
     def round_layer(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         layer = layers.get(layer_idx)
-        if layer is not None and "k" in tensors:
-            centre = 0.0 if layer.k_center is None else broadcast_scale(layer.k_center, key)
-            rounded = round_fp8(key - centre, broadcast_scale(layer.k, key), dtype)
-            key = (rounded + centre).to(key.dtype)
-        if layer is not None and "v" in tensors:
-            value = round_fp8(value, broadcast_scale(layer.v, value), dtype)
-        return key, value
+        if layer is None:
+            return key, value
+        k_scale, v_scale = broadcast_scale(layer.k, key), broadcast_scale(layer.v, value)
+        if "k" in tensors and layer.k_center is None:
+            key = round_fp8(key, k_scale, dtype)
+        elif "k" in tensors and layer.k_center is not None:
+            centre = broadcast_scale(layer.k_center, key)
+            key = (round_fp8(key - centre, k_scale, dtype) + centre).to(key.dtype)
+        return key, round_fp8(value, v_scale, dtype) if "v" in tensors else value
 
     return round_layer
 
