@@ -132,7 +132,7 @@ def _digest(model: Path) -> str:
 
 
 def _amax_off(calibration: Path, expected: dict[str, dict[str, list[float]]]) -> dict[str, float]:
-    """The largest relative difference of any head's amax, of K, V and Q."""
+    """Return the largest relative difference of any head's amax, of K, V and Q."""
     layers = load_stats(calibration).layers
     assert layers.keys() == expected.keys()
     return {

@@ -113,7 +113,7 @@ def _model(directory: Path) -> PreTrainedModel:
 
 
 def _documents(model: PreTrainedModel, tokenizer: Any) -> Iterator[Tensor]:
-    """The documents of the suite, which nothing was calibrated on."""
+    """Load the documents of the suite, which nothing was calibrated on."""
     samples = SUITE.calibration_samples + SUITE.documents
     changes = {"data.dataset": DATASET, "data.samples": samples, "data.seq_len": SUITE.seq_len}
     data = load_data(load_recipe(None, changes).data, tokenizer, lambda: model)
@@ -140,7 +140,7 @@ def _sums(kl: dict[str, list[Values]], *names: str) -> Iterator[Values]:
 
 
 def _others(kl: dict[str, list[Values]], *names: str) -> Iterator[Values]:
-    """Sums of the documents that no power was chosen on."""
+    """Return sums of the documents that no power was chosen on."""
     return (sums[CHOSEN_ON:] for sums in _sums(kl, *names))
 
 

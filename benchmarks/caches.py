@@ -90,7 +90,7 @@ def sums(measured: Measured) -> Any:
 
 
 def _answers(model: str, evaluation: Evaluation, report: Report) -> dict[str, Any]:
-    """What the command says, how long it takes, and what the full suite says."""
+    """Return what the command says, how long it takes, and what the full suite says."""
     assert evaluation.offers is not None
     # the command does not measure this one
     rows = {name: row for name, row in report.variants.items() if name != "mse"}
@@ -113,7 +113,7 @@ def _answers(model: str, evaluation: Evaluation, report: Report) -> dict[str, An
 
 
 def _draw(found: dict[str, Any]) -> None:
-    """The README's picture: caches that an engine has."""
+    """Draw the README's picture: caches that an engine has."""
     whole = found["kl"]["reference"]["bytes_per_token"]
     points = [
         Point(name, kl["bytes_per_token"] / whole, Figure(**kl), name == "int8_per_token_head")

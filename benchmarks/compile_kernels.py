@@ -145,7 +145,7 @@ def _compile_one(task: Task) -> Result:
 
 
 def _launched(launch: Launch, target: str) -> tuple[int, ...]:
-    """Decode's programs on a processor; other kernels launch as many as there is work for."""
+    """Return decode's programs on a processor; other kernels launch as many as there is work for."""
     if launch.kernel != "decode_kernel" or dict(launch.constants)["EXTENDS"]:
         return ()
     layer, names = launch.layer, (target, TARGETS[target].backend)

@@ -19,7 +19,7 @@ Kernels = dict[str, dict[str, Any]]  # "target kernel variant" -> its Bound
 
 
 def read(file: Path = FILE) -> Kernels:
-    """What was written with this version of Triton; nothing if there is no such file."""
+    """Read what was written with this version of Triton; nothing without such a file."""
     if not file.exists():
         return {}
     document = json.loads(file.read_text())
@@ -37,7 +37,7 @@ def write(kernels: Kernels, file: Path = FILE) -> None:
 
 
 def worse(name: str, bound: Bound, before: Kernels) -> list[Finding]:
-    """What has become worse since."""
+    """Yield what has become worse since."""
     old = before.get(name)
     if old is None:
         return []

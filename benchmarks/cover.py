@@ -55,7 +55,7 @@ class Text(NamedTuple):
     lengths: list[int]
 
     def shuffled(self, seed: int) -> tuple[Tensor, Tensor]:
-        """The documents in another order, and of each token [tokens] its document."""
+        """Return the documents in another order, and of each token [tokens] its document."""
         order = np.random.default_rng(seed).permutation(len(self.lengths))
         parts = self.amax.split(self.lengths, dim=-1)
         lengths = torch.tensor(self.lengths)[order]
@@ -154,7 +154,7 @@ def _agreement(
 
 
 def _share(answers: Iterable[bool]) -> float | None:
-    """The share that is true; None of nothing."""
+    """Return the share that is true; None of nothing."""
     found = list(answers)
     return sum(found) / len(found) if found else None
 
@@ -192,7 +192,7 @@ def growth(dataset: str, text: Text) -> Rows:
 
 
 def headroom(dataset: str, text: Text) -> Rows:
-    """What `--headroom auto` promises and does, and how much of the whole run's amax it covers."""
+    """Return what `--headroom auto` promises and does, and how much of the whole run's amax it covers."""
     found: dict[tuple[str, int], list[Promise]] = {}
     for strategy, count, values, documents in splits(text, (*CALIBRATED[1:], 2 * CALIBRATED[-1])):
         for layer in values:
@@ -225,7 +225,7 @@ def _promise(dataset: str, strategy: str, count: int, rows: list[Promise]) -> di
 
 
 def _by_documents(clipped: int, documents: int, tokens: int) -> list[float]:
-    """The interval of the chance, were the documents with clipped tokens drawn anew.
+    """Return the interval of the chance, were the documents with clipped tokens drawn anew.
 
     The tokens of one document are not independent, and the orders share documents: without any
     clipped, what was seen counts once, and not for each order.

@@ -11,7 +11,7 @@ from calib.scales.tail import Tail, largest
 
 
 def tail_of(seen: Tensor) -> Tail:
-    """The tail of `seen` [groups, tokens]."""
+    """Return the tail of `seen` [groups, tokens]."""
     return Tail.of(largest(seen, seen[:, :0]), seen.shape[-1], per_head=True)
 
 
@@ -32,7 +32,7 @@ def _by_growth(seen: Tensor, ahead: int) -> Tensor:
 
 
 def _by_gumbel(seen: Tensor, ahead: int) -> Tensor:
-    """A Gumbel distribution through the maxima of the power-of-two buckets."""
+    """Fit a Gumbel distribution through the maxima of the power-of-two buckets."""
     ends = 2 ** np.arange(5, int(np.log2(seen.shape[-1])) + 1) - 1
     pairs = list(pairwise(ends))
     maxima = torch.stack([seen[:, a:b].amax(-1) for a, b in pairs], dim=-1)

@@ -24,7 +24,7 @@ _MODULES = {"pyyaml": "yaml"}  # that are not called what their distribution is
 
 
 def normal(name: str) -> str:
-    """A distribution's name as indexes spell it."""
+    """Spell a distribution's name as indexes do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -90,7 +90,7 @@ def _row(name: str, extra: str, base: set[str]) -> dict[str, object]:
 
 
 def table(result: dict[str, object]) -> str:
-    """The table of docs/install.md, the largest first."""
+    """Return the table of docs/install.md, the largest first."""
     lines = ["| package | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|"]
     for row in sorted(result["rows"], key=lambda row: -row["mb"]):
         where = f"`{row['extra']}`" if row["extra"] else "base"

@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _random_model(config: PreTrainedConfig, *, small: bool) -> PreTrainedModel:
-    """A model of this shape in float16; small: few layers, narrow MLP, few words."""
+    """Make a model of this shape in float16; small: few layers, narrow MLP, few words."""
     if small:
         config.update({"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512})
         config.layer_types = None

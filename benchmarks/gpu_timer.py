@@ -86,7 +86,7 @@ class GpuTimer:
 
 
 def _capture(run: Work) -> Work | None:
-    """A replay of the work, without Python; None where it cannot be captured."""
+    """Capture a replay of the work, without Python; None where it cannot be captured."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -37,7 +37,7 @@ def fp8_peers(case: Case, inputs: Inputs) -> dict[str, Prepare]:
 
 
 def per_tensor(inputs: Inputs) -> Inputs:
-    """The same codes with one scale for all heads, which is all that others take."""
+    """Return the same codes with one scale for all heads, which is all that others take."""
     scales = {n: getattr(inputs.blocks, n).mean().view(1) for n in ("k_scale", "v_scale")}
     return replace(inputs, blocks=replace(inputs.blocks, **scales))
 

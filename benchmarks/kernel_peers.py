@@ -74,7 +74,7 @@ def flex(
 
 
 def try_import(name: str) -> ModuleType | None:
-    """A library, if it is there."""
+    """Import a library, if it is there."""
     try:
         return import_module(name)
     except ImportError:

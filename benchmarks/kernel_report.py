@@ -55,7 +55,7 @@ def describe_machine(commit: str | None) -> dict[str, Any]:
 
 
 def nvidia_smi(*fields: str) -> list[str | None]:
-    """What nvidia-smi says of the current GPU; None for each where there is no saying."""
+    """Ask nvidia-smi about the current GPU; None for each field that it does not tell."""
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     which = [] if uuid is None else ["-i", f"GPU-{uuid}"]
     query = ["nvidia-smi", *which, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
@@ -71,7 +71,7 @@ def write(directory: Path, facts: dict[str, Any], rows: list[Row]) -> None:
 
 
 def to_markdown(facts: dict[str, Any], rows: list[Row]) -> str:
-    """A head line and one table per kernel."""
+    """Write a head line and one table per kernel."""
     copied = facts["copy_tb_per_s"]
     lines = [
         f"# Kernels on {facts['gpu']}",

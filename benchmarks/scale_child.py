@@ -46,7 +46,7 @@ def calibrate_in_child(
 
 
 def digest(output: Path) -> str:
-    """The sha256 of all statistics in `output`."""
+    """Return the sha256 of all statistics in `output`."""
     found = hashlib.sha256()
     for name, tensor in sorted(load_file(output / STATS_FILE).items()):
         found.update(name.encode() + tensor.numpy().tobytes())

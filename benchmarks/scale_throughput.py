@@ -33,7 +33,7 @@ def measure_throughput(scratch: Path) -> dict[str, Any]:
 
 
 def judge(series: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A token must not cost more the more there are, and memory must not grow with samples."""
+    """Check that a token costs no more the more there are, and that memory does not grow with samples."""
     points = series["samples"]
     tokens = [point["tokens"] for point in points]
     seconds = [point["seconds"] for point in points]

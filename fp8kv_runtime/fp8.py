@@ -14,7 +14,7 @@ FP8_DTYPES: dict[str, torch.dtype] = {
 
 
 def fp8_max(dtype: torch.dtype) -> float:
-    """Largest finite value of `dtype`: 448 (e4m3fn), 240 (e4m3fnuz), 57344 (e5m2)."""
+    """Return the largest finite value of `dtype`: 448 (e4m3fn), 240 (e4m3fnuz), 57344 (e5m2)."""
     return torch.finfo(dtype).max
 
 
@@ -45,13 +45,13 @@ def dequantize(x: Tensor, scale: Tensor) -> Tensor:
     # beside a scale without dimensions the product would stay float16; a graph cannot ask for NaN
     if x.is_cpu and scale.dim() > 0 and not torch.compiler.is_compiling() and not _has_nan(x):
         # torch's own cast takes ten times as long on a CPU
-        half, unit = _as_half(x)
+        half, unit = _cast_to_half(x)
         return torch.mul(half, scale * unit)
     return x.float() * scale
 
 
-def _as_half(x: Tensor) -> tuple[Tensor, float]:
-    """FP8 bits as float16 values and the power of two that they lack; wrong for E4M3 NaN."""
+def _cast_to_half(x: Tensor) -> tuple[Tensor, float]:
+    """Return FP8 bits as float16 values, and the power of two that they lack; wrong for E4M3 NaN."""
     if x.dtype == torch.float16:
         return x, 1.0
     codes = x.view(torch.int8).to(torch.int16)

@@ -29,11 +29,11 @@ class AttentionOptions:
             object.__setattr__(self, name, None if tensor is None else tensor.contiguous())
 
     def scale(self, head_dim: int) -> float:
-        """The softmax scale in force."""
+        """Return the softmax scale: the option, or head_dim ** -0.5."""
         return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
     def to(self, device: torch.device) -> "AttentionOptions":
-        """The same with its tensors, as float32, on another device."""
+        """Move the tensors to another device, as float32."""
         tensors = {name: getattr(self, name) for name in ("sinks", "q_scale")}
         moved = {n: t if t is None else t.to(device, torch.float32) for n, t in tensors.items()}
         return replace(self, **moved)

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from calib.bench import attention_heads, parse_heads
-from fp8kv_runtime.bench.cases import Case, Launchers, as_float16, build, call, load_launchers
+from fp8kv_runtime.bench.cases import Case, Launchers, build, call, load_launchers, store_as_float16
 from fp8kv_runtime.bench.correctness import check
 from fp8kv_runtime.bench.session import bench_cases, time_on_gpu
 from fp8kv_runtime.errors import AttentionError
@@ -78,7 +78,7 @@ def tune(cases: tuple[Case, ...], device: torch.device, measure: Measure, say: C
     rows = {
         kernel: [
             tuner.tune(kernel, tuple(form(c) for c in cases if c.kernel == launcher))
-            for form in (lambda case: case, as_float16)
+            for form in (lambda case: case, store_as_float16)
         ]
         for kernel, launcher in KERNELS.items()
     }
@@ -120,12 +120,12 @@ class Tuner:
         return ConfigRow(self.names[0], bits, width, best, over=width // 2)
 
     def _fastest(
-        self, kernel: str, known: Config, candidates: Iterable[Config], cases: tuple[Case, ...]
+        self, kernel: str, current: Config, candidates: Iterable[Config], cases: tuple[Case, ...]
     ) -> Config:
-        """Return the fastest config: one of the candidates, or the one known to work."""
-        before, best, shortest = self._times(kernel, known, cases), known, 1.0
+        """Return the fastest config: one of the candidates, or the current one."""
+        before, best, shortest = self._times(kernel, current, cases), current, 1.0
         for config in dict.fromkeys(candidates):
-            if config == known:
+            if config == current:
                 continue
             if reason := self._refusal(kernel, config, cases):
                 self.say(f"{kernel} {_describe(config)}: {reason}")
@@ -193,21 +193,21 @@ def _place(row: ConfigRow) -> tuple[str, int, int]:
     return row.on, row.bits, row.head_dim
 
 
-def _compiled(kernel: str, backend: str, known: Config) -> Iterator[Config]:
+def _compiled(kernel: str, backend: str, current: Config) -> Iterator[Config]:
     """Yield configs that are compiled differently."""
-    rows = _ROWS if kernel == "extend" else (known.rows,)
-    stages_of = _STAGES.get((kernel, backend), (known.num_stages,))
+    rows = _ROWS if kernel == "extend" else (current.rows,)
+    stages_of = _STAGES.get((kernel, backend), (current.num_stages,))
     for tile, warps, stages, m in itertools.product(_TILES, _WARPS[kernel], stages_of, rows):
         if tile > 64 * warps:  # no warp has registers for more
             continue
-        yield replace(known, tile=tile, num_warps=warps, num_stages=stages, rows=m)
+        yield replace(current, tile=tile, num_warps=warps, num_stages=stages, rows=m)
 
 
-def _launched(kernel: str, backend: str, known: Config) -> Iterator[Config]:
+def _launched(kernel: str, backend: str, current: Config) -> Iterator[Config]:
     """Yield configs that are launched differently."""
     if kernel == "decode":
         for programs, least in itertools.product(_PROGRAMS, _LEAST):
-            yield replace(known, per_processor=programs, least=least)
+            yield replace(current, per_processor=programs, least=least)
 
 
 def _describe(config: Config) -> str:

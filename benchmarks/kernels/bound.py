@@ -89,14 +89,14 @@ def parse(compiled: Compiled) -> list[Instruction]:
 
 
 def hottest_loop(code: list[Instruction]) -> list[Instruction]:
-    """The loop that moves most bytes, the shortest of several; all of the code without one."""
+    """Return the loop that moves most bytes, the shortest of several; all of the code without one."""
     loops = [code[at.jumps_to : i + 1] for i, at in enumerate(code) if at.jumps_to is not None]
     moving = [loop for loop in loops if any(each.moved for each in loop)]
     return min(moving, key=lambda loop: (-sum(i.moved for i in loop), len(loop)), default=code)
 
 
 def tiles_in_flight(asm: str) -> float:
-    """Iterations whose loads are on their way while one is computed with."""
+    """Count iterations whose loads are on their way while one is computed with."""
     waits = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", asm)]
     if not waits or max(waits) == 0:
         return 1.0

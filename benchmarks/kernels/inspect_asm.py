@@ -58,7 +58,7 @@ def findings(launch: Launch, compiled: Compiled, target: Target) -> list[Finding
 
 
 def spills(compiled: Compiled) -> Iterator[Finding]:
-    """Registers kept in memory, but for a few that are saved once."""
+    """Find registers kept in memory, but for a few that are saved once."""
     for what, amount in compiled.spilled.items():
         if amount > _ALLOWED.get(what, 0):
             yield Finding(f"spills {amount} {what}", str(_ALLOWED.get(what, 0)))
@@ -82,7 +82,7 @@ def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
 
 
 def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
-    """FP8 conversions that should be instructions and are not, or the reverse."""
+    """Find FP8 conversions that should be instructions and are not, or the reverse."""
     format, kernel = launch.layer["format"], launch.kernel
     decodes = kernel in _ATTENTION
     encodes = kernel == "append_kv_kernel" or (decodes and launch.layer["q_fp8"])
@@ -100,7 +100,7 @@ def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[
 
 
 def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
-    """Loads of K and V, or stores of their codes, of less than 16 bytes."""
+    """Find loads of K and V, or stores of their codes, of less than 16 bytes."""
     if launch.kernel in _ATTENTION:
         what, found = "load of K or V", stream_loads(compiled.asm)
     elif launch.kernel == "append_kv_kernel" and launch.layer["head_dim"] % WIDE == 0:
@@ -115,7 +115,7 @@ def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
 
 
 def overlap(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
-    """A reduce that cannot start early, or that reads the parts before decode has ended."""
+    """Find a reduce that cannot start early, or that reads the parts before decode has ended."""
     if not target.overlaps:
         return
     if launch.kernel == "decode_kernel" and _LETS_START not in compiled.asm:

@@ -50,7 +50,7 @@ class Compiled:
 
 
 def launches(target: Target, call: Callable[[], Any]) -> list[Launch]:
-    """The kernels that `call` launches on `target`; none of them is compiled or runs."""
+    """Record the kernels that `call` launches on `target`; none of them is compiled or runs."""
     recorded = []
 
     def record(
@@ -99,7 +99,7 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
 
 
 def nvidia_resources(usage: str) -> tuple[int, dict[str, int]]:
-    """Registers and what is spilled, from `cuobjdump -res-usage`."""
+    """Read registers and what is spilled from `cuobjdump -res-usage`."""
     found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return found["REG"], {
         "bytes of stack": found["STACK"],
@@ -108,7 +108,7 @@ def nvidia_resources(usage: str) -> tuple[int, dict[str, int]]:
 
 
 def stack_accesses_in_loops(sass: str) -> int:
-    """Loads and stores of local memory that a backward branch repeats."""
+    """Count loads and stores of local memory that a backward branch repeats."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     branches = [(at, re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) for at, text in code]
     loops = [(int(m[1], 16), at) for at, m in branches if m and int(m[1], 16) < at]
@@ -117,7 +117,7 @@ def stack_accesses_in_loops(sass: str) -> int:
 
 
 def amd_resources(asm: str) -> tuple[int, dict[str, int]]:
-    """Registers and what is spilled, from the metadata at the end of amdgcn."""
+    """Read registers and what is spilled from the metadata at the end of amdgcn."""
     found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", asm, re.MULTILINE)}
     return found["vgpr_count"], {
         "vector registers": found["vgpr_spill_count"],

@@ -61,13 +61,13 @@ class Variant:
         )
 
     def sequences(self, num_seqs: int = _NUM_SEQS) -> PagedSequences:
-        """A batch of sequences."""
+        """Make a batch of sequences."""
         lengths = torch.ones(num_seqs, dtype=torch.int32)
         tables = torch.zeros(num_seqs, _MAX_BLOCKS, dtype=torch.int32)
         return PagedSequences(tables, lengths, torch.zeros_like(lengths) if self.masked else None)
 
     def blocks(self, target: Target) -> KVBlocks:
-        """The layer's blocks, empty."""
+        """Make the layer's blocks, empty."""
         format = self.format or ("e4m3fnuz" if target.name == "gfx942" else "e4m3fn")
         shape = (1, _NUM_KV_HEADS, self.head_dim)[: 1 + self.scale_dims][-max(self.scale_dims, 1) :]
         block_bytes = _NUM_KV_HEADS * self.block_size * self.head_dim

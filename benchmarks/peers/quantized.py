@@ -26,7 +26,7 @@ Parts = dict[str, dict[str, Tensor]]  # module -> "weight_packed", "qzeros" ... 
 
 
 def attention_parts(written: Path) -> Parts:
-    """The stored tensors of Q, K, V and O of every layer, by module."""
+    """Read the stored tensors of Q, K, V and O of every layer, by module."""
     found: Parts = {}
     for file in sorted(written.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
@@ -62,7 +62,7 @@ def keep(
 
 
 def smallest(weight: Tensor) -> Tensor:
-    """The same values in 16 bits where these hold them, else in float32."""
+    """Narrow values to 16 bits where these hold them, else keep float32."""
     assert weight.isfinite().all()
     weight = weight.detach().float().contiguous()
     for dtype in (torch.bfloat16, torch.float16):

@@ -38,7 +38,7 @@ def make(
     heads: tuple[int, int] = (4, 2),
     intermediate_size: int = 32,
 ) -> LlamaForCausalLM:
-    """The model, in bfloat16, loaded from `directory`; the same weights every time.
+    """Load the model, in bfloat16, from `directory`; the same weights every time.
 
     `heads` are those of Q, and of K and V.
     """
@@ -72,13 +72,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def token_ids() -> torch.Tensor:
-    """[SAMPLES, LENGTH]."""
+    """Draw token ids [SAMPLES, LENGTH]."""
     random = torch.Generator().manual_seed(1)
     return torch.randint(2, len(WORDS), (SAMPLES, LENGTH), generator=random)
 
 
 def texts() -> list[str]:
-    """The same as text."""
+    """Decode the same token ids to text."""
     return [" ".join(WORDS[i] for i in row) for row in token_ids().tolist()]
 
 

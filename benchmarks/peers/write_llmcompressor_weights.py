@@ -69,7 +69,7 @@ def _recipes() -> dict[str, list[Modifier]]:
 
 
 def scheme(name: str, **weights: Any) -> QuantizationScheme:
-    """A preset of all linear layers, its weights' settings changed."""
+    """Change the weights' settings in a preset of all linear layers."""
     preset = preset_name_to_scheme(name, ["Linear"])
     changed = {**preset.weights.model_dump(), **weights}
     return QuantizationScheme(**{**preset.model_dump(), "weights": changed})
@@ -111,7 +111,7 @@ def _write(case: str, recipe: list[Modifier]) -> None:
 
 
 def dequantized(parts: dict[str, Tensor], output: Path) -> Tensor:
-    """The weight that stored `parts` stand for, in float32."""
+    """Decode the weight that stored `parts` stand for, in float32."""
     says = json.loads((output / "config.json").read_text())["quantization_config"]
     (group,) = says["config_groups"].values()
     scheme = QuantizationScheme(**group)

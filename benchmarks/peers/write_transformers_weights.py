@@ -48,7 +48,7 @@ def _block_fp8(case: str, config: FineGrainedFP8Config) -> None:
 
 
 def _gpt_oss() -> None:
-    """The experts' codes are random: transformers' packing needs a kernel from the Hub."""
+    """Draw the experts' codes at random: transformers' packing needs a kernel from the Hub."""
     torch.manual_seed(0)
     config = GptOssConfig(
         hidden_size=64,

@@ -20,7 +20,7 @@ def _cell(text: str) -> str:
 
 
 def schema_tables(schema: Schema, names: Mapping[str, str] | None = None) -> str:
-    """A table of the object itself, then one of each of its parts; `names` rename parts."""
+    """Make a table of the object itself, then one of each of its parts; `names` rename parts."""
     parts: Schema = schema.get("$defs", {})
     called = {part: (names or {}).get(part, part) for part in parts}
     of_parts = (f"## {called[part]}\n\n{_table(parts[part], called)}" for part in parts)
@@ -45,7 +45,7 @@ def _default(value: Schema) -> str:
 
 
 def _type(value: Schema, called: Mapping[str, str]) -> str:
-    """What may stand there, in words."""
+    """Describe in words what may stand there."""
     if "$ref" in value:
         name = called[value["$ref"].rpartition("/")[2]]
         return f"[{name}](#{name.lower()})"

@@ -52,14 +52,6 @@ class Case:
             return 2 * self.num_tokens * self.num_kv_heads * self.head_dim * (2 + stored)
         return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * stored
 
-    @property
-    def num_flops(self) -> int:
-        """Operations of both matrix products under a causal mask; 0 for append."""
-        if self.kernel == "append_kv":
-            return 0
-        visible = sum(self.new * n - self.new * (self.new - 1) // 2 for n in self.lengths)
-        return 4 * self.num_heads * self.head_dim * visible
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -94,7 +86,7 @@ def shrink(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(shrunk.values())
 
 
-def as_float16(case: Case) -> Case:
+def store_as_float16(case: Case) -> Case:
     """Put the cache in float16, which takes no FP8 queries."""
     return replace(case, format="float16")
 

@@ -70,10 +70,9 @@ def _check_append(case: Case, inputs: Inputs, launchers: Launchers) -> Verdict:
     reference.append_kv(inputs.key, inputs.value, expected, inputs.slots)
     call(case, inputs, launchers)()
     # as bytes: NaN is unequal to itself
-    ours, theirs = (b.codes.view(torch.uint8) for b in (blocks, expected))
-    wrong = int((ours != theirs).sum())
+    wrong = int((blocks.codes.view(torch.uint8) != expected.codes.view(torch.uint8)).sum())
     if wrong:
-        return Verdict(False, f"{wrong} of {theirs.numel()} bytes differ")
+        return Verdict(False, f"{wrong} of {codes.numel()} bytes differ")
     if blocks.counts is not None and counts is not None and not blocks.counts.equal(counts):
         sums = [x.sum((0, 1)).tolist() for x in (blocks.counts, counts)]
         return Verdict(False, f"counts are {sums[0]}, and the reference's {sums[1]}")

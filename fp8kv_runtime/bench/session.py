@@ -7,7 +7,7 @@ import torch
 from triton.testing import do_bench
 
 from fp8kv_runtime.bench import correctness
-from fp8kv_runtime.bench.cases import Case, Launchers, as_float16, build, call, shrink
+from fp8kv_runtime.bench.cases import Case, Launchers, build, call, shrink, store_as_float16
 
 Say = Callable[..., None]  # like print
 Iterate = Callable[[Sequence[Case]], Iterator[Case]]  # goes through cases, and may count them
@@ -53,7 +53,7 @@ def check_cases(
     """Check every case on FP8 and on float16, say a line for each, and return the wrong ones' names."""
     wrong = []
     for case in iterate(cases):
-        for form in (case,) if case.q_fp8 else (case, as_float16(case)):
+        for form in (case,) if case.q_fp8 else (case, store_as_float16(case)):
             # named first because the kernel may crash
             say(f"{form.kernel:17} {form.name:35} {form.format:7} ", end="", flush=True)
             verdict = correctness.check(form, launchers, device)
@@ -70,7 +70,7 @@ def time_cases(
     rows = []
     for case in iterate(cases):
         us, float16_us = (
-            time_on_gpu(call(form, build(form, device), launchers)) for form in (case, as_float16(case))
+            time_on_gpu(call(form, build(form, device), launchers)) for form in (case, store_as_float16(case))
         )
         rows.append(KernelTime(case.kernel, case.name, us, case.num_bytes / us / 1e6, float16_us))
     source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device=device)

@@ -128,19 +128,19 @@ def _encode_hardware(x, FORMAT: tl.constexpr):
 
 @triton.constexpr_function
 def hardware_type(FORMAT):
-    """Triton's name of the format."""
+    """Return Triton's name of the format."""
     return {"e4m3fn": tl.float8e4nv, "e4m3fnuz": tl.float8e4b8, "e5m2": tl.float8e5}[FORMAT]
 
 
 @triton.constexpr_function
 def largest(FORMAT):
-    """The format's largest finite value."""
+    """Return the format's largest finite value."""
     # as `fp8_max`, which compiled code cannot call
     return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "float16": 65504.0}[FORMAT]
 
 
 @triton.constexpr_function
 def half_smallest(FORMAT):
-    """Half of the format's smallest value: what is not larger becomes 0."""
+    """Return half of the format's smallest value: values up to it become 0."""
     halves = {"e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e5m2": 2.0**-17, "float16": 2.0**-25}
     return halves[FORMAT]

@@ -56,8 +56,8 @@ class Constants(SimpleNamespace):
         return hash(repr(self))
 
 
-def block_constants(blocks: BlocksLayout, target: Target, **others: Any) -> Constants:
-    """Return the constants that a layer's blocks fix, in every kernel, and `others`."""
+def block_constants(blocks: BlocksLayout, target: Target, **attention: Any) -> Constants:
+    """Return the constants that a layer's blocks fix, in every kernel, and those of `attention`."""
     values = {
         "num_kv_heads": blocks.num_kv_heads,
         "head_dim": blocks.head_dim,
@@ -68,7 +68,7 @@ def block_constants(blocks: BlocksLayout, target: Target, **others: Any) -> Cons
         "format": blocks.format,
         "hardware": blocks.format in target.decoded,
         "encodes": blocks.format in target.encoded,
-        **others,
+        **attention,
     }
     # Triton 3.6 hands only these on to other functions, and the interpreter only plain values
     wrap = (lambda value: value) if target.backend == "interpreter" else tl.constexpr

@@ -26,7 +26,7 @@ class Target:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a kernel may start before the one that it waits for has ended."""
+        """Programmatic dependent launch: a kernel may start before the one that it waits for has ended."""
         return self.backend == "cuda" and int(self.arch) >= 90
 
 
