@@ -21,11 +21,11 @@ from calib.capture.processes import World, surrounding_world
 from calib.choices import FormatName, Strategy
 from calib.data import Batch
 from calib.errors import InputError
+from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
 from calib.formats import Export, check_recipe, export
-from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.config import check_cacheable
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales

@@ -73,7 +73,12 @@ def verify(
     from calib.engines.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
-    report = verify_directory(directory, choose_engines(engine, version), against, place)
+    calibration = None
+    if against is not None:
+        from calib.scales.stats_file import load_calibration
+
+        calibration = load_calibration(against, needs_report=False)
+    report = verify_directory(directory, choose_engines(engine, version), calibration, place)
     return Answer(report.to_json(), _report_blocks(report, place), is_good=report.is_good)
 
 

@@ -1,20 +1,17 @@
-"""Measured absmax, which scales are compared with: statistics of a calibration, read with torch."""
+"""Measured absmax, which scales are compared with: statistics of a calibration, which need torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Convention
-from calib.files.calibration import Amax, statistics_file
-from calib.files.names import CALIBRATION_FILE
+from calib.files.calibration import Amax
 from calib.files.stored_scales import StoredLayer
-from calib.recipe import load_recipe
 
 if TYPE_CHECKING:
-    from calib.scales.stats import KVStats
+    from calib.scales.stats_file import Calibration
 
 
 class MeasuredAmax(NamedTuple):
@@ -26,23 +23,16 @@ class MeasuredAmax(NamedTuple):
     thresholds: Amax  # where an observer other than absmax clips, on purpose
 
 
-def read_measured(path: Path, layers: Sequence[StoredLayer]) -> MeasuredAmax:
-    """Read the statistics at `path`, which the scales of `layers` are compared with."""
-    from calib.scales.stats_file import load_stats
-
-    return measured_amax(load_stats(path), path, layers)
-
-
-def measured_amax(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> MeasuredAmax:
-    """Take the absmax of `layers` out of `stats`, read from `path`."""
+def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> MeasuredAmax:
+    """Take the absmax of `layers` out of a calibration's statistics."""
     from calib.scales.stats import derive_scales
     from calib.scales.text_summary import text_warnings
 
+    stats = calibration.stats
     # scales of a layer that shares another's cache may be there, or not
     absent = {module.layer_idx for module in stats.shared.values()} - {layer.layer for layer in layers}
     amax = {key: heads for key, heads in stats.amax_by_head().items() if key[0] not in absent}
-    file = statistics_file(path).parent / CALIBRATION_FILE
-    recipe, thresholds = load_recipe(str(file)) if file.exists() else None, Amax()
+    recipe, thresholds = calibration.recipe() if calibration.report else None, Amax()
     if recipe and recipe.observer.name != "absmax":
         largest = FP8_MAX[recipe.fp8_dtype]
         scales = derive_scales(stats, recipe).layers

@@ -1,23 +1,27 @@
 """A directory checked for `fp8kv verify`: which engine loads which scale, and all problems."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.measured import measured_convention, read_measured
+from calib.engines.measured import measured_amax, measured_convention
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
 from calib.engines.scale_fit import Fit, Limits, compare, judge
 from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
-from calib.files.calibration import statistics_file
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.same_model.check import check_same_model, directory_facts, scales_facts
+
+if TYPE_CHECKING:
+    from calib.scales.stats_file import Calibration
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Verification:
 
 
 def verify_directory(
-    path: Path, engines: Sequence[Engine], against: Path | None = None, place: Place = ONE_GPU
+    path: Path, engines: Sequence[Engine], against: Calibration | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
     scales, bake = _read_directory(path)
@@ -86,7 +90,7 @@ def verify_directory(
         )
     if against:
         problems += _source_problems(path, against, bake)
-        measured = read_measured(against, layers)
+        measured = measured_amax(against, layers)
         if nvfp4:
             nvfp4, mismatch = measured_convention(nvfp4, layers, measured.amax)
             problems += mismatch
@@ -114,14 +118,13 @@ def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
         return StoredScales(directory, []), bake
 
 
-def _source_problems(path: Path, against: Path, bake: dict[str, Any]) -> list[str]:
+def _source_problems(path: Path, against: Calibration, bake: dict[str, Any]) -> list[str]:
     """Refuse statistics of another model; report those of the model from before it was baked."""
-    statistics_file(against)
-    statistics = scales_facts(against)
+    statistics = scales_facts(against.path, report=against.report)
     check_same_model(statistics, directory_facts(path))
     if bake and (statistics.fingerprints or {}).get("checkpoint") == bake.get("source"):
         problem = "was measured on the model that was baked, whose K and V are others"
-        return [f"'{against}' {problem}: calibrate the baked one"]
+        return [f"'{against.path}' {problem}: calibrate the baked one"]
     return []
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from calib.choices import FORMATS
 from calib.errors import InputError, NoModelError, first_problem
 from calib.files.names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
-from calib.files.pack import PACKED, read_pack
+from calib.files.pack import PACKED, Pack, read_pack
 from calib.files.strict_json import read_object
 
 Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
@@ -43,7 +43,12 @@ class _CalibrationReport(_ReportModel):
 
 def read_report(directory: Path) -> dict[str, Any]:
     """Read the report of a finished calibration; raise an InputError where `directory` holds none."""
-    pack, file = read_pack(directory), directory / CALIBRATION_FILE
+    return parse_report(directory, read_pack(directory))
+
+
+def parse_report(directory: Path, pack: Pack | None) -> dict[str, Any]:
+    """Read the report of a calibration whose files were compared with the manifest of its `pack`, if any."""
+    file = directory / CALIBRATION_FILE
     if not file.exists():
         problem = f"'{directory}' has no {CALIBRATION_FILE}: it is not a calibration"
         raise InputError(_several_formats(directory) or problem)
@@ -61,14 +66,13 @@ def read_report(directory: Path) -> dict[str, Any]:
 
 
 def statistics_file(path: Path) -> Path:
-    """Return the statistics file `path`, or the one in the directory `path`; check all files of a pack."""
+    """Return the statistics file `path`, or the one in the directory `path`."""
     file = path / STATS_FILE if path.is_dir() else path
     if not path.exists():
         raise InputError(f"cannot read statistics: '{path}' does not exist")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
         raise InputError(_several_formats(path) or problem)
-    read_pack(file.parent)
     return file
 
 

@@ -37,6 +37,12 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(place, value) for place, value in places if value is not None]
 
 
+def find_quantization_config(config: Config) -> dict[str, Any] | None:
+    """Return the quantization_config of a config.json, from where engines look for it."""
+    configs = (part.get("quantization_config") for part in (config, text_config(config)))
+    return next((value for value in configs if isinstance(value, dict)), None)
+
+
 def caches_latents(config: Config) -> bool:
     """Return whether a text config is of a model that caches latents (MLA): one scale per layer."""
     return bool(config.get("kv_lora_rank"))

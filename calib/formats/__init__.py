@@ -6,10 +6,11 @@ from typing import Any
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.engines.catalogue import Engine, find_engine
 from calib.files.cache_type import FP8_DIVISOR
+from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
 from calib.formats.base import Export, Format, ScaledModel
-from calib.formats.compressed_tensors import compressed_tensors, find_quantization_config, sglang
+from calib.formats.compressed_tensors import compressed_tensors, sglang
 from calib.formats.modelopt import modelopt, trtllm
 from calib.formats.nvfp4 import nvfp4
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut

@@ -12,7 +12,7 @@ from typing import Any
 from calib.choices import Strategy
 from calib.engines.quantization_config import excluded_by
 from calib.errors import UnsupportedExportError
-from calib.files.config import quantization_configs
+from calib.files.config import find_quantization_config
 from calib.formats.base import Export, ScaledModel
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.scales_json import scales_json
@@ -73,13 +73,6 @@ def sglang(model: ScaledModel) -> Export:
     except UnsupportedExportError:
         return export  # the scales in the checkpoint are what SGLang loads
     return replace(export, documents=beside.documents, notes=export.notes + beside.notes)
-
-
-def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a checkpoint, from where engines look for it."""
-    places = dict(quantization_configs(config))
-    configs = (places.get(f"{part}quantization_config") for part in ("", "text_config."))
-    return next((each for each in configs if isinstance(each, dict)), None)
 
 
 def _check_not_excluded(quantization: dict[str, Any], model: ScaledModel) -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from calib.files.config import find_quantization_config
 from calib.files.names import MODELOPT_FILE
 from calib.formats.base import Export, ScaledModel
-from calib.formats.compressed_tensors import FP8_SCHEME, find_quantization_config
+from calib.formats.compressed_tensors import FP8_SCHEME
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.tensor_names import MODELOPT_NAME, name_for_class, name_for_latents
 

@@ -39,7 +39,7 @@ from calib.rescale.stored_weights import StoredModel
 from calib.rescale.weight_changes import LayerFactors
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import load_calibration
+from calib.scales.stats_file import Calibration, load_calibration
 from calib.scales.text_summary import records_json, text_warnings
 
 
@@ -107,9 +107,10 @@ def bake(
         check_output(output, checkpoint.path, overwrite=overwrite)
         check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)
-    stats, report = load_calibration(scales)
+    calibration = load_calibration(scales)
+    stats, report = calibration.stats, calibration.report
     check_purpose(stats, purpose)
-    _check_measured(scales, stats, name, checkpoint)
+    _check_measured(calibration, name, checkpoint)
 
     def choose(source: StoredModel) -> FactorChoice:
         shapes = attention_facts(type(source.model).__name__, source.modules, stats.shared)
@@ -183,10 +184,11 @@ def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool)
         )
 
 
-def _check_measured(scales: Path, stats: KVStats, name: str, checkpoint: ModelDirectory) -> None:
+def _check_measured(calibration: Calibration, name: str, checkpoint: ModelDirectory) -> None:
     """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
     # without layers, of which LongCat's config counts half: those of the loaded model are compared
-    source, model = scales_facts(scales), replace(model_facts(checkpoint, stats.layers), name=name)
+    source = scales_facts(calibration.path, report=calibration.report)
+    model = replace(model_facts(checkpoint, calibration.stats.layers), name=name)
     if source.marks is None:  # the fingerprint samples, and tells edited models less
         model = replace(model, fingerprints=fingerprints(checkpoint))
     check_same_model(source, model)

@@ -18,10 +18,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.atomic import place_shard, save_tensors
+from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CONFIG_FILE, INDEX_FILE
 from calib.files.tensors import StoredTensor, stored_tensors
-from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.weights import split_weights

@@ -16,9 +16,9 @@ import torch
 
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory
+from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import STRESS_FILE
-from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import check_output, write_json
 from calib.models.config import caches_latents, load_config
 from calib.models.quantized.weights import split_weights

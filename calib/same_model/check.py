@@ -54,10 +54,13 @@ def check_same_model(scales: ModelFacts, model: ModelFacts, advice: str = "calib
             raise InputError(f"{sentence}; {advice}")
 
 
-def scales_facts(path: Path, stats: KVStats | None = None) -> ModelFacts:
-    """Read what the directory of scales or statistics at `path` says of their model."""
+def scales_facts(
+    path: Path, stats: KVStats | None = None, report: dict[str, Any] | None = None
+) -> ModelFacts:
+    """Read what the directory of scales or statistics at `path`, or its `report`, says of their model."""
     directory = path if path.is_dir() else path.parent
-    report = read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}
+    if report is None:
+        report = read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}
     model, saved = report.get("measured_on") or report, report.get("marks")
     document = saved if isinstance(saved, dict) else {}
 

@@ -8,7 +8,7 @@ another's cache, numbers of the text and a record of it. Version 1 has no `curve
 """
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import Tensor
 from calib.arguments import check_arguments, to_path
 from calib.errors import InputError, first_problem, one_line
 from calib.files.atomic import save_tensors
-from calib.files.calibration import read_report, statistics_file
+from calib.files.calibration import parse_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
+from calib.files.pack import Pack, read_pack
 from calib.files.strict_json import json_text, parse_object, regular_size
-from calib.recipe import load_recipe
+from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import KVScales, SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
@@ -66,39 +67,57 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
     them sums up.
     """
-    return _load(statistics_file(to_path(path)))[0]
+    return load_calibration(to_path(path), needs_report=False).stats
 
 
 @check_arguments
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe."""
-    return derive_scales(load_stats(directory), load_recipe(to_path(directory) / CALIBRATION_FILE))
+    calibration = load_calibration(to_path(directory), needs_report=False)
+    return derive_scales(calibration.stats, calibration.recipe())
 
 
-def load_calibration(path: Path) -> tuple[KVStats, dict[str, Any]]:
-    """Read the statistics and the report of a finished calibration, or of its statistics file."""
+@dataclass(frozen=True)
+class Calibration:
+    """A finished calibration, or a pack of one, whose files were checked once."""
+
+    path: Path  # its directory, or its statistics file
+    stats: KVStats
+    report: dict[str, Any]  # empty: these are statistics alone
+    pack: Pack | None
+
+    @property
+    def directory(self) -> Path:
+        """The directory of all its files."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def recipe(self, settings: dict[str, Any] | None = None) -> Recipe:
+        """Read the saved recipe, changed by `settings`."""
+        return load_recipe(str(self.directory / CALIBRATION_FILE), settings)
+
+
+def load_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
+    """Read a calibration from its directory or statistics file; InputError where the files do not agree.
+
+    Statistics alone, without a report beside them, are enough unless it `needs_report`.
+    """
     file = statistics_file(path)
-    stats, report = _load(file)
-    return stats, report or read_report(file.parent)
-
-
-def _load(file: Path) -> tuple[KVStats, dict[str, Any] | None]:
-    """Read and check statistics, with the report beside them if there is one."""
+    directory, pack = file.parent, read_pack(file.parent)
     stats, _ = load_progress(file)
     for (name, letter, field), tensor in stats.tensors().items():
         if field == "amax" and not tensor.isfinite().all():
             raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
-    if not (file.parent / CALIBRATION_FILE).exists():
-        return stats, None
-    report = read_report(file.parent)
+    if not needs_report and not (directory / CALIBRATION_FILE).exists():
+        return Calibration(path, stats, {}, pack)
+    report = parse_report(directory, pack)
     reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in report["layers"]}
     amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
     if reported != amax:
         raise InputError(
-            f"the statistics in '{file.parent}' are not those that its {CALIBRATION_FILE} sums up; "
+            f"the statistics in '{directory}' are not those that its {CALIBRATION_FILE} sums up; "
             "calibrate again"
         )
-    return stats, report
+    return Calibration(path, stats, report, pack)
 
 
 def load_records(directory: Path) -> Records:

@@ -8,11 +8,9 @@ from typing import Any
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.calibration import statistics_file
 from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import CALIBRATION_FILE, is_of_cache
-from calib.files.pack import read_pack
+from calib.files.names import is_of_cache
 from calib.formats.directory import check_output, check_places
 from calib.formats.output import (
     CalibratedModel,
@@ -28,12 +26,11 @@ from calib.formats.refusals import refusals_of
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.recipe import load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
 from calib.same_model.mark_comparison import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
-from calib.scales.stats import KVStats, derive_scales
-from calib.scales.stats_file import load_calibration
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import Calibration, load_calibration
 from calib.transfer.hub import find_calibration
 
 
@@ -57,29 +54,29 @@ def apply(
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     path, name = find_calibration(calibration, progress)
-    source = statistics_file(path).parent
-    stats, report = load_calibration(path)
+    source = load_calibration(path)
+    stats, report = source.stats, source.report
     settings: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     settings |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
-    recipe = load_recipe(str(source / CALIBRATION_FILE), settings)
+    recipe = source.recipe(settings)
     default = output or default_output(model, recipe.strategy)
     output = check_in_place(model, recipe.export) if in_place else default
     progress.stage("load")
     checkpoint = find_model(model)
     if not in_place:
-        check_output(output, source, overwrite=overwrite, kind="calibration")
+        check_output(output, source.directory, overwrite=overwrite, kind="calibration")
         check_output(output, checkpoint.path, overwrite=overwrite)
-    measured = replace(scales_facts(source, stats), name=name)
+    measured = replace(scales_facts(source.directory, stats, report), name=name)
     check_same_model(measured, model_facts(checkpoint))
     with refusals_of("apply"):
         make_exports(derive_scales(stats, recipe), checkpoint, recipe.export)
     _check_no_stored_scales(checkpoint)
-    marks = _measured_marks(base, source, measured, stats)
+    marks = _measured_marks(base, source, measured)
     progress.stage("compare weights")
     target = take_marks(checkpoint, stats.layers)
     check_same_model(_add_marks(measured, marks), _add_marks(ModelFacts(model), target))
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
-    origin = _origin(source, name, report, marks, likeness)
+    origin = _origin(source, name, marks, likeness)
     warnings = [*report["warnings"], *_notes(origin, checkpoint, likeness, unmarked)]
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
@@ -99,36 +96,34 @@ def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:
             )
 
 
-def _measured_marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats) -> Marks:
+def _measured_marks(base: str | None, source: Calibration, measured: ModelFacts) -> Marks:
     """Return marks of the model that was measured: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_model(base)
         facts = ModelFacts(base, fingerprints=fingerprints(checkpoint))
         check_same_model(measured, facts, "give the model that was measured")
-        return take_marks(checkpoint, stats.layers)
+        return take_marks(checkpoint, source.stats.layers)
     if measured.marks is not None:
         return measured.marks()
     try:
-        checkpoint = open_model_directory(source)
+        checkpoint = open_model_directory(source.directory)
     except InputError:
         raise InputError(
             f"'{measured.name}' keeps neither marks nor weights of the model it was measured on; give that "
             "model with --base"
         ) from None
-    return take_marks(checkpoint, stats.layers)
+    return take_marks(checkpoint, source.stats.layers)
 
 
 def _add_marks(facts: ModelFacts, marks: Marks) -> ModelFacts:
     return replace(facts, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks)
 
 
-def _origin(
-    source: Path, name: str, report: dict[str, Any], marks: Marks, likeness: Likeness
-) -> dict[str, Any]:
+def _origin(source: Calibration, name: str, marks: Marks, likeness: Likeness) -> dict[str, Any]:
     """Return the report's facts about the model that was measured, the first one where there was a chain."""
+    report = source.report
     model = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
-    manifest = read_pack(source)
-    pack = {"name": name, "sha256": manifest.sha256} if manifest else report.get("pack")
+    pack = {"name": name, "sha256": source.pack.sha256} if source.pack else report.get("pack")
     origin = {"marks": marks.model_dump(), "measured_on": {**model, "compared": asdict(likeness)}}
     return origin | ({"pack": pack} if pack else {})
 

@@ -19,11 +19,10 @@ from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output, write_checkpoint
 from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
-from calib.recipe import load_recipe
 from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import load_records, load_stats
+from calib.scales.stats_file import load_calibration, load_records
 from calib.scales.text_summary import Records, save_records
 from calib.transfer.strip import remove_documents, strip_config
 
@@ -94,12 +93,14 @@ def _read_values(stored: StoredScales, convention: Convention) -> tuple[KVScales
 
 def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KVScales, tuple[str, ...]]:
     """Return absmax / 448 by the statistics of a calibration, whose scales may clip on purpose."""
-    path, stats = checkpoint.path, load_stats(checkpoint.path)
+    calibration = load_calibration(checkpoint.path)
     settings: dict[str, Any] = {"observer.name": "absmax", "strategy": stored.strategy}
     settings |= {"fp8_dtype": "e4m3fn", "center_keys": False}
-    recipe = load_recipe(str(path / CALIBRATION_FILE), settings)
-    check_same_model(scales_facts(path), model_facts(checkpoint, stats.layers))
-    return derive_scales(stats, recipe), ("values were made from the absmax in the calibration's statistics",)
+    stats, source = calibration.stats, scales_facts(checkpoint.path, report=calibration.report)
+    check_same_model(source, model_facts(checkpoint, stats.layers))
+    return derive_scales(stats, calibration.recipe(settings)), (
+        "values were made from the absmax in the calibration's statistics",
+    )
 
 
 def _check_absmax(stored: StoredScales) -> None:

@@ -6,36 +6,20 @@ from fractions import Fraction
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.calibration import read_report
 from calib.files.fingerprint import fingerprints
-from calib.files.names import CALIBRATION_FILE
 from calib.formats.directory import check_output
 from calib.formats.output import CalibratedModel, CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.recipe import Recipe, load_recipe
+from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.stats import KVStats, derive_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats_file import Calibration, load_calibration
 from calib.scales.summary import warnings_for
-
-
-class _Run(NamedTuple):
-    """A finished calibration."""
-
-    path: Path
-    report: dict[str, Any]
-    recipe: Recipe
-
-    @property
-    def threads(self) -> int | None:
-        """The number of threads on a CPU; older runs do not say it."""
-        threads = self.report.get("threads")
-        return threads if isinstance(threads, int) else None
 
 
 def merge(
@@ -54,43 +38,47 @@ def merge(
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
     progress.stage("load")
-    runs = [_read_run(path) for path in directories]
+    runs = [_load_run(path) for path in directories]
     for pair in combinations(runs, 2):
         _check_pair(*pair)
-    name = model or runs[0].report["model"]
+    first = runs[0]
+    name = model or first.report["model"]
     checkpoint = find_model(name)
     source = ModelFacts(name, fingerprints=fingerprints(checkpoint))
-    check_same_model(scales_facts(directories[0]), source, "give the model of these runs with --model")
+    check_same_model(
+        scales_facts(first.path, report=first.report), source, "give the model of these runs with --model"
+    )
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
-    counts = {run.threads for run in runs}
+    _check_counts(runs)
+    counts = {run.report.get("threads") for run in runs}
     with claimed(output, overwrite=overwrite) as claim:
-        stats = [load_stats(path) for path in directories]
-        _check_counts(directories, stats)
-        data_warnings = [line for run in zip(runs, stats, strict=True) for line in _data_warnings(*run)]
         progress.stage("write")
         destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
         dataset = _merge_datasets([run.report["dataset"] for run in runs])
         threads = counts.pop() if len(counts) == 1 else None
-        warnings = [*dict.fromkeys(data_warnings), *_thread_warnings(runs)]
-        record = CalibrationRecord(reduce(KVStats.join, stats), dataset, warnings, threads=threads)
-        return write_output(CalibratedModel(name, checkpoint, runs[0].recipe), record, destination)
+        data_warnings = dict.fromkeys(line for run in runs for line in _data_warnings(run))
+        stats = reduce(KVStats.join, (run.stats for run in runs))
+        record = CalibrationRecord(stats, dataset, [*data_warnings, *_thread_warnings(runs)], threads=threads)
+        return write_output(CalibratedModel(name, checkpoint, first.recipe()), record, destination)
 
 
-def _read_run(path: Path) -> _Run:
-    report = read_report(path)
-    if "measured_on" in report:
+def _load_run(path: Path) -> Calibration:
+    run = load_calibration(path)
+    if "measured_on" in run.report:
         problem = f"the scales in '{path}' were applied, and not measured there"
         raise InputError(f"{problem}; merge calibrations, and apply what comes of it")
-    return _Run(path, report, load_recipe(str(path / CALIBRATION_FILE)))
+    return run
 
 
-def _check_pair(one: _Run, two: _Run) -> None:
+def _check_pair(one: Calibration, two: Calibration) -> None:
     """Refuse runs of two models, of other settings, or over the same data."""
     both = f"'{one.path}' and '{two.path}'"
-    check_same_model(scales_facts(one.path), scales_facts(two.path), "merge only runs of one model")
-    settings = zip(_capture_settings(one.recipe).items(), _capture_settings(two.recipe).values(), strict=True)
+    facts, other_facts = (scales_facts(run.path, report=run.report) for run in (one, two))
+    check_same_model(facts, other_facts, "merge only runs of one model")
+    captured, other_captured = (_capture_settings(run.recipe()) for run in (one, two))
+    settings = zip(captured.items(), other_captured.values(), strict=True)
     for (name, value), second_value in settings:
         if value != second_value:
             problem = f"{both} were captured with different {name} ({value}, {second_value})"
@@ -110,26 +98,29 @@ def _capture_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _check_counts(directories: Sequence[Path], runs_stats: Sequence[KVStats]) -> None:
+def _check_counts(runs: Sequence[Calibration]) -> None:
     """Refuse runs in which one module counted another share of the tokens than in the first."""
-    shares = {name: Fraction(x.tokens, runs_stats[0].tokens) for name, x in runs_stats[0].layers.items()}
-    for path, stats in zip(directories, runs_stats, strict=True):
-        for name, layer in stats.layers.items():
-            if shares.get(name) not in (None, Fraction(layer.tokens, stats.tokens)):
+    first = runs[0].stats
+    shares = {name: Fraction(layer.tokens, first.tokens) for name, layer in first.layers.items()}
+    for run in runs:
+        for name, layer in run.stats.layers.items():
+            if shares.get(name) not in (None, Fraction(layer.tokens, run.stats.tokens)):
                 raise InputError(
-                    f"in '{path}' {name} counted {layer.tokens:,} of {stats.tokens:,} tokens, another "
-                    f"share than in '{directories[0]}'; calibrate again"
+                    f"in '{run.path}' {name} counted {layer.tokens:,} of {run.stats.tokens:,} tokens, another "
+                    f"share than in '{runs[0].path}'; calibrate again"
                 )
 
 
-def _data_warnings(run: _Run, stats: KVStats) -> list[str]:
+def _data_warnings(run: Calibration) -> list[str]:
     """Return warnings that are not of a run's scales: the merged scales have their own."""
-    own = warnings_for(stats, derive_scales(stats, run.recipe), run.recipe)
+    recipe = run.recipe()
+    own = warnings_for(run.stats, derive_scales(run.stats, recipe), recipe)
     return [line for line in run.report["warnings"] if line not in own]
 
 
-def _thread_warnings(runs: Sequence[_Run]) -> list[str]:
-    paths = [*{run.threads: run.path for run in runs if run.threads is not None}.items()]
+def _thread_warnings(runs: Sequence[Calibration]) -> list[str]:
+    counts = {run.report.get("threads"): run.path for run in runs}
+    paths = [(count, path) for count, path in counts.items() if count is not None]  # older runs do not say it
     return [
         f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}; on a CPU, "
         "one run over all the data may give other last bits"

@@ -1,35 +1,38 @@
 """`fp8kv pack`: what a calibration measured, for others who have the model."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from calib.errors import InputError
 from calib.evaluate.report import REPORT_FILE, Extremes, Report, Row
 from calib.files.atomic import atomic_directory
-from calib.files.calibration import statistics_file
 from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE
 from calib.files.pack import PACKED, Pack, write_manifest
 from calib.files.strict_json import read_object
 from calib.formats import FORMATS
+from calib.formats.card import front_matter, render_card
 from calib.formats.directory import check_output, write_json
 from calib.formats.scales_json import scales_document
-from calib.recipe import load_recipe
+from calib.recipe import Recipe
 from calib.same_model.marks import Marks
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_calibration, save_stats
 from calib.scales.summary import LayerSummary, summarize
+from calib.strict_yaml import read_yaml
 from calib.transfer.hidden_paths import hide_paths, local_paths
 from calib.transfer.hub import check_hub_id
-from calib.transfer.pack_card import license_of, pack_card
 
 _FIGURES = {"kl", "ppl_change", "top1"}
 _ROUNDING = 2**-8  # of scales in bfloat16
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,13 @@ def pack(
     `report` is what fp8kv-eval wrote of these scales, by default what lies beside the calibration, if it
     fits; `base_model` is the model's id on the Hub, where a copy of that was calibrated.
     """
-    source = statistics_file(calibration).parent
+    measured = load_calibration(calibration)
+    source, stats, facts = measured.directory, measured.stats, measured.report
     check_output(output, source, overwrite=overwrite, kind="calibration")
-    stats, facts = load_calibration(calibration)
     marks = _check_measured_here(source, facts)
     if base_model is not None:
         check_hub_id("--base-model", base_model)
-    recipe = load_recipe(str(source / CALIBRATION_FILE))
+    recipe = measured.recipe()
     scales = derive_scales(stats, recipe)
     layers = summarize(stats, scales)
     figures, warnings = (_read_figures(report, layers), []) if report else _figures_beside(source, layers)
@@ -165,3 +168,42 @@ def _largest(scale: float | list[float] | Extremes) -> float:
     if isinstance(scale, Extremes):
         return scale.max
     return scale if isinstance(scale, float) else max(scale)
+
+
+def license_of(source: Path) -> str | None:
+    """Return the license in the model's card, whose head an output's card repeats; None if unknown."""
+    card = source / CARD_FILE
+    text = front_matter(card.read_text(errors="replace")) if card.is_file() else ""
+    try:
+        head = read_yaml(text.strip().strip("-"), f"the head of '{card}'")
+    except InputError:
+        return None
+    license = head.get("license") if isinstance(head, dict) else None
+    return license if isinstance(license, str) and _LICENSE.fullmatch(license) else None
+
+
+def pack_card(
+    report: dict[str, Any], recipe: Recipe, layers: Sequence[LayerSummary], pack: Pack, license: str | None
+) -> str:
+    """Return the card of `pack`, whose calibration has this `report`."""
+    data, versions = report["dataset"], report.get("versions") or {}
+    head: dict[str, Any] = {"base_model": pack.base_model} if pack.base_model else {}
+    head |= {"license": license} if license else {}
+    head |= {"library_name": "fp8kv", "tags": ["fp8", "kv-cache", "fp8kv"]}
+    facts = {
+        "model": report["model"],
+        "revision": pack.revision or "not known",
+        "scales": f"{recipe.strategy}, {recipe.observer.name}, {recipe.fp8_dtype}",
+        "data": f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens",
+        "fingerprint of the data": data.get("fingerprint", "not known"),
+        "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
+    }
+    card = render_card(
+        "pack",
+        model=pack.base_model or report["model"],
+        facts=facts,
+        evaluation=pack.evaluation,
+        layers=layers,
+        warnings=report["warnings"],
+    )
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{card}"

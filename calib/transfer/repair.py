@@ -21,7 +21,7 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.stats_file import load_records, load_stats
+from calib.scales.stats_file import load_calibration, load_records
 from calib.transfer.convert import Conversion, write_scales
 
 # weights with a row per channel
@@ -64,7 +64,8 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
-    stats, stored = load_stats(statistics), read_scales(directory)
+    calibration, stored = load_calibration(statistics, needs_report=False), read_scales(directory)
+    stats = calibration.stats
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
@@ -73,11 +74,11 @@ def repair(
         for index, layer in layer_stats.items()
     }
     check_same_model(
-        replace(scales_facts(statistics), layers=shapes),
+        replace(scales_facts(statistics, report=calibration.report), layers=shapes),
         replace(model_facts(checkpoint, stats.layers), layers=_shapes(layers, layer_stats, checkpoint)),
         "give statistics of this model",
     )
-    measured = measured_amax(stats, statistics, [*layers.values()])
+    measured = measured_amax(calibration, [*layers.values()])
     replacements = _replace_wrong(stored, layers, measured, layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
@@ -86,7 +87,7 @@ def repair(
     layers_with_q = [layer.layer for layer in layers.values() if layer.q]
     if lost := [layer.layer for layer in stored.layers if layer.q and layer.layer not in layers_with_q]:
         notes += (f"query scales of no use are left out in {show_layers(lost)}",)
-    verification = verify_directory(output, choose_engines(None, None), statistics)
+    verification = verify_directory(output, choose_engines(None, None), calibration)
     notes += tuple(verification.warnings)
     if not (verification.problems or verification.is_good):
         notes += ("fp8kv verify knows of no engine that loads all of these scales",)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from calib.files.atomic import OnCopied, atomic_directory
+from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
 from calib.files.strict_json import read_object
-from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import (
     RENAMED_SINGLE,
     check_output,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from calib.transfer.pack_card import license_of
+from calib.transfer.pack import license_of
 
 TAGS = "---\ntags: [x]\n---\n"
 
