@@ -1,7 +1,7 @@
 """The output of a calibration: scales derived, a directory for each format, the report; all or nothing."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from calib import __version__
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.errors import InputError
-from calib.files.atomic import Claim, OnCopied, atomic_directory
+from calib.files.atomic import Claim, OnCopied, Placing, atomic_directory
 from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
@@ -166,9 +166,19 @@ def write_output(model: CalibratedModel, record: CalibrationRecord, destination:
         "clip_chance": (expected and expected.by_layer) or None,
         **(record.origin or {"marks": marks_or_none(model.checkpoint, stats.layers)}),
     }
-    output = destination.path
-    directories = {name: output / name if len(exports) > 1 else output for name in exports}
-    backup = _write(model, stats, exports, report, directories, destination)
+    output, strategy = destination.path, written_strategy(recipe.strategy, recipe.export.reduce)
+    directories = _places(exports, output)
+    cards = {
+        name: format_card(model.name, name, directories[name], strategy, each.flags, warnings, report)
+        for name, each in exports.items()
+    }
+
+    def add_files(directory: Path) -> None:
+        save_stats(stats, directory / STATS_FILE)
+        write_json(directory / CALIBRATION_FILE, report)
+
+    weights: Placing = "keep" if destination.in_place else recipe.export.weights
+    backup = write_exports(exports, model.checkpoint, destination, cards, add_files, weights)
     flags = {name: each.flags for name, each in exports.items()}
     return Result(
         output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, notes=notes
@@ -209,40 +219,43 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "fp8kv": __version__, **libraries}
 
 
-def _write(
-    model: CalibratedModel,
-    stats: KVStats,
-    exports: dict[FormatName, Export],
-    report: dict[str, Any],
-    directories: dict[FormatName, Path],
+def write_exports(
+    exports: Mapping[FormatName, Export],
+    checkpoint: ModelDirectory,
     destination: Destination,
+    cards: Mapping[FormatName, str],
+    add_files: Callable[[Path], None],
+    weights: Placing = "link",
 ) -> Path | None:
-    """Write each export into its directory; return the backup of files that were replaced in place."""
-    output, recipe = destination.path, model.recipe
-    weights = "keep" if destination.in_place else recipe.export.weights
-    strategy = written_strategy(recipe.strategy, recipe.export.reduce)
+    """Write each export with its card, and what `add_files` puts beside it, all or nothing.
+
+    Return the backup of files that were replaced in place.
+    """
+    output = destination.path
     with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
-        for name, additions in exports.items():
-            place = directories[name]
+        for name, place in _places(exports, output).items():
             part = place.relative_to(output)
             directory = scratch / part
             directory.mkdir(exist_ok=True)
-            card = (model.name, name, place, strategy, additions.flags, report["warnings"], report)
             write_checkpoint(
-                additions,
-                model.checkpoint,
+                exports[name],
+                checkpoint,
                 directory,
                 weights=weights if FORMATS[name].with_weights else None,
-                readme=format_card(*card),
+                readme=cards[name],
                 on_copied=partial(_report_copy, destination.on_copied, part),
             )
-            save_stats(stats, directory / STATS_FILE)
-            write_json(directory / CALIBRATION_FILE, report)
-        model.checkpoint.check_unchanged()
+            add_files(directory)
+        checkpoint.check_unchanged()
         if not destination.in_place:
             return None
         complete(scratch, output)
         return back_up(output, scratch)
+
+
+def _places(exports: Mapping[FormatName, Export], output: Path) -> dict[FormatName, Path]:
+    """Return the directory of each format: the output itself, where there is one alone."""
+    return {name: output / name if len(exports) > 1 else output for name in exports}
 
 
 def _report_copy(on_copied: OnCopied, part: Path, name: str, copied: int, size: int) -> None:

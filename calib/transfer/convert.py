@@ -9,14 +9,14 @@ from packaging.version import Version
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
-from calib.files.atomic import atomic_directory
 from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.formats import FORMATS, export
 from calib.formats.card import format_card, written_strategy
-from calib.formats.directory import check_output, write_checkpoint
+from calib.formats.directory import check_output
+from calib.formats.output import Destination, write_exports
 from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
 from calib.same_model.check import check_same_model, model_facts, scales_facts
@@ -96,11 +96,10 @@ def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KV
     calibration = load_calibration(checkpoint.path)
     settings: dict[str, Any] = {"observer.name": "absmax", "strategy": stored.strategy}
     settings |= {"fp8_dtype": "e4m3fn", "center_keys": False}
-    stats, source = calibration.stats, scales_facts(checkpoint.path, report=calibration.report)
-    check_same_model(source, model_facts(checkpoint, stats.layers))
-    return derive_scales(stats, calibration.recipe(settings)), (
-        "values were made from the absmax in the calibration's statistics",
-    )
+    source = scales_facts(checkpoint.path, report=calibration.report)
+    check_same_model(source, model_facts(checkpoint, calibration.stats.layers))
+    scales = derive_scales(calibration.stats, calibration.recipe(settings))
+    return scales, ("values were made from the absmax in the calibration's statistics",)
 
 
 def _check_absmax(stored: StoredScales) -> None:
@@ -139,19 +138,13 @@ def write_scales(
     warnings = exported.notes + exported.doubts
     strategy = written_strategy(scales.strategy, reduce)
     card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
-    with_weights = FORMATS[to].with_weights
-    with atomic_directory(output, overwrite=overwrite) as scratch:
-        progress.stage("write")
-        write_checkpoint(
-            exported,
-            plain,
-            scratch,
-            weights="link" if with_weights else None,
-            readme=card,
-            on_copied=progress.copied,
-        )
-        if with_weights and MODELOPT_FILE not in exported.documents:
-            remove_documents(plain, scratch)
-        save_records(records, scratch)
-        plain.check_unchanged()
+
+    def add_files(directory: Path) -> None:
+        if FORMATS[to].with_weights and MODELOPT_FILE not in exported.documents:
+            remove_documents(plain, directory)
+        save_records(records, directory)
+
+    progress.stage("write")
+    destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
+    write_exports({to: exported}, plain, destination, {to: card}, add_files)
     return warnings

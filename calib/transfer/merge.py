@@ -45,9 +45,8 @@ def merge(
     name = model or first.report["model"]
     checkpoint = find_model(name)
     source = ModelFacts(name, fingerprints=fingerprints(checkpoint))
-    check_same_model(
-        scales_facts(first.path, report=first.report), source, "give the model of these runs with --model"
-    )
+    measured = scales_facts(first.path, report=first.report)
+    check_same_model(measured, source, "give the model of these runs with --model")
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
@@ -106,8 +105,8 @@ def _check_counts(runs: Sequence[Calibration]) -> None:
         for name, layer in run.stats.layers.items():
             if shares.get(name) not in (None, Fraction(layer.tokens, run.stats.tokens)):
                 raise InputError(
-                    f"in '{run.path}' {name} counted {layer.tokens:,} of {run.stats.tokens:,} tokens, another "
-                    f"share than in '{runs[0].path}'; calibrate again"
+                    f"in '{run.path}' {name} counted {layer.tokens:,} of {run.stats.tokens:,} tokens, "
+                    f"another share than in '{runs[0].path}'; calibrate again"
                 )
 
 
