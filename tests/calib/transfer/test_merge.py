@@ -112,7 +112,7 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     out = ("-o", tmp_path / "merged")
     one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
     one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
-    one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_calibration.json")
+    one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_stats.safetensors; give a calibration's output")
     trained = tiny_model("llama")
     with torch.no_grad():
         trained.model.norm.weight += 0.5
