@@ -31,7 +31,6 @@ from calib.files.model_directory import ModelDirectory
 from calib.formats import check_recipe
 from calib.formats.directory import check_output, check_places
 from calib.formats.output import (
-    CalibratedModel,
     CalibrationRecord,
     Destination,
     Result,
@@ -100,10 +99,11 @@ def run(
 
             def write() -> Result | None:
                 if world.is_first:
-                    calibrated = CalibratedModel(name, checkpoint, prepared.recipe)
-                    read = dataset_facts(data), data.warnings, notes
-                    record = CalibrationRecord(stats, *read, threads=torch.get_num_threads())
-                    return write_output(calibrated, record, replace(destination, claim=claim))
+                    record = CalibrationRecord(
+                        name, checkpoint, prepared.recipe, stats, dataset_facts(data), data.warnings, notes,
+                        torch.get_num_threads(),
+                    )  # fmt: skip
+                    return write_output(record, replace(destination, claim=claim))
                 return None
 
             # what goes wrong while the first process writes ends all of them

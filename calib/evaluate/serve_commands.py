@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from calib.caches.types import Shape, cache_type
 from calib.choices import REFERENCE, FormatName
@@ -14,6 +13,7 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.evaluate.variants import Variant
 from calib.files.model_directory import ModelDirectory
 from calib.formats import FORMATS, export
+from calib.models.sources import short_name
 from calib.rescale.pipeline import check_no_scales
 from calib.scales.scales import KVScales
 
@@ -54,7 +54,7 @@ class Offers:
         if not variant.is_baked:
             return self._serve(offer, self.model)
         purpose = "fp8" if cache == "fp8" else "int8"
-        scales, output = f"{self._stem}-calibration", f"{self._stem}-baked-{purpose}"
+        scales, output = f"{short_name(self.model)}-calibration", f"{short_name(self.model)}-baked-{purpose}"
         bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
         return self._serve(offer, output, self._calibration("--format fp8kv", scales), bake)
 
@@ -79,7 +79,7 @@ class Offers:
             if problem := self._format_problem(scales, format_name):
                 reason = problem
                 continue
-            output = f"{self._stem}-fp8kv-{name}"
+            output = f"{short_name(self.model)}-fp8kv-{name}"
             observer = " --observer mse" * (name == "mse")
             flags = f"--strategy {scales.strategy}{observer} --format {format_name}"
             return self._serve(offer, output, self._calibration(flags, output))
@@ -118,7 +118,3 @@ class Offers:
     @property
     def _model_type(self) -> str | None:
         return self.checkpoint.text_config.get("model_type")
-
-    @property
-    def _stem(self) -> str:
-        return Path(self.model.rstrip("/").removeprefix("builtin:")).name

@@ -21,7 +21,7 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
-from calib.models.sources import hub_origin
+from calib.models.sources import hub_origin, short_name
 from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.check import config_summary
 from calib.same_model.marks import marks_or_none
@@ -45,18 +45,12 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class CalibratedModel:
-    """The model that scales are written for, and the recipe that they follow."""
+class CalibrationRecord:
+    """The model that scales are written for, the recipe that they follow, and what the report says."""
 
-    name: str
+    model: str  # its name
     checkpoint: ModelDirectory
     recipe: Recipe
-
-
-@dataclass(frozen=True)
-class CalibrationRecord:
-    """The statistics of a calibration, and what its report says of them."""
-
     stats: KVStats
     dataset: dict[str, Any]  # the report's facts about the data
     warnings: Sequence[str] = ()
@@ -122,8 +116,7 @@ class Result:
 
 def default_output(model_name: str, strategy: Strategy) -> Path:
     """Return `./<model>-fp8kv-<strategy>`."""
-    base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
-    return Path(f"{base}-fp8kv-{strategy}")
+    return Path(f"{short_name(model_name)}-fp8kv-{strategy}")
 
 
 def check_in_place(model_name: str, options: ExportRecipe) -> Path:
@@ -146,11 +139,11 @@ def make_exports(scales: KVScales, source: ModelDirectory, options: ExportRecipe
     }
 
 
-def write_output(model: CalibratedModel, record: CalibrationRecord, destination: Destination) -> Result:
+def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     """Derive the scales that the recipe asks for and write them, all or nothing."""
-    recipe, stats = model.recipe, record.stats
+    recipe, stats, checkpoint = record.recipe, record.stats, record.checkpoint
     scales = derive_scales(stats, recipe)
-    exports = make_exports(scales, model.checkpoint, recipe.export)
+    exports = make_exports(scales, checkpoint, recipe.export)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
     warnings += [note for each in exports.values() for note in each.notes]
@@ -159,17 +152,17 @@ def write_output(model: CalibratedModel, record: CalibrationRecord, destination:
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
         notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
-    report = _report(model, record) | {
+    report = _report(record) | {
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
         "expected": notes,
         "clip_chance": (expected and expected.by_layer) or None,
-        **(record.origin or {"marks": marks_or_none(model.checkpoint, stats.layers)}),
+        **(record.origin or {"marks": marks_or_none(checkpoint, stats.layers)}),
     }
     output, strategy = destination.path, written_strategy(recipe.strategy, recipe.export.reduce)
     directories = _places(exports, output)
     cards = {
-        name: format_card(model.name, name, directories[name], strategy, each.flags, warnings, report)
+        name: format_card(record.model, name, directories[name], strategy, each.flags, warnings, report)
         for name, each in exports.items()
     }
 
@@ -178,23 +171,23 @@ def write_output(model: CalibratedModel, record: CalibrationRecord, destination:
         write_json(directory / CALIBRATION_FILE, report)
 
     weights: Placing = "keep" if destination.in_place else recipe.export.weights
-    backup = write_exports(exports, model.checkpoint, destination, cards, add_files, weights)
+    backup = write_exports(exports, checkpoint, destination, cards, add_files, weights)
     flags = {name: each.flags for name, each in exports.items()}
     return Result(
         output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, notes=notes
     )
 
 
-def _report(model: CalibratedModel, record: CalibrationRecord) -> dict[str, Any]:
+def _report(record: CalibrationRecord) -> dict[str, Any]:
     """Return what the saved report says of the run; its recipe gives the same scales."""
     text = record.stats.text
     return {
         "fp8kv_calibration": 1,
-        "model": model.name,
-        "hub": hub_origin(model.checkpoint.path),
-        **fingerprints(model.checkpoint),
-        "config": config_summary(model.checkpoint.config),
-        "recipe": model.recipe.model_dump(mode="json"),
+        "model": record.model,
+        "hub": hub_origin(record.checkpoint.path),
+        **fingerprints(record.checkpoint),
+        "config": config_summary(record.checkpoint.config),
+        "recipe": record.recipe.model_dump(mode="json"),
         "dataset": record.dataset | (text.to_json() if text else {}),
         "versions": versions(),
         "threads": record.threads,

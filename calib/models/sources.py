@@ -46,6 +46,11 @@ def find_model(model: str) -> ModelDirectory:
     return open_model_directory(_download(model, lambda: snapshot_download(model, allow_patterns=_FILES)))
 
 
+def short_name(model: str) -> str:
+    """Return the last part of a model's name or path, after which outputs are called."""
+    return Path(model.rstrip("/").removeprefix("builtin:")).name
+
+
 def hub_origin(path: Path) -> dict[str, str] | None:
     """Return the id and commit of a model in the Hub's cache; None for any other directory."""
     match = _IN_CACHE.search(path.absolute().as_posix())

@@ -29,7 +29,7 @@ from calib.formats.directory import (
     write_json,
 )
 from calib.models.quantized.weights import split_weights
-from calib.models.sources import find_model
+from calib.models.sources import find_model, short_name
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_bake_card
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
@@ -103,7 +103,7 @@ def bake(
     if in_place:
         output = local_directory(name)
     else:
-        output = output or Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
+        output = output or Path(f"{short_name(name)}-baked-{purpose}")
         check_output(output, checkpoint.path, overwrite=overwrite)
         check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)

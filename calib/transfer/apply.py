@@ -13,7 +13,6 @@ from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
 from calib.formats.directory import check_output, check_places
 from calib.formats.output import (
-    CalibratedModel,
     CalibrationRecord,
     Destination,
     Result,
@@ -81,8 +80,10 @@ def apply(
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)
-        record = CalibrationRecord(stats, report["dataset"], warnings, (), report.get("threads"), origin)
-        return write_output(CalibratedModel(model, checkpoint, recipe), record, destination)
+        record = CalibrationRecord(
+            model, checkpoint, recipe, stats, report["dataset"], warnings, (), report.get("threads"), origin
+        )
+        return write_output(record, destination)
 
 
 def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:

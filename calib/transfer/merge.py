@@ -12,7 +12,7 @@ from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.fingerprint import fingerprints
 from calib.formats.directory import check_output
-from calib.formats.output import CalibratedModel, CalibrationRecord, Destination, Result, write_output
+from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
@@ -51,7 +51,7 @@ def merge(
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_counts(runs)
-    counts = {run.report.get("threads") for run in runs}
+    counts = {*map(_threads, runs)}
     with claimed(output, overwrite=overwrite) as claim:
         progress.stage("write")
         destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
@@ -59,8 +59,11 @@ def merge(
         threads = counts.pop() if len(counts) == 1 else None
         data_warnings = dict.fromkeys(line for run in runs for line in _data_warnings(run))
         stats = reduce(KVStats.join, (run.stats for run in runs))
-        record = CalibrationRecord(stats, dataset, [*data_warnings, *_thread_warnings(runs)], threads=threads)
-        return write_output(CalibratedModel(name, checkpoint, first.recipe()), record, destination)
+        warnings = [*data_warnings, *_thread_warnings(runs)]
+        record = CalibrationRecord(
+            name, checkpoint, first.recipe(), stats, dataset, warnings, threads=threads
+        )
+        return write_output(record, destination)
 
 
 def _load_run(path: Path) -> Calibration:
@@ -117,9 +120,14 @@ def _data_warnings(run: Calibration) -> list[str]:
     return [line for line in run.report["warnings"] if line not in own]
 
 
+def _threads(run: Calibration) -> int | None:
+    """Return the number of threads on a CPU; older runs do not say it."""
+    threads = run.report.get("threads")
+    return threads if isinstance(threads, int) else None
+
+
 def _thread_warnings(runs: Sequence[Calibration]) -> list[str]:
-    counts = {run.report.get("threads"): run.path for run in runs}
-    paths = [(count, path) for count, path in counts.items() if count is not None]  # older runs do not say it
+    paths = [*{_threads(run): run.path for run in runs if _threads(run) is not None}.items()]
     return [
         f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}; on a CPU, "
         "one run over all the data may give other last bits"
