@@ -75,9 +75,9 @@ def verify(
     place = Place(tensor_parallel_size, fnuz)
     calibration = None
     if against is not None:
-        from calib.scales.stats_file import load_calibration
+        from calib.scales.stats_file import open_calibration
 
-        calibration = load_calibration(against, needs_report=False)
+        calibration = open_calibration(against, needs_report=False)
     report = verify_directory(directory, choose_engines(engine, version), calibration, place)
     return Answer(report.to_json(), _report_blocks(report, place), is_good=report.is_good)
 

@@ -39,7 +39,7 @@ from calib.rescale.stored_weights import StoredModel
 from calib.rescale.weight_changes import LayerFactors
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import Calibration, load_calibration
+from calib.scales.stats_file import Calibration, open_calibration
 from calib.scales.text_summary import records_json, text_warnings
 
 
@@ -107,7 +107,7 @@ def bake(
         check_output(output, checkpoint.path, overwrite=overwrite)
         check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)
-    calibration = load_calibration(scales)
+    calibration = open_calibration(scales)
     stats, report = calibration.stats, calibration.report
     check_purpose(stats, purpose)
     _check_measured(calibration, name, checkpoint)

@@ -9,6 +9,7 @@ another's cache, numbers of the text and a record of it. Version 1 has no `curve
 
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +68,21 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
     them sums up.
     """
-    return load_calibration(to_path(path), needs_report=False).stats
+    return open_calibration(to_path(path), needs_report=False).stats
 
 
 @check_arguments
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe."""
-    calibration = load_calibration(to_path(directory), needs_report=False)
+    calibration = open_calibration(to_path(directory), needs_report=False)
     return derive_scales(calibration.stats, calibration.recipe())
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A finished calibration, or a pack of one, whose files were checked once."""
+    """A finished calibration, or a pack of one, whose files were compared with its manifest."""
 
     path: Path  # its directory, or its statistics file
-    stats: KVStats
     report: dict[str, Any]  # empty: these are statistics alone
     pack: Pack | None
 
@@ -91,33 +91,37 @@ class Calibration:
         """The directory of all its files."""
         return self.path if self.path.is_dir() else self.path.parent
 
+    @cached_property
+    def stats(self) -> KVStats:
+        """The statistics, read when they are first asked for; an InputError as by `load_stats`."""
+        file = statistics_file(self.path)
+        stats, _ = load_progress(file)
+        for (name, letter, field), tensor in stats.tensors().items():
+            if field == "amax" and not tensor.isfinite().all():
+                raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
+        reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in self.report.get("layers", ())}
+        amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
+        if self.report and reported != amax:
+            raise InputError(
+                f"the statistics in '{self.directory}' are not those that its {CALIBRATION_FILE} sums up; "
+                "calibrate again"
+            )
+        return stats
+
     def recipe(self, settings: dict[str, Any] | None = None) -> Recipe:
         """Read the saved recipe, changed by `settings`."""
         return load_recipe(str(self.directory / CALIBRATION_FILE), settings)
 
 
-def load_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
-    """Read a calibration from its directory or statistics file; InputError where the files do not agree.
+def open_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
+    """Open a calibration by its directory or statistics file, and check the report and a pack's files.
 
     Statistics alone, without a report beside them, are enough unless it `needs_report`.
     """
-    file = statistics_file(path)
-    directory, pack = file.parent, read_pack(file.parent)
-    stats, _ = load_progress(file)
-    for (name, letter, field), tensor in stats.tensors().items():
-        if field == "amax" and not tensor.isfinite().all():
-            raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
-    if not needs_report and not (directory / CALIBRATION_FILE).exists():
-        return Calibration(path, stats, {}, pack)
-    report = parse_report(directory, pack)
-    reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in report["layers"]}
-    amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
-    if reported != amax:
-        raise InputError(
-            f"the statistics in '{directory}' are not those that its {CALIBRATION_FILE} sums up; "
-            "calibrate again"
-        )
-    return Calibration(path, stats, report, pack)
+    directory = statistics_file(path).parent
+    pack = read_pack(directory)
+    has_report = needs_report or (directory / CALIBRATION_FILE).exists()
+    return Calibration(path, parse_report(directory, pack) if has_report else {}, pack)
 
 
 def load_records(directory: Path) -> Records:

@@ -29,7 +29,7 @@ from calib.same_model.check import ModelFacts, check_same_model, model_facts, sc
 from calib.same_model.mark_comparison import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import Calibration, load_calibration
+from calib.scales.stats_file import Calibration, open_calibration
 from calib.transfer.hub import find_calibration
 
 
@@ -53,7 +53,7 @@ def apply(
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     path, name = find_calibration(calibration, progress)
-    source = load_calibration(path)
+    source = open_calibration(path)
     stats, report = source.stats, source.report
     settings: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     settings |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}

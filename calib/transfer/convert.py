@@ -22,7 +22,7 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import load_calibration, load_records
+from calib.scales.stats_file import load_records, open_calibration
 from calib.scales.text_summary import Records, save_records
 from calib.transfer.strip import remove_documents, strip_config
 
@@ -93,7 +93,7 @@ def _read_values(stored: StoredScales, convention: Convention) -> tuple[KVScales
 
 def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KVScales, tuple[str, ...]]:
     """Return absmax / 448 by the statistics of a calibration, whose scales may clip on purpose."""
-    calibration = load_calibration(checkpoint.path)
+    calibration = open_calibration(checkpoint.path)
     settings: dict[str, Any] = {"observer.name": "absmax", "strategy": stored.strategy}
     settings |= {"fp8_dtype": "e4m3fn", "center_keys": False}
     source = scales_facts(checkpoint.path, report=calibration.report)

@@ -18,7 +18,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.stats import KVStats, derive_scales
-from calib.scales.stats_file import Calibration, load_calibration
+from calib.scales.stats_file import Calibration, open_calibration
 from calib.scales.summary import warnings_for
 
 
@@ -38,7 +38,7 @@ def merge(
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
     progress.stage("load")
-    runs = [_load_run(path) for path in directories]
+    runs = [_open_run(path) for path in directories]
     for pair in combinations(runs, 2):
         _check_pair(*pair)
     first = runs[0]
@@ -50,9 +50,9 @@ def merge(
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
-    _check_counts(runs)
     counts = {*map(_threads, runs)}
     with claimed(output, overwrite=overwrite) as claim:
+        _check_counts(runs)
         progress.stage("write")
         destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
         dataset = _merge_datasets([run.report["dataset"] for run in runs])
@@ -66,8 +66,8 @@ def merge(
         return write_output(record, destination)
 
 
-def _load_run(path: Path) -> Calibration:
-    run = load_calibration(path)
+def _open_run(path: Path) -> Calibration:
+    run = open_calibration(path)
     if "measured_on" in run.report:
         problem = f"the scales in '{path}' were applied, and not measured there"
         raise InputError(f"{problem}; merge calibrations, and apply what comes of it")

@@ -24,7 +24,7 @@ from calib.recipe import Recipe
 from calib.same_model.marks import Marks
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import load_calibration, save_stats
+from calib.scales.stats_file import open_calibration, save_stats
 from calib.scales.summary import LayerSummary, summarize
 from calib.strict_yaml import read_yaml
 from calib.transfer.hidden_paths import hide_paths, local_paths
@@ -57,10 +57,10 @@ def pack(
     `report` is what fp8kv-eval wrote of these scales, by default what lies beside the calibration, if it
     fits; `base_model` is the model's id on the Hub, where a copy of that was calibrated.
     """
-    measured = load_calibration(calibration)
-    source, stats, facts = measured.directory, measured.stats, measured.report
+    measured = open_calibration(calibration)
+    source, facts = measured.directory, measured.report
     check_output(output, source, overwrite=overwrite, kind="calibration")
-    marks = _check_measured_here(source, facts)
+    marks, stats = _check_measured_here(source, facts), measured.stats
     if base_model is not None:
         check_hub_id("--base-model", base_model)
     recipe = measured.recipe()

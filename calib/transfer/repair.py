@@ -21,7 +21,7 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.stats_file import load_calibration, load_records
+from calib.scales.stats_file import load_records, open_calibration
 from calib.transfer.convert import Conversion, write_scales
 
 # weights with a row per channel
@@ -64,7 +64,7 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
-    calibration, stored = load_calibration(statistics, needs_report=False), read_scales(directory)
+    calibration, stored = open_calibration(statistics, needs_report=False), read_scales(directory)
     stats = calibration.stats
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}

@@ -11,6 +11,7 @@ from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.files.names import STATS_FILE
+from calib.scales import stats_file
 from calib.scales.stats import PER_TOKEN, shift_curve
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -213,7 +214,7 @@ def test_data_that_a_merge_has_read_already_is_not_counted_twice(tiny_directory,
 def test_where_nothing_can_be_written_is_known_before_statistics_are_read(
     place, halves, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("calib.transfer.merge.load_stats", lambda _: pytest.fail("statistics were read"))
+    monkeypatch.setattr(stats_file, "load_progress", lambda _: pytest.fail("statistics were read"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
     done = fp8kv("merge", *halves, "-o", tmp_path / place)
