@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from calib.evaluate.compare import Comparison, Pair
     from calib.evaluate.report import Figure
     from calib.files.stored_scales import StoredLayer, StoredScales, Values
-    from calib.same_model.scale_ratios import ScaleComparison
     from calib.scales.places import LayerPlaces
 
 _PLACE_HEADINGS = (
@@ -81,7 +80,11 @@ def _scales_blocks(
         yield TextTable(str(path), _HEADINGS, [_layer_row(layer) for layer in scales.layers])
     if places:
         title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
-        yield TextTable(title, _PLACE_HEADINGS, [_place_row(layer) for layer in places])
+        rows = []
+        for layer in places:
+            amax = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
+            rows.append((str(layer.layer), *("-" if value is None else f"{value:.4g}" for value in amax)))
+        yield TextTable(title, _PLACE_HEADINGS, rows)
     yield from (f"problem: {text}" for text in (*scales.problems, *([problem] if problem else [])))
 
 
@@ -104,18 +107,13 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
 def _layer_row(layer: "StoredLayer") -> tuple[str, ...]:
     return (
         str(layer.layer),
-        *map(show_scale, (layer.k, layer.v, layer.q)),
+        *map(_show_scale, (layer.k, layer.v, layer.q)),
         ", ".join(sorted({tensor.dtype for tensor in layer.tensors})) or "JSON",
         ", ".join(sorted({str([*tensor.shape]) for tensor in layer.tensors})) or "-",
     )
 
 
-def _place_row(layer: "LayerPlaces") -> tuple[str, ...]:
-    figures = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
-    return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
-
-
-def show_scale(values: "Values | None") -> str:
+def _show_scale(values: "Values | None") -> str:
     """Format the scale of a layer, or the least and the largest of several."""
     if not values:
         return "-"
@@ -141,13 +139,9 @@ def compare(
     from calib.same_model.scale_ratios import compare_scales
 
     scales = compare_scales(a, b)
-    return Answer(scales.to_json(), _scale_blocks(a, b, scales))
-
-
-def _scale_blocks(a: Path, b: Path, comparison: "ScaleComparison") -> Iterator[Block]:
-    rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in comparison.pairs]
-    yield TextTable(f"A: {a}, B: {b}", _PAIR_HEADINGS, rows)
-    yield from (f"note: {note}" for note in comparison.notes)
+    rows = [(str(x.layer), *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for x, y in scales.pairs]
+    table = TextTable(f"A: {a}, B: {b}", _PAIR_HEADINGS, rows)
+    return Answer(scales.to_json(), [table, *(f"note: {note}" for note in scales.notes)])
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:
@@ -157,7 +151,7 @@ def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]
     shown = "-" if low is None else f"{low:.4g}"
     if low != high:
         shown = f"{low:.4g} to {high:.4g}"
-    return show_scale(a), show_scale(b), shown
+    return _show_scale(a), _show_scale(b), shown
 
 
 def _report_blocks(comparison: "Comparison") -> Iterator[Block]:

@@ -120,7 +120,14 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     simulations = report.simulations
     model = report.architecture or "no architecture named"
     headings = (*_HEADINGS, "NVFP4 cache" if report.nvfp4 else "FP8 cache")
-    rows = [_engine_row(simulation, report.baked) for simulation in simulations]
+    rows = [
+        (
+            x.engine.title,
+            *(_count(x, qkv, report.baked) for qkv in "kvq"),
+            "-" if x.refused else x.flag or "by itself",
+        )
+        for x in simulations
+    ]
     yield TextTable(f"{report.scales.directory.path}, {model}, on {place}", headings, rows)
     if report.fits:
         yield TextTable("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in report.fits])
@@ -135,11 +142,6 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     unrun = sorted({simulation.engine.engine for simulation in simulations if not simulation.engine.ran})
     if unrun:
         yield f"rules of {', '.join(unrun)} were read in the source, not run"
-
-
-def _engine_row(simulation: "Simulation", is_baked: bool) -> tuple[str, ...]:
-    flag = "-" if simulation.refused else simulation.flag or "by itself"
-    return (simulation.engine.title, *(_count(simulation, x, is_baked) for x in "kvq"), flag)
 
 
 def _count(simulation: "Simulation", letter: str, is_baked: bool) -> str:
