@@ -17,7 +17,7 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import Launcher, Layer, attention_constants
+from fp8kv_runtime.kernels.launch import AttentionLayer, Launcher, attention_constants
 from fp8kv_runtime.kernels.split import find_part, plan_parts
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
@@ -70,7 +70,7 @@ def attend_in_parts(
     num_heads, head_dim = query.shape[1:]
     tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
     num_seqs, num_kv_heads, device = len(lens), blocks.layout.num_kv_heads, query.device
-    layer, target = Layer.of(query, blocks, sequences, options), current_target()
+    layer, target = AttentionLayer.of(query, blocks, sequences, options), current_target()
     decode, reduce = decode_launchers(
         layer, target, config, _bucket(num_seqs), splits, cu_seqlens is not None
     )
@@ -105,7 +105,7 @@ def _bucket(num_seqs: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def decode_launchers(
-    layer: Layer, target: Target, config: Config, block_s: int, splits: int, extends: bool
+    layer: AttentionLayer, target: Target, config: Config, block_s: int, splits: int, extends: bool
 ) -> tuple[Launcher, Launcher]:
     """Return decode and reduce for a layer and batches of up to `block_s` sequences, a power of two."""
     constants = {

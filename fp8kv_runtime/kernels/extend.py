@@ -12,7 +12,7 @@ from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.decode import attend_in_parts
-from fp8kv_runtime.kernels.launch import Launcher, Layer, attention_constants
+from fp8kv_runtime.kernels.launch import AttentionLayer, Launcher, attention_constants
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import plan_extend
@@ -70,7 +70,7 @@ def _attend_whole(
 ) -> None:  # fmt: skip
     tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
     grid = (triton.cdiv(rows, config.rows), blocks.layout.num_kv_heads, len(lens))
-    launcher = extend_launcher(Layer.of(query, blocks, sequences, options), target, config)
+    launcher = extend_launcher(AttentionLayer.of(query, blocks, sequences, options), target, config)
     strides = (query.stride(0), query.stride(1))
     launcher(
         target, grid, blocks,
@@ -82,7 +82,7 @@ def _attend_whole(
 
 
 @functools.lru_cache(maxsize=1024)
-def extend_launcher(layer: Layer, target: Target, config: Config) -> Launcher:
+def extend_launcher(layer: AttentionLayer, target: Target, config: Config) -> Launcher:
     """Return the kernel for a layer."""
     constants = {"LAYER": attention_constants(layer, target), "TILE": config.tile, "BLOCK_M": config.rows}
     return Launcher(extend_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)

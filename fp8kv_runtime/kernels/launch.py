@@ -20,7 +20,7 @@ from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, scale_dims, specialization
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     """Facts on which the constants of an attention kernel depend, besides the target."""
 
     num_heads: int
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     @classmethod
     def of(
         cls, query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
-    ) -> "Layer":
+    ) -> "AttentionLayer":
         """Collect the facts from the arguments of an attention call."""
         return cls(
             query.shape[1],
@@ -75,7 +75,7 @@ def block_constants(blocks: BlocksLayout, target: Target, **attention: Any) -> C
     return Constants(**{name: wrap(value) for name, value in values.items()})
 
 
-def attention_constants(layer: Layer, target: Target) -> Constants:
+def attention_constants(layer: AttentionLayer, target: Target) -> Constants:
     """Return the constants that a layer and its options fix, in kernels of attention."""
     blocks = layer.blocks
     return block_constants(
