@@ -145,13 +145,12 @@ class _Session:
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = DynamicCache(config=self._config)
-        rows = self._convert(cache)
-        mask = kwargs.get("attention_mask")
-        rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         candidates = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
         inputs = next((each for each in candidates if each is not None), None)
         if inputs is None:
             raise AttentionError("give the model input_ids or inputs_embeds")
+        rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")
+        rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         lengths = {cache.layers[layer_idx].get_seq_length() for layer_idx in self._scales}
         if len(lengths) > 1:
             raise AttentionError(
@@ -159,10 +158,10 @@ class _Session:
                 "earlier forward pass failed half-way; go on with a new cache"
             )
         rows.truncate(lengths.pop())  # what a forward pass reserved that failed
-        rows.extend(*inputs.shape[:2])
+        rows.extend(inputs.shape[1])
         return cache
 
-    def _convert(self, cache: Cache) -> CacheRows:
+    def _convert(self, cache: Cache, num_rows: int) -> CacheRows:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
         for layer in cache.layers:
             if isinstance(layer, Fp8CacheLayer):
@@ -170,6 +169,7 @@ class _Session:
         while cache.layer_class_to_replicate is not None and len(cache.layers) <= max(self._scales):
             cache.layers.append(cache.layer_class_to_replicate())
         rows = CacheRows(
+            num_rows,
             block_size=self._block_size,
             dtype=self._dtype,
             use_triton=self._use_triton,

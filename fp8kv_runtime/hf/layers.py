@@ -1,6 +1,6 @@
 """A transformers cache in FP8: its rows as sequences of a `PagedKVCache`, its layers as `KVBlocks`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from fp8kv_runtime import reference
-from fp8kv_runtime.cache import CachedSequence, PagedKVCache, PagedSequences
+from fp8kv_runtime.cache import PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.storage import KVBlocks
 
@@ -42,40 +42,34 @@ class ModuleScales(Protocol):
 class CacheRows:
     """The rows of one transformers cache: sequences of a `PagedKVCache`, shared by all its layers.
 
-    The layer `lead` is the first in FP8. What concerns all layers at once is done when transformers
-    asks this one for it.
-
-    Args:
-        block_size: tokens per block.
-        dtype: FP8 type of K and V.
-        use_triton: whether kernels read the blocks, in place of the model's own attention function.
-        restore: whether layers return all of K and V in the model's own type.
-        lead: index of the first layer in FP8.
+    What concerns all layers at once is done when transformers asks the layer `lead` for it.
     """
 
     def __init__(
-        self, *, block_size: int, dtype: torch.dtype, use_triton: bool, restore: bool, lead: int
+        self,
+        num_rows: int,
+        *,
+        block_size: int,
+        dtype: torch.dtype,  # of K and V
+        use_triton: bool,  # whether kernels read the blocks, not the model's own attention function
+        restore: bool,  # whether layers return all of K and V in the model's own type
+        lead: int,  # index of the first layer in FP8
     ) -> None:
-        self.cache: PagedKVCache | None = None
-        self.block_size = block_size
+        self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=block_size, can_grow=True)
         self.dtype = dtype
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
-        self.length = 0  # tokens of each row, those of the running forward pass included
+        self._sequences = [self.cache.allocate() for _ in range(num_rows)]
+        self._slots = torch.empty(0, dtype=torch.int64)
         # of the running forward pass
+        self.length = 0  # tokens of each row, the new ones included
         self.padding: Tensor | None = None  # [B, T] bool, False: padding
         self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
-        self._sequences: list[CachedSequence] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
         self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
 
-    def extend(self, num_rows: int, num_tokens: int) -> None:
+    def extend(self, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
-        if self.cache is None:
-            self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=self.block_size, can_grow=True)
-        if not self._sequences:
-            self._sequences = [self.cache.allocate() for _ in range(num_rows)]
         start = self._sequences[0].length
         self.cache.reserve(self._sequences, num_tokens)
         self.length = start + num_tokens
@@ -86,7 +80,6 @@ class CacheRows:
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
         if device not in self._located:
-            assert self.cache is not None
             sequences = self.cache.sequences(self._sequences)
             starts = None if self.padding is None else left_padding(self.padding.cpu())
             sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
@@ -109,11 +102,11 @@ class CacheRows:
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of every row."""
         for sequence in self._sequences:
-            self.cache.truncate(sequence, length)  # type: ignore[union-attr]
+            self.cache.truncate(sequence, length)
 
     def select(self, indices: Sequence[int]) -> None:
         """Make row `i` a copy of row `indices[i]`; blocks are shared, not copied."""
-        if self.cache is None or list(indices) == list(range(len(self._sequences))):
+        if list(indices) == list(range(len(self._sequences))):
             return
         copies = [self.cache.fork(self._sequences[index]) for index in indices]
         for sequence in self._sequences:
@@ -158,25 +151,21 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def blocks(self) -> KVBlocks:
         """This layer's blocks; growing the pool replaces them."""
-        assert self.rows.cache is not None
         return self.rows.cache.layers[self.scales.layer_idx]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
         num_heads, head_dim = key_states.shape[1], max(key_states.shape[3], value_states.shape[3])
-        cache, scales = self.rows.cache, self.scales
-        assert cache is not None
+        cache, scales, center = self.rows.cache, self.scales, self.scales.k_center
         with torch.inference_mode(False):  # a later forward pass may run outside inference mode
             blocks = KVBlocks.empty(
                 cache.num_blocks,
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=_pad_channels(_repeat_heads(scales.k, num_heads), head_dim, 1.0),
-                v_scale=_pad_channels(_repeat_heads(scales.v, num_heads), head_dim, 1.0),
-                k_center=None
-                if scales.k_center is None
-                else _pad_channels(_repeat_heads(scales.k_center, num_heads), head_dim, 0.0),
+                k_scale=_fit(scales.k, num_heads, head_dim, 1.0),
+                v_scale=_fit(scales.v, num_heads, head_dim, 1.0),
+                k_center=None if center is None else _fit(center, num_heads, head_dim, 0.0),
                 dtype=self.rows.dtype,
                 device=key_states.device,
             )
@@ -192,7 +181,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised.
         """
-        if not getattr(self.scales, "latent", False):  # other scales need not say of what they are
+        if not getattr(self.scales, "latent", False):  # scales that do not say so are of K and V
             return self._update(key_states, value_states)
         token, rank = torch.cat([key_states, value_states], -1), key_states.shape[-1]
         if token.shape[-1] % 2:
@@ -208,15 +197,17 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self._length += key_states.shape[2]
         self.rows.check_size(len(key_states), self._length)
         sequences, slots = self.rows.locate(key_states.device)
-        append_kv = _append_function(self.rows.use_triton)
         k_dim, v_dim = key_states.shape[3], value_states.shape[3]
         self.values_per_token = key_states.shape[1] * (k_dim + v_dim)
         blocks = self.blocks
         new = (_pad_channels(_flatten(x), blocks.head_dim, 0.0) for x in (key_states, value_states))
-        append_kv(*new, blocks, slots)
         if self.rows.use_triton:
+            from fp8kv_runtime.kernels.append_kv import append_kv
+
+            append_kv(*new, blocks, slots)
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
+        reference.append_kv(*new, blocks, slots)
         key, value = blocks.dense(sequences.block_tables, self._length)
         key, value = key[..., :k_dim], value[..., :v_dim]
         if self.rows.restore:
@@ -340,7 +331,7 @@ def paged_cache(cache: Cache) -> PagedKVCache:
         ValueError: there are none.
     """
     for layer in getattr(cache, "layers", ()):
-        if isinstance(layer, Fp8CacheLayer) and layer.rows.cache is not None:
+        if isinstance(layer, Fp8CacheLayer) and layer.is_initialized:
             return layer.rows.cache
     raise ValueError("this cache holds no FP8 blocks: it was not filled inside fp8_attention")
 
@@ -350,25 +341,18 @@ def _flatten(x: Tensor) -> Tensor:
     return x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
-def _repeat_heads(scale: Tensor, num_heads: int) -> Tensor:
-    """Repeat scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
+def _fit(scale: Tensor, num_heads: int, head_dim: int, value: float) -> Tensor:
+    """Repeat scales [1], [K] or [K, D] as the cache's KV heads were, and pad their channels with `value`."""
     if num_heads % scale.shape[0]:
         raise AttentionError(
             f"scales for {scale.shape[0]} KV heads do not fit a layer with {num_heads}: "
             "they are of another model"
         )
-    return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)
+    repeats = 1 if scale.shape[0] == 1 else num_heads // scale.shape[0]
+    return _pad_channels(scale.repeat_interleave(repeats, 0), head_dim, value)
 
 
 def _pad_channels(x: Tensor, size: int, value: float) -> Tensor:
     """Fill channels [..., D] up to `size`; leave scales [1] or [K] as they are."""
     missing = size - x.shape[-1] if x.dim() > 1 else 0
     return pad(x, (0, missing), value=value) if missing else x
-
-
-def _append_function(use_triton: bool) -> Callable[..., None]:
-    if use_triton:
-        from fp8kv_runtime.kernels.append_kv import append_kv
-
-        return append_kv
-    return reference.append_kv
