@@ -200,14 +200,14 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         k_dim, v_dim = key_states.shape[3], value_states.shape[3]
         self.values_per_token = key_states.shape[1] * (k_dim + v_dim)
         blocks = self.blocks
-        new = (_pad_channels(_flatten(x), blocks.head_dim, 0.0) for x in (key_states, value_states))
+        key, value = (_pad_channels(_flatten(x), blocks.head_dim, 0.0) for x in (key_states, value_states))
         if self.rows.use_triton:
             from fp8kv_runtime.kernels.append_kv import append_kv
 
-            append_kv(*new, blocks, slots)
+            append_kv(key, value, blocks, slots)
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
-        reference.append_kv(*new, blocks, slots)
+        reference.append_kv(key, value, blocks, slots)
         key, value = blocks.dense(sequences.block_tables, self._length)
         key, value = key[..., :k_dim], value[..., :v_dim]
         if self.rows.restore:
