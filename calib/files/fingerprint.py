@@ -10,7 +10,7 @@ from typing import Any
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE, SINGLE_FILE, is_of_cache
 from calib.files.safetensors_header import Entry
-from calib.files.strict_json import json_text, read_bytes, read_object
+from calib.files.strict_json import json_text, read_bytes, read_optional
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
@@ -73,8 +73,7 @@ def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False)
 
 def read_bake(directory: ModelDirectory) -> dict[str, Any]:
     """Read the report of a bake in a directory; it is empty unless the weights are those that were baked."""
-    file = directory.path / BAKE_FILE
-    report = read_object(file) if file.exists() else {}
+    report = read_optional(directory.path / BAKE_FILE) or {}
     is_own = report.get("for") is not None and report.get("weights") == weights_digest(directory)
     return report if is_own else {}
 

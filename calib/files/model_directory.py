@@ -23,22 +23,20 @@ from calib.files.names import (
     STATS_FILE,
     attention_modules,
     is_misnamed,
-    is_of_cache,
     is_of_tower,
     is_offset,
     layer_of,
-    layers_in_same_stacks,
+    matches_in_stacks,
 )
 from calib.files.pack import read_pack
 from calib.files.safetensors_header import Entry, is_zero, read_header
 from calib.files.scale_files import ScalesJson, ScaleTensor, read_scale_tensors, read_scales_json
-from calib.files.strict_json import read_object
+from calib.files.strict_json import read_object, read_optional
 
 _MAX_FILES = 100_000
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # `layers`, the index and the attention module itself, with which the names of one module end
 _MODULE_PARTS = 3
-_IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
 _DECODER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks)\.")  # what stacks of decoders are called
 # layers after the model's own that predict extra tokens (MTP) have these beside what all have
 _EXTRA_TOKENS = re.compile(r"(?:eh_proj|enorm|hnorm|shared_head)\b")
@@ -122,7 +120,7 @@ class ModelDirectory:
     @cached_property
     def modelopt(self) -> dict[str, Any] | None:
         """The document hf_quant_config.json of ModelOpt."""
-        return _read_optional(self.path / MODELOPT_FILE)
+        return read_optional(self.path / MODELOPT_FILE)
 
     @cached_property
     def json(self) -> ScalesJson | None:
@@ -159,7 +157,8 @@ class ModelDirectory:
     @cached_property
     def layers(self) -> set[int]:
         """Layers with weights, of the stacks that the attention modules are in."""
-        return layers_in_same_stacks(self.modules, self._names)
+        stacks = {match["stack"] for match in matches_in_stacks(self.modules)}
+        return {int(match["layer"]) for match in matches_in_stacks(self._names) if match["stack"] in stacks}
 
     @property
     def misnamed(self) -> list[str]:
@@ -232,7 +231,7 @@ def open_model_directory(path: Path, *, weights: bool = True, or_statistics: boo
         names |= {name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE) if (path / name).exists()}
         if names:
             raise InputError(f"'{path / min(names)}' is not a file of a pack; move it out of '{path}'")
-    config = _read_optional(path / CONFIG_FILE)
+    config = read_optional(path / CONFIG_FILE)
     if weights and config is None:
         raise missing_model_error(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
     index = read_index(path)
@@ -277,8 +276,7 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
     key = next((key for key in LAYER_KEYS if type(text.get(key)) is int), None)
     if key is None or text[key] < 1:
         return
-    weights = [match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name))]
-    weights = [weight for weight in weights if not is_of_tower(weight["stack"])]
+    weights = [match for match in matches_in_stacks(names) if not is_of_tower(match["stack"])]
     predicting = {weight.group("stack", "layer") for weight in weights if _EXTRA_TOKENS.match(weight["rest"])}
     numbers = Counter[str]()
     for stack, layer in {weight.group("stack", "layer") for weight in weights} - predicting:
@@ -343,10 +341,6 @@ def _check_weights(directory: ModelDirectory) -> None:
                 f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; download the model again"
             )
     check_layers(path, directory.config, weight_map)
-
-
-def _read_optional(path: Path) -> dict[str, Any] | None:
-    return read_object(path) if path.exists() else None
 
 
 def _state(file: Path) -> FileState:

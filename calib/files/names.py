@@ -45,7 +45,7 @@ _ATTENTION = re.compile(
 )
 # a layer that attends to the K and V of another one has this alone
 _QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:q?weight|weight_packed)")
-_IN_STACK = re.compile(r"(.*?)\.?\b(\d{1,6})\.")
+_IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,6 @@ def attention_modules(names: Collection[str]) -> set[str]:
     return {module for module in own if not is_of_tower(module)}
 
 
-def layers_in_same_stacks(modules: Iterable[str], names: Iterable[str]) -> set[int]:
-    """Return the layers with weights, of the stacks of layers that `modules` are in."""
-    stacks = {match[1] for module in modules if (match := _IN_STACK.match(module))}
-    matches = (match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name)))
-    return {int(match[2]) for match in matches if match[1] in stacks}
+def matches_in_stacks(names: Iterable[str]) -> list[re.Match[str]]:
+    """Take the names of modules or weights in layers apart: `stack`, the number `layer`, and `rest`."""
+    return [match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name))]

@@ -21,6 +21,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_object(read_bytes(path), f"'{path}'")
 
 
+def read_optional(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object from a file; None where there is no file."""
+    return read_object(path) if path.exists() else None
+
+
 def regular_size(path: Path) -> int:
     """Return the bytes of a file or of a link to one.
 

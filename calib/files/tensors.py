@@ -73,7 +73,14 @@ class StoredTensor(Source):
         # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
         place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
         piece = aligned(memory, self.nbytes, place)
-        _read_into(piece.numpy().data, self.path, self.offset)
+        unread, offset = piece.numpy().data, self.offset
+        with self.path.open("rb", buffering=0) as file:
+            while unread.nbytes:
+                # one call reads at most 2 GiB, and lets other threads run meanwhile
+                count = os.preadv(file.fileno(), [unread], offset)
+                if not count:
+                    raise InputError(f"'{self.path}' ends early; download the model again")
+                unread, offset = unread[count:], offset + count
         return piece.view(self.dtype).view(self.shape)
 
 
@@ -95,13 +102,3 @@ def stored_tensors(checkpoint: ModelDirectory) -> dict[str, StoredTensor]:
             )
         tensors[name] = StoredTensor(DTYPES[entry.dtype], entry.shape, path, entry.begin)
     return tensors
-
-
-def _read_into(memory: memoryview, path: Path, offset: int) -> None:
-    with path.open("rb", buffering=0) as file:
-        while memory.nbytes:
-            # one call reads at most 2 GiB, and lets other threads run meanwhile
-            count = os.preadv(file.fileno(), [memory], offset)
-            if not count:
-                raise InputError(f"'{path}' ends early; download the model again")
-            memory, offset = memory[count:], offset + count

@@ -24,7 +24,7 @@ from calib.files.names import (
     STRESS_FILE,
     is_of_cache,
 )
-from calib.files.strict_json import exact_json_text, json_text, read_object
+from calib.files.strict_json import exact_json_text, json_text, read_optional
 from calib.formats.base import Export
 from calib.formats.card import prepend_card
 
@@ -153,8 +153,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str], added: int) -> None:
     """Write the index of an output with the tensors of `weight_map`; scales `added` these bytes."""
-    index = checkpoint.path / INDEX_FILE
-    metadata = read_object(index).get("metadata") if index.exists() else None
+    metadata = (read_optional(checkpoint.path / INDEX_FILE) or {}).get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
     size = metadata.get("total_size")
