@@ -1,6 +1,7 @@
 """KL of the softmax of two logits, to six digits, also where the logits are huge or nearly equal."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class _Softmax(NamedTuple):
     likeliest: Tensor  # [T, 1]
     weights: Tensor  # [T, V]
     sum: Tensor  # [T]
-    mean: Tensor  # [T] of logit - top
+    mean: Tensor  # [T] of logit - top, as likely as the reference has it
 
 
 class ReferenceLogits:
@@ -41,42 +42,44 @@ class ReferenceLogits:
 
     def __init__(self, logits: Tensor) -> None:
         logits = logits.float()
-        step = _rows_at_once(logits)
-        self._blocks = logits.split(step)
+        self._blocks = _split_rows(logits)
         self._is_masked = bool(logits.isneginf().any())
         self._softmax = [_softmax(block, self._is_masked) for block in self._blocks]
 
     def compare(self, actual: Tensor) -> LogitPair:
         """Compare with `actual` [T, V], float32 or smaller."""
-        blocks = actual.split(len(self._blocks[0]))
-        pairs = map(self._compare_block, self._blocks, self._softmax, blocks)
+        pairs = map(self._compare_block, self._blocks, self._softmax, _split_rows(actual))
         return LogitPair(*map(torch.cat, zip(*pairs, strict=True)))
 
     def _compare_block(self, expected: Tensor, p: _Softmax, actual: Tensor) -> LogitPair:
         actual = actual.float()
         top, likeliest, below = _subtract_top(actual, self._is_masked)
         mean = torch.linalg.vecdot(below, p.weights) / p.sum
-        total = below.mul_(_LOG2_E).exp2_().sum(-1)
-        kl = (total / p.sum).log() - (mean - p.mean)
+        weights = below.mul_(_LOG2_E).exp2_()
+        q = _Softmax(top, likeliest, weights, weights.sum(-1), mean)
+        kl = (q.sum / p.sum).log() - (q.mean - p.mean)
         if self._is_masked:
             kl[_rules_out(actual, expected)] = math.inf
-        cancels = ~(kl > _CANCELS * (1 + mean.abs() + p.mean.abs())) | kl.isinf()
+        cancels = ~(kl > _CANCELS * (1 + q.mean.abs() + p.mean.abs())) | kl.isinf()
         if cancels.any():
-            kl[cancels] = _compare_exactly(expected[cancels], actual[cancels])
-        agrees = (p.likeliest == likeliest).squeeze(1) & ~kl.isnan()
-        return LogitPair(kl, agrees, top.squeeze(1) + total.log())
+            is_equal = (expected == actual).all(-1) & ~kl.isnan()
+            rows = cancels & ~is_equal
+            kl[is_equal] = 0.0
+            p_rows, q_rows = (_Softmax(*(part[rows] for part in softmax)) for softmax in (p, q))
+            kl[rows] = _kl_without_cancelling(expected[rows], actual[rows], p_rows, q_rows)
+        agrees = (p.likeliest == q.likeliest).squeeze(1) & ~kl.isnan()
+        return LogitPair(kl, agrees, q.top.squeeze(1) + q.sum.log())
 
 
 def divergence(expected: Tensor, actual: Tensor) -> Tensor:
     """Return KL of the softmax of two logits [T, V]: [T] nats in float64."""
-    step = _rows_at_once(expected)
-    pairs = zip(expected.split(step), actual.split(step), strict=True)
+    pairs = zip(_split_rows(expected), _split_rows(actual), strict=True)
     return torch.cat([ReferenceLogits(first).compare(second).kl for first, second in pairs])
 
 
-def _rows_at_once(logits: Tensor) -> int:
+def _split_rows(logits: Tensor) -> Sequence[Tensor]:
     values = _VALUES.get(logits.device.type, _VALUES["other"])
-    return max(1, values // logits.shape[-1])
+    return torch.split(logits, max(1, values // logits.shape[-1]))
 
 
 def _subtract_top(logits: Tensor, is_masked: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,27 +102,19 @@ def _rules_out(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual.isneginf() & ~expected.isneginf()).any(-1)
 
 
-def _compare_exactly(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL [T] where float64 would cancel, of equal rows, and of any that are not finite."""
-    kl = expected.new_zeros(len(expected), dtype=torch.float64)
-    differs = (expected != actual).any(-1)
-    kl[differs] = _kl_without_cancelling(expected[differs], actual[differs])
-    kl[_rules_out(actual, expected) & ~kl.isnan()] = math.inf
-    kl[expected.isneginf().all(-1) | actual.isneginf().all(-1)] = math.nan
-    return kl
-
-
-def _kl_without_cancelling(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL as a sum of terms that are never negative, so that nothing cancels."""
+def _kl_without_cancelling(expected: Tensor, actual: Tensor, p: _Softmax, q: _Softmax) -> Tensor:
+    """Return KL [T] as a sum of terms that are never negative; also where logits are not finite."""
     a, b = (x.double().clamp_(min=_LOWEST) for x in (expected, actual))
-    p, q = _softmax(expected, True), _softmax(actual, True)
     p_shares, q_shares = p.weights.div_(p.sum[:, None]), q.weights.div_(q.sum[:, None])
     log_ratio = (q.top - b.gather(1, p.likeliest)) + (q.sum / p.sum).log()[:, None]
     x = _shift_from_likeliest(a, b, p.likeliest)
     x -= _exact_log_ratio(x, p_shares, q_shares, log_ratio)
     is_near = x.abs() < 1
-    near = p_shares * _exp_beyond_linear(x.where(is_near, 0))
-    return near.where(is_near, q_shares - p_shares * (1 + x)).sum(-1)
+    near = _exp_beyond_linear(x.where(is_near, 0)).mul_(p_shares)
+    kl = near.where(is_near, q_shares.sub_(x.add_(1).mul_(p_shares))).sum(-1)
+    kl[_rules_out(actual, expected) & ~kl.isnan()] = math.inf
+    kl[expected.isneginf().all(-1) | actual.isneginf().all(-1)] = math.nan
+    return kl
 
 
 def _shift_from_likeliest(a: Tensor, b: Tensor, likeliest: Tensor) -> Tensor:
@@ -134,7 +129,7 @@ def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return a - b and its rounding error (Knuth's TwoSum)."""
     d = a - b
     minus_b = d - a
-    return d, (a - (d - minus_b)).sub_(minus_b.add_(b))
+    return d, (d - minus_b).neg_().add_(a).sub_(minus_b.add_(b))
 
 
 def _exact_log_ratio(x: Tensor, p_shares: Tensor, q_shares: Tensor, log_ratio: Tensor) -> Tensor:
@@ -143,7 +138,8 @@ def _exact_log_ratio(x: Tensor, p_shares: Tensor, q_shares: Tensor, log_ratio: T
     x is 0 at the likeliest token.
     """
     is_near = x.abs() < 1
-    change = (p_shares * x.where(is_near, 0).expm1()).where(is_near, q_shares - p_shares)
+    near = x.where(is_near, 0)
+    change = _exp_beyond_linear(near).add_(near).mul_(p_shares).where(is_near, q_shares - p_shares)
     near_sum = q_shares.where(is_near, 0).sum(-1, keepdim=True)
     tiny = (change.sum(-1, keepdim=True) / near_sum).log1p()
     return tiny.where(log_ratio.abs() < _CANCELS, log_ratio)
@@ -151,5 +147,9 @@ def _exact_log_ratio(x: Tensor, p_shares: Tensor, q_shares: Tensor, log_ratio: T
 
 def _exp_beyond_linear(x: Tensor) -> Tensor:
     """Return e^x - 1 - x."""
-    series = 1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))
-    return torch.where(x.abs() < _SERIES, x * x / 2 * series, x.expm1() - x)
+    series = x / 7
+    for divisor in (6, 5, 4, 3):
+        series.add_(1).mul_(x).div_(divisor)
+    series.add_(1).mul_(x).mul_(x).div_(2)
+    is_small = x.abs() < _SERIES
+    return series if is_small.all() else torch.where(is_small, series, x.expm1() - x)

@@ -82,7 +82,8 @@ def compare_variants(setup: Setup, token_ids: Tensor, variants: Sequence[Variant
 
 def _tokens_at_once(config: PreTrainedConfig) -> int:
     """Return how many tokens to read at a time: the logits of a long document do not fit into memory."""
-    return max(1, min(_TOKENS, _LOGITS // config.get_text_config().vocab_size))
+    vocabulary: int = config.get_text_config().vocab_size
+    return max(1, min(_TOKENS, _LOGITS // vocabulary))
 
 
 def _read(setup: Setup, variant: Variant, token_ids: Tensor, cache: Cache) -> Tensor:

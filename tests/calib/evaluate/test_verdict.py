@@ -24,7 +24,7 @@ def figures(evaluation, **kl):
         found = evaluation.measured["tensor" if name == "mine" else name]
         variant = found.variant
         if name == "mine":
-            variant = replace(variant, name=name, what="scales of mine", kind="given")
+            variant = replace(variant, name=name, description="scales of mine", kind="given")
         pairs = zip(found.documents, values, strict=True)
         documents = [d._replace(kl=torch.full_like(d.kl, value)) for d, value in pairs]
         measured[name] = replace(found, variant=variant, documents=documents, layers={})
