@@ -19,7 +19,7 @@ from calib.commands.running import run
 from calib.commands.terminal import TextTable, table_text
 from calib.files.atomic import atomic_directory
 from calib.progress import Progress
-from calib.rescale.cards import write_stress_card
+from calib.rescale.stress import write_stress_card
 
 
 def shell(line, **options):

@@ -1,5 +1,6 @@
 """`fp8kv bake`: a model that computes the same, whose K and V suit a cache without scales."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 
 from calib.capture.directory_scales import attention_facts
 from calib.choices import DType, Purpose
+from calib.engines.catalogue import find_engine
+from calib.engines.latents import find_flags_at_one
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.cache_type import FP8_MAX
@@ -18,6 +21,7 @@ from calib.files.calibration import statistics_file
 from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import BAKE_FILE
+from calib.formats.card import prepend_card, render_card
 from calib.formats.directory import (
     ADAPTER_FILE,
     back_up,
@@ -31,9 +35,15 @@ from calib.formats.directory import (
 from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model, short_name
 from calib.progress import SILENT, Progress
-from calib.rescale.cards import write_bake_card
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
-from calib.rescale.pipeline import Rescaling, check_no_scales, exact_recipe, plan_rescaling, rescale
+from calib.rescale.pipeline import (
+    AS_FLOAT32,
+    Rescaling,
+    check_no_scales,
+    exact_recipe,
+    plan_rescaling,
+    rescale,
+)
 from calib.rescale.proof import kl_between, observe, prove
 from calib.rescale.stored_weights import StoredModel
 from calib.rescale.weight_changes import LayerFactors
@@ -218,5 +228,26 @@ def _describe(
         "factors": baked.rescaling.plan.factors_json(),
         **records_json(stats.records),
     }
-    write_json(out / BAKE_FILE, baked.to_json() | facts)
-    write_bake_card(checkpoint, out, baked.to_json(), report["dataset"])
+    document = baked.to_json()
+    write_json(out / BAKE_FILE, document | facts)
+    card = document | {"purpose": baked.purpose, "dataset": report["dataset"]}
+    card_text = render_card("bake", **card, commands=_list_serve_commands(baked, checkpoint))
+    prepend_card(checkpoint.path, card_text, out)
+
+
+def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:
+    """Return the commands that serve a baked model; none where no engine is known to."""
+    path, is_float32 = shlex.quote(str(baked.output)), baked.dtype == "float32"
+    dtype = AS_FLOAT32 * is_float32
+    if baked.purpose == "int8":
+        vllm = find_engine("vllm")
+        int8 = vllm.caches.types["int8_per_token_head"][0]
+        return [f"{vllm.serve.format(path=path)} {int8.flag}{dtype}"]
+    # how TensorRT-LLM and LMDeploy are told the type of the weights is not known
+    names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
+    commands = []
+    for engine in map(find_engine, names):
+        flags = find_flags_at_one(engine, checkpoint.config) if baked.latent else engine.flag
+        if flags:
+            commands.append(f"{engine.serve.format(path=path)} {flags}{dtype}")
+    return commands

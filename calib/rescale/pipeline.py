@@ -24,6 +24,8 @@ from calib.rescale.proof import Observation, kl_between, load_exact, observe, pr
 from calib.rescale.stored_weights import Edit, NotHeld, StoredModel, write_weights
 from calib.rescale.weight_changes import Factors, LayerFactors
 
+AS_FLOAT32 = " --dtype float32"  # engines take such weights for bfloat16 unless told otherwise
+
 Choose = Callable[[StoredModel], FactorChoice]
 
 

@@ -7,6 +7,8 @@ is left of them.
 """
 
 import re
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,19 +16,22 @@ from typing import Any
 
 import torch
 
-from calib.errors import InputError
+from calib.engines.catalogue import find_engine
+from calib.engines.latents import find_flags_at_one
+from calib.errors import InputError, UnsupportedExportError
 from calib.files.atomic import atomic_directory
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import STRESS_FILE
+from calib.files.names import CARD_FILE, STRESS_FILE
+from calib.formats.card import render_card
 from calib.formats.directory import check_output, write_json
+from calib.formats.tensor_names import name_for_latents
 from calib.models.config import caches_latents, load_config
 from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.rescale.cards import write_stress_card
 from calib.rescale.factors import FactorChoice, uniform_factors
-from calib.rescale.pipeline import Rescaling, check_no_scales, exact_recipe, rescale
+from calib.rescale.pipeline import AS_FLOAT32, Rescaling, check_no_scales, exact_recipe, rescale
 from calib.rescale.proof import PROBE_TOKENS
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -166,3 +171,39 @@ def parse_factor(text: str, flag: str) -> float:
             f"256, 1/1024, 0.5 or 2**-10; got '{text}'"
         )
     return float(value)
+
+
+def write_stress_card(
+    twin: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str], out: Path
+) -> None:
+    """Say how a twin of `checkpoint`, with these attention `modules`, differs, and how to serve it."""
+    factors = {key: Fraction(twin[key]) for key in ("k_factor", "v_factor")}
+    commands = _serve_twin(twin, checkpoint, modules)
+    limits = {"fp8_largest": _FP8.max, "fp8_smallest": _FP8.tiny}
+    card = render_card("stress", **{**twin, **factors, **commands, **limits}, exact=True)
+    (out / CARD_FILE).write_text(card)
+
+
+def _serve_twin(twin: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, str]:
+    """Return the commands that show garbage, and then the source's text: with scales, or baked."""
+    path, scaled, baked = (shlex.quote(twin["output"] + ending) for ending in ("", "-fp8kv", "-baked"))
+    vllm = find_engine("vllm")
+    serve, export, bake = f"{vllm.serve} {vllm.flag}", "", ""
+    if twin["latent"]:
+        try:
+            names = [checkpoint.attention_prefix(module) for module in modules]
+            _, flag = name_for_latents(vllm, names, checkpoint)
+            serve, export = f"{serve} {flag}".rstrip(), " --format modelopt"
+        except UnsupportedExportError:
+            engines = vllm, find_engine("sglang")
+            flags = ((engine.serve, find_flags_at_one(engine, checkpoint.config)) for engine in engines)
+            serve = next((f"{command} {flag}" for command, flag in flags if flag), "")
+            export, bake = " --format fp8kv", f"fp8kv bake {path} --scales {scaled} --for fp8 -o {baked}"
+    if serve and twin["dtype"] == "float32":
+        serve += AS_FLOAT32
+    return {
+        "serve_twin": serve.format(path=path),
+        "calibrate": f"fp8kv-calibrate {path}{export} -o {scaled}",
+        "bake": bake,
+        "serve_answer": serve.format(path=baked if bake else scaled),
+    }
