@@ -22,7 +22,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file; None where there is no file."""
+    """Read a JSON object from a file; None where the file is absent."""
     return read_object(path) if path.exists() else None
 
 

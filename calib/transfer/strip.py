@@ -9,7 +9,7 @@ from calib.files.atomic import OnCopied, atomic_directory
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
-from calib.files.strict_json import read_object
+from calib.files.strict_json import read_object, read_optional
 from calib.formats.directory import (
     RENAMED_SINGLE,
     check_output,
@@ -90,7 +90,7 @@ def _announces_scales(config: dict[str, Any]) -> bool:
 def _write_weights(checkpoint: ModelDirectory, source: Path | None, out: Path, on_copied: OnCopied) -> None:
     """Link the weights under the names that they had in `source`, with its index where that fits."""
     index = (source or checkpoint.path) / INDEX_FILE
-    original = read_object(index).get("weight_map") if index.exists() else None
+    original = (read_optional(index) or {}).get("weight_map")
     files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}
     names = {shard: shard for shard in checkpoint.shards}
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
