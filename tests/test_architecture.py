@@ -8,14 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from house import ROOT, room, room_graph, sources, top_level_imports
+from house import ROOT, room_graph, sources, top_level_imports
 from house_picture import PICTURES, draw, needed_edges
 from plain_words import class_homes, offences
-
-# rooms whose names and docstrings are not yet plain; a room leaves this list, none enters it
-NOT_YET_PLAIN = {
-    *("evaluate",),
-}
 
 
 def test_imports_keep_to_the_contracts():
@@ -81,15 +76,8 @@ def test_files_and_functions_stay_small():
 
 
 def test_names_and_docstrings_are_plain():
-    rebuilt = [file for file in sources() if room(file) not in NOT_YET_PLAIN]
-    assert [f"{file}:{line}: {text}" for file in rebuilt for line, text in offences(file)] == []
+    assert [f"{file}:{line}: {text}" for file in sources() for line, text in offences(file)] == []
 
 
 def test_a_class_name_occurs_once():
-    homes = {name: files for name, files in class_homes(sources()).items() if len(files) > 1}
-    assert {name: files for name, files in homes.items() if {*map(room, files)} - NOT_YET_PLAIN} == {}
-
-
-def test_the_list_of_rooms_that_are_not_plain_only_shrinks():
-    rooms_with_offences = {room(file) for file in sources() if any(offences(file))}
-    assert rooms_with_offences >= NOT_YET_PLAIN, "take the rooms that are plain by now off the list"
+    assert {name: files for name, files in class_homes(sources()).items() if len(files) > 1} == {}

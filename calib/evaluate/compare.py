@@ -75,7 +75,7 @@ class Comparison(NamedTuple):
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "a": str(self.a),
             "b": str(self.b),

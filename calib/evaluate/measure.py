@@ -55,13 +55,13 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     for name, layers in errors.items():
         measured[name].layers = layers
     writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.is_whole_cache]
-    for each in setup.progress.each("text", writing, "variants"):
-        setup.progress.detail(each.variant.name)
-        with each.variant.apply(setup):
-            each.texts = _continue_greedily(setup, text.prompts, text.new_tokens)
-            each.passkeys = _retrieve(setup, text.passkeys)
-        pairs = zip(measured[REFERENCE].texts, each.texts, strict=True)
-        each.same_tokens = [_count_same(a, b) for a, b in pairs]
+    for writer in setup.progress.each("text", writing, "variants"):
+        setup.progress.detail(writer.variant.name)
+        with writer.variant.apply(setup):
+            writer.texts = _continue_greedily(setup, text.prompts, text.new_tokens)
+            writer.passkeys = _retrieve(setup, text.passkeys)
+        pairs = zip(measured[REFERENCE].texts, writer.texts, strict=True)
+        writer.same_tokens = [_count_same(a, b) for a, b in pairs]
     return measured
 
 

@@ -356,7 +356,7 @@ class Report(Conditions):
         return scales or [name for name in (self.subject,) if name is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """The object in `report.json`; keys of what was not measured are left out."""
+        """Return the object in `report.json`, without the keys of what was not measured."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 

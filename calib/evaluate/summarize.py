@@ -50,7 +50,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass
 class Evaluation:
-    """One evaluation. Each step of `calib.evaluate.run.evaluate` sets the fields under its name."""
+    """An evaluation. Each step of `calib.evaluate.run.evaluate` sets the fields under its name."""
 
     # open
     model_name: str
@@ -97,22 +97,22 @@ def summarize(evaluation: Evaluation) -> Report:
     advice = judgement.advise(evaluation.search)
     if recommended is not None and evaluation.wish is None:  # the answer to a wish is shown apart
         advice.append(advised_cache(recommended))
-    others = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
+    other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
         **dict(_conditions(evaluation)),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values, evaluation.stats.places()),
         texts=evaluation.texts,
-        verdict=judgement.verdict(others),
+        verdict=judgement.verdict(other_texts),
         subject=judgement.subject,
         advised=judgement.advised,
         advice=advice,
         recommended=recommended,
-        other_texts=others,
+        other_texts=other_texts,
         search=evaluation.search,
         **evaluation.task_figures,
-        warnings=[*evaluation.warnings, *list_lost_figures(rows, others, evaluation.search)],
+        warnings=[*evaluation.warnings, *list_lost_figures(rows, other_texts, evaluation.search)],
     )
 
 

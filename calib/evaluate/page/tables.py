@@ -117,9 +117,9 @@ def _text_rows(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
     tokens = Cell(f"{data.tokens:,}", "" if counted == data.tokens else f"(clipped: of {counted:,})")
     yield (Cell(data.source, "(its own)"), Cell(str(data.documents)), tokens, *_text_figures(row, ""))
     for text in report.other_texts:
-        other = text.variants[name]
+        other_row = text.variants[name]
         counts = (Cell(str(text.documents)), Cell(f"{text.tokens:,}"))
-        yield (Cell(text.dataset), *counts, *_text_figures(other, other.differs))
+        yield (Cell(text.dataset), *counts, *_text_figures(other_row, other_row.differs))
 
 
 def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:
