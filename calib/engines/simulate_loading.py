@@ -1,12 +1,12 @@
 """Loading of a directory as an engine does it, simulated without the engine: `simulate`."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 from calib.engines.catalogue import Engine, Method
-from calib.engines.latents import flags_at_one, latents_problem, transformers_fates
-from calib.engines.model_classes import K_ALONE, Fates, find_fate, split_name
+from calib.engines.model_classes import K_ALONE, TRANSFORMERS, Fates, architecture, find_fate, split_name
 from calib.engines.outcome import (
     LayerScale,
     NotKnown,
@@ -58,9 +58,9 @@ def simulate(
         else:
             _load_tensors(directory, place, simulation)
         if at_one:
-            simulation.flag = flags_at_one(engine, directory.config)
+            simulation.flag = _flags_at_one(engine, directory.config)
         if simulation.is_good:
-            simulation.problem = latents_problem(simulation, directory.config)
+            simulation.problem = _latents_problem(simulation, directory.config)
         if simulation.is_good and (nvfp4 := nvfp4 or nvfp4_convention(directory)):
             simulation.problem = _convention_problem(nvfp4, engine)
     except Refused as error:
@@ -132,7 +132,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
     if not nvfp4 and method and turns_fp8_on(directory, method):
         simulation.flag = None
     fates = _class_fates(directory, engine, method)
-    if fates and (backend := transformers_fates(directory, engine, fates)):
+    if fates and (backend := _transformers_fates(directory, engine, fates)):
         fates = backend
         simulation.flag = " ".join(filter(None, [engine.transformers_flag, simulation.flag]))
     tensors = _loaded_tensors(directory, method, fates, simulation)
@@ -287,3 +287,61 @@ def _json_mistake(scales: ScalesJson, config: dict[str, Any], layers: int, ranks
         return f"it is for {len(scales.ranks)} ranks, not for {ranks}: thrown away"
     wrong = {layer for rank in scales.ranks.values() for layer in set(range(layers)) ^ set(rank)}
     return f"layer {min(wrong)} is missing or too many; every layer must be listed" if wrong else None
+
+
+# ---- latents (MLA) ----
+
+
+def _transformers_fates(directory: ModelDirectory, engine: Engine, fates: Fates) -> Fates | None:
+    """Return the fates in the engine's backend for transformers' code, where it alone loads all scales."""
+    backend_fates = engine.fates(directory.config, method_name(directory) + TRANSFORMERS)
+    if not engine.class_caches_latents(directory.config) or isinstance(backend_fates, str | None):
+        return None
+    names = {split_name(tensor, directory.modules)[1] for tensor in directory.tensors}
+    own, backend = ({table.get(name) for name in names} for table in (fates, backend_fates))
+    return backend_fates if backend == {"loaded"} != own else None
+
+
+def _latents_problem(simulation: Simulation, config: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with loaded scales of latents; 1.0 does no harm."""
+    engine = simulation.engine
+    is_harmless = all(value == 1.0 for scale in simulation.outcomes for value in scale.values)
+    if is_harmless or not (engine.latent_spoils and engine.class_caches_latents(config)):
+        return None
+    return f"{engine.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
+
+
+def _flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
+    """Return the flags with which the engine keeps a model's latents in FP8 at scale 1.0.
+
+    Raises:
+        Refused: it has no such cache.
+        NotKnown: or whether it has is not known, as it may cache K and V of heads.
+    """
+    if engine.latent_refused:
+        raise Refused(engine.latent_refused)
+    name, text = architecture(config), config.get("text_config")
+    if name in engine.latent_one:
+        return engine.flag
+    model_type = (text if isinstance(text, dict) else config).get("model_type")
+    if engine.classes and engine.is_run_version:
+        if engine.class_caches_latents(config) or _is_served_as_latents(engine, model_type):
+            return engine.flag
+        if any(kind.endswith(TRANSFORMERS) for kind in engine.classes.results.get(name or "", {})):
+            return f"{engine.transformers_flag} {engine.flag}"
+    subject = str(name or model_type)[:80]
+    raise NotKnown(f"whether it caches latents (MLA) of {subject}, as 1.0 needs, is not known")
+
+
+def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
+    """Return the flags that keep latents in FP8 at scale 1.0; None where there are none, or none are known."""
+    try:
+        return _flags_at_one(engine, config)
+    except SimulationEnd:
+        return None
+
+
+def _is_served_as_latents(engine: Engine, model_type: object) -> bool:
+    """Return whether the engine is known to cache latents of that type, whose class was not run."""
+    ways = (way for way in engine.caches.types.get("fp8", ()) if way.models and "heads" not in way.attention)
+    return any(model_type in (way.models or ()) for way in ways)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.measured import measured_amax, measured_convention
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
-from calib.engines.scale_fit import Fit, Limits, compare, judge
+from calib.engines.scale_fit import Fit, Limits, compare, judge, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention

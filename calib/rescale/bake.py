@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from calib.capture.directory_scales import attention_facts
 from calib.choices import DType, Purpose
 from calib.engines.catalogue import find_engine
-from calib.engines.latents import find_flags_at_one
+from calib.engines.simulate_loading import find_flags_at_one
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.cache_type import FP8_MAX

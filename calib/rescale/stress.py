@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from calib.engines.catalogue import find_engine
-from calib.engines.latents import find_flags_at_one
+from calib.engines.simulate_loading import find_flags_at_one
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.atomic import atomic_directory
 from calib.files.config import find_quantization_config

@@ -7,10 +7,10 @@ from pathlib import Path
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
-from calib.engines.measured import MeasuredAmax, measured_amax
-from calib.engines.scale_fit import Scale, contradictions
+from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, compare, judge, measured_amax
 from calib.engines.verification import verify_directory
 from calib.errors import UnsupportedExportError
+from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
@@ -174,7 +174,8 @@ def _find_wrong(
     right = {layer.layer: StoredLayer(layer.layer) for layer in layers}
     for layer, letter in scales.keys() - wrong:
         setattr(right[layer], letter, scales[layer, letter])
-    for finding in contradictions([*right.values()], measured, fp8_dtype):
+    usable, limits = [*right.values()], Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
+    for finding in judge(usable, compare(usable, measured.amax, limits), measured, limits.largest):
         wrong |= finding.scales
     return wrong & scales.keys()
 

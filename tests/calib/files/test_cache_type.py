@@ -4,7 +4,7 @@ import pytest
 from command_line import fp8kv
 from scale_directories import NVFP4, lines_of, model
 
-from calib.engines.measured import measured_convention
+from calib.engines.scale_fit import measured_convention
 from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales

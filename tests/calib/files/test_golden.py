@@ -9,7 +9,7 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import lines_of
 
-from calib.engines.measured import measured_convention
+from calib.engines.scale_fit import measured_convention
 from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
