@@ -334,7 +334,7 @@ def _flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
 
 
 def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
-    """Return the flags that keep latents in FP8 at scale 1.0; None where there are none, or none are known."""
+    """Return the flags that keep latents in FP8 at scale 1.0; None where there are none, or none known."""
     try:
         return _flags_at_one(engine, config)
     except SimulationEnd:

@@ -7,16 +7,14 @@ from contextlib import suppress
 from itertools import count
 from math import inf, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.evaluate.page.tables import (
     figures,
     other_text_tables,
-    report_title,
     summary_lines,
     task_table,
     variants_table,
@@ -39,31 +37,15 @@ _LEAST = 1e-30  # KL: what is smaller is not drawn
 
 def render_html(report: Report) -> str:
     """Return the page; names and texts in the report may be anybody's."""
-    return _render(
-        "report.html",
-        report=report,
-        figures=figures,
-        variants=_variants(report),
-        other_texts=other_text_tables(report),
-        tasks=task_table(report),
-        **_charts(report),
-    )
+    return _render("report.html", report, figures=figures, variants=_variants(report), **_charts(report))
 
 
 def render_markdown(report: Report) -> str:
     """Return the text of `report.md`."""
-    return _render(
-        "report.md",
-        report=report,
-        title=report_title(report),
-        summary=summary_lines(report),
-        variants=variants_table(report),
-        other_texts=other_text_tables(report),
-        tasks=task_table(report),
-    )
+    return _render("report.md", report, summary=summary_lines(report), variants=variants_table(report))
 
 
-def _render(template: str, **facts: Any) -> str:
+def _render(template: str, report: Report, **facts: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -76,9 +58,13 @@ def _render(template: str, **facts: Any) -> str:
         keep_trailing_newline=template.endswith(".md"),
     )
     numbers = count(1)
-    environment.filters |= {"number": show_number, "mean": lambda values: sum(values) / len(values)}
-    environment.filters["escape_markdown"] = _escape_markdown
-    environment.filters["inline"] = lambda svg: _inline_svg(svg, f"chart{next(numbers)}-")
+    environment.filters |= {
+        "number": show_number,
+        "mean": fmean,
+        "escape_markdown": _escape_markdown,
+        "inline": lambda svg: _inline_svg(svg, f"chart{next(numbers)}-"),
+    }
+    facts |= {"report": report, "other_texts": other_text_tables(report), "tasks": task_table(report)}
     return environment.get_template(template).render(facts)
 
 
@@ -115,25 +101,20 @@ def _charts(report: Report) -> dict[str, Any]:
 
 def _variants(report: Report) -> dict[str, Any]:
     """Return the rows of variants in groups, and percentages of a width where their KL is drawn."""
-    low, high = _kl_range(report)
+    # controls, and a floor far below, would leave no room to tell the others apart
+    drawn = [row.kl for row in report.variants.values() if row.kind not in ("control", REFERENCE)]
+    ends = [end for kl in drawn for _, end in kl if _LEAST < end < inf] or [1.0]
+    low, high = min(ends), max(*ends, 1.01 * min(ends))
 
     def place(kl: float) -> float:
-        within = min(max(low, kl), high)
-        return round(float(np.interp(log(within), (log(low), log(high)), (0, 100))), 1)
+        return round(100 * log(min(max(low, kl), high) / low) / log(high / low), 1)
 
     groups: dict[tuple[int, str], list[Any]] = {}
     for name, row in report.variants.items():
         group = groups.setdefault(_group(name, row, report.bytes_per_token["16bit"]), [])
         group.append((name, row, {end: place(kl) for end, kl in row.kl}))
-    rows = [(title, rows) for (_, title), rows in sorted(groups.items(), key=lambda group: group[0])]
+    rows = [(title, groups[number, title]) for number, title in sorted(groups)]
     return {"groups": rows, "low": low, "high": high, "floor": place(report.noise_floor)}
-
-
-def _kl_range(report: Report) -> tuple[float, float]:
-    # controls, and a floor far below, would leave no room to tell the others apart
-    kl = [row.kl for row in report.variants.values() if row.kind not in ("control", REFERENCE)]
-    ends = [end for figure in kl for _, end in figure if _LEAST < end < inf] or [1.0]
-    return min(ends), max(*ends, 1.01 * min(ends))
 
 
 def _group(name: str, row: Row, whole: int) -> tuple[int, str]:

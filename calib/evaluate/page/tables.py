@@ -45,12 +45,6 @@ def printed_tables(report: Report) -> list[Table]:
     return [*tables, task_table(report)] if report.tasks else tables
 
 
-def report_title(report: Report) -> str:
-    """Name the model, and the engine whose attention is simulated."""
-    mode = "" if report.attention == "exact" else f", attention of {report.attention} simulated"
-    return f"FP8 KV cache of {report.model}{mode}"
-
-
 def summary_lines(report: Report) -> list[str]:
     """Return verdict, advice, warnings, and the conditions of the measurement."""
     data, size = report.data, report.bytes_per_token
@@ -74,7 +68,8 @@ def variants_table(report: Report) -> Table:
             size = f"{row.bytes_per_token / whole:.0%}" if row.bytes_per_token else ""
             values = [Cell(cell.value) for cell in shares]
             rows.append((Cell(name), Cell(size), kl, Cell(p99.value), ppl, *values))
-    return Table(report_title(report), ("cache", "bytes", *FIGURES), rows)
+    mode = "" if report.attention == "exact" else f", attention of {report.attention} simulated"
+    return Table(f"FP8 KV cache of {report.model}{mode}", ("cache", "bytes", *FIGURES), rows)
 
 
 def figures(row: Row) -> tuple[Cell, ...]:
