@@ -58,7 +58,9 @@ def calibrate(
         "Stop early, once more text is expected to add less than this share, such as 0.05."
     ),
     allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
-    batch_size: str | None = flags.data("Run this many samples at once. Default: auto, as many as fit well."),
+    batch_size: str | None = flags.data(
+        "Run this many samples at once. Default: auto, some thousand tokens."
+    ),
     seed: int | None = flags.SEED,
     observer: choices.ObserverName | None = flags.scales(
         "Choose how the largest magnitude (amax) follows from statistics. Default: absmax."

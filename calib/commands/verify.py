@@ -51,7 +51,9 @@ def verify(
         "With --served, read the weights here. Default: DIRECTORY.", metavar="MODEL"
     ),
     served_name: str | None = flags.option("With --served, ask this of the server's models.", metavar="NAME"),
-    device: choices.Device | None = flags.DEVICE,
+    device: choices.Device | None = flags.option(
+        "With --served, run our own model on this device. Default: cpu, as the server may fill the GPU."
+    ),
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
 ) -> Answer:
     """Show which engine loads which scale, without running the engine.
