@@ -71,7 +71,7 @@ def test_it_is_said_that_speed_and_blocks_are_no_engines(tiny_directory):
         f"KV cache: {VALUES + SCALES} bytes a token in fp8_per_token_head, {2 * VALUES} in 16 bits "
         f"({ratio:.2f}x)" in said
     )
-    assert "simulated, so the speed is no engine's; known from vLLM" in said
+    assert "simulated, so the speed is not an engine's; known from vLLM" in said
     assert "blocks of" not in said
     assert "runs at" not in said
 
