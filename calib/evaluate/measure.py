@@ -47,9 +47,9 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     for token_ids in setup.progress.each("documents", text.documents, "documents"):
         for name, divergence in compare_variants(setup, token_ids, variants).items():
             measured[name].documents.append(divergence)
-    served = [variant for variant in variants if variant.served]
+    loadable = [variant for variant in variants if variant.is_loadable]
     for token_ids in setup.progress.each("long documents", text.long_documents, "documents"):
-        for name, divergence in compare_variants(setup, token_ids, served).items():
+        for name, divergence in compare_variants(setup, token_ids, loadable).items():
             measured[name].long_documents.append(divergence)
     errors, measured[REFERENCE].values = read_layers(setup, text.layer_documents, variants)
     for name, layers in errors.items():
@@ -159,10 +159,10 @@ def search_layers(
     ranked by the KL of each alone in FP8; that of several is measured, not added up.
     """
     ranks = {"given": 0, "attn_head": 1}
-    served = [variant for variant in variants if variant.served]
-    if not served:
+    loadable = [variant for variant in variants if variant.is_loadable]
+    if not loadable:
         raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
-    variant = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
+    variant = min(loadable, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
     layers = list(variant.layers)
 
     def kl(skipped: Iterable[int]) -> float:

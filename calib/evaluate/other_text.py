@@ -117,7 +117,7 @@ def _load_text(
 
 def can_be_measured(variant: Variant) -> bool:
     """Return whether a variant is scales that engines load, or that were given."""
-    return variant.scales is not None and (variant.served or variant.kind == "given")
+    return variant.scales is not None and (variant.is_loadable or variant.kind == "given")
 
 
 def check_other_texts(texts: Sequence[OtherDocuments], variants: Sequence[Variant]) -> None:

@@ -80,8 +80,8 @@ class Variant:
         return self.is_fp8_cache or self.cache is not None
 
     @property
-    def served(self) -> bool:
-        """True if engines can load such scales: E4M3, per tensor or head, for K and V."""
+    def is_loadable(self) -> bool:
+        """True if engines load such scales: E4M3, per tensor or head, for K and V."""
         scales = self.scales
         if scales is None or self.tensors != "kv" or scales.fp8_dtype == "e5m2":
             return False
