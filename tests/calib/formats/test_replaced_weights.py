@@ -100,7 +100,7 @@ def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
 def test_merge(after, tiny_directory, tmp_path):
     for number in "12":
         calibrate(tiny_directory, "-o", tmp_path / number, "--set", f"data.seed={number}")
-    after(merge, "load_stats", tiny_directory)
+    after(merge, "_check_counts", tiny_directory)
     done = fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "out")
     refuse(done, tmp_path / "out")
 
@@ -121,7 +121,7 @@ def test_strip(after, tiny_directory, tmp_path):
 def test_repair(after, tiny_directory, tmp_path):
     old = tmp_path / "old"
     calibrate(tiny_directory, "-o", old)
-    after(mending, "load_stats", old)
+    after(mending, "open_calibration", old)
     done = fp8kv("repair", old, "--stats", old, "-o", tmp_path / "out")
     refuse(done, tmp_path / "out")
 
