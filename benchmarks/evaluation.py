@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evaluation_stages import LIMIT as STAGES_LIMIT
+from evaluation_stages import measure_stages, print_stages
 from machine import machine, write_result
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -34,7 +36,7 @@ from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats
 from fp8kv_runtime.hf import swap_attention
 
-MODEL = "builtin:smollm2"
+MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
 LIMIT_MINUTES = {"quick": 4.0, "full": 30.0}
 KL_TOLERANCE = 0.02
 TWIN_LIMIT = 1.3  # KL on the twin over KL on the source, calibrated variants
@@ -54,12 +56,14 @@ def main() -> None:
         "machine": facts,
         "minutes": minutes,
         "limit_minutes": LIMIT_MINUTES,
+        "stages": measure_stages(MODEL, DATASET),
         "recomputed": _recomputed(reports["quick"]),
         "twin": _beside_twin(reports["quick"], reports["twin"]),
         "figures": {name: _figures(report) for name, report in reports.items()},
     }
     write_result(args.output, result)
     print(json.dumps({key: result[key] for key in ("minutes", "recomputed", "twin")}, indent=2))
+    print_stages(result["stages"])
     sys.exit(0 if _is_met(result) else 1)
 
 
@@ -85,12 +89,12 @@ def _evaluate(model: str, suite: str, output: Path) -> tuple[float, dict[str, An
 
 
 def _figures(report: dict[str, Any]) -> dict[str, Any]:
-    kept = ("kl", "kl_p99", "ppl_change", "top1", "same_tokens", "passkey")
+    metrics = ("kl", "kl_p99", "ppl_change", "top1", "same_tokens", "passkey")
     return {
         "tokens": report["data"]["tokens"],
         "noise_floor": report["noise_floor"],
         "advice": report["advice"],
-        **{name: {k: row[k] for k in kept if k in row} for name, row in report["variants"].items()},
+        **{name: {k: row[k] for k in metrics if k in row} for name, row in report["variants"].items()},
     }
 
 
@@ -105,18 +109,18 @@ def _beside_twin(source: dict[str, Any], twin: dict[str, Any]) -> dict[str, Any]
 def _recomputed(report: dict[str, Any]) -> dict[str, Any]:
     """Relative difference of KL, and difference of top-1 counts, by variant."""
     model, variants, documents, _ = prepared(MODEL)
-    found = {}
+    rows = {}
     for variant in variants:
         if variant.scales is None or variant.tensors != "kv":
             continue
         kl, agreed = _plainly(model, variant, documents)
         row = report["variants"][variant.name]
-        found[variant.name] = {
+        rows[variant.name] = {
             "kl": kl,
             "kl_difference": row["kl"]["value"] / kl - 1,
             "top1_count_difference": row["top1_count"] - agreed,
         }
-    return found
+    return rows
 
 
 def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], KVStats]:
@@ -125,7 +129,7 @@ def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], K
     directory = builtin_model(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    recipe = complete_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
+    recipe = complete_recipe(load_recipe(None, {"data.dataset": DATASET}), suite)
     samples = load_data(recipe.data, tokenizer, lambda: model).samples
     setup = Setup(model, tokenizer)
     stats = calibrate_on(setup, samples[: suite.calibration_samples], recipe)
@@ -179,7 +183,8 @@ def _is_met(result: dict[str, Any]) -> bool:
     exact = all(row["top1_count_difference"] == 0 for row in rows)
     twin = result["twin"]
     twin_holds = max(twin["ratios"].values()) <= TWIN_LIMIT and twin["kl_at_scale_1"] > 1
-    return in_time and right and exact and twin_holds
+    is_fast = result["stages"]["cpu"]["ratio"] <= STAGES_LIMIT
+    return in_time and right and exact and twin_holds and is_fast
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from calib.evaluate.report import Suite
 from calib.evaluate.variants import BUILT_IN, Setup
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import fit_seq_len, model_positions
-from calib.models.load import check_token_ids, load_model, load_tokenizer
-from calib.progress import Progress
+from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
 from calib.scales.stats import KVStats
 
@@ -105,16 +104,6 @@ def open_named_scales(directories: Sequence[Path], checkpoint: ModelDirectory) -
         raise InputError(f"--scales '{repeated}' is given twice; give every directory once")
     scales = [open_scales(directory, checkpoint) for directory in directories]
     return dict(zip(name_scales(directories), scales, strict=True))
-
-
-def load_setup(
-    checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe, progress: Progress
-) -> Setup:
-    """Load the model and its tokenizer."""
-    progress.stage("load")
-    tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
-    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
-    return Setup(model, tokenizer, recipe.evaluation.backend, progress, recipe.evaluation.attention)
 
 
 def load_text(

@@ -32,11 +32,19 @@ from calib.evaluate.report import Recommendation, Report, Suite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.tasks import find_tasks, name_tasks, run_tasks, task_variants
-from calib.evaluate.variants import ONE_ATTENTION, Variant, build_variants, other_attention, select_variants
+from calib.evaluate.variants import (
+    ONE_ATTENTION,
+    Setup,
+    Variant,
+    build_variants,
+    other_attention,
+    select_variants,
+)
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
 from calib.models.config import load_config
+from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
@@ -99,19 +107,23 @@ def _open_inputs(
 
 def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     """Load the model and the text; refuse a model, scales or cache types that cannot be measured."""
-    recipe, suite = evaluation.recipe, evaluation.suite
-    evaluation.setup = setup = inputs.load_setup(evaluation.checkpoint, evaluation.config, recipe, progress)
+    recipe, suite, checkpoint = evaluation.recipe, evaluation.suite, evaluation.checkpoint
+    settings, trust_code = recipe.evaluation, recipe.trust_remote_code
+    progress.stage("load")
+    tokenizer = load_tokenizer(checkpoint, trust_code)
+    model = load_model(checkpoint, evaluation.config, recipe.dtype, recipe.device, trust_code)
+    evaluation.setup = setup = Setup(model, tokenizer, settings.backend, progress, settings.attention)
     evaluation.variants = [
-        Variant(name, "given with --scales", "given", scales_for(setup.model))
+        Variant(name, "given with --scales", "given", scales_for(model))
         for name, scales_for in evaluation.scales.items()
     ]
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
     evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers)
-    evaluation.shapes = layer_shapes(setup.model)  # runs the model, whose tokens are checked now
-    check_model(setup.attention, setup.model, evaluation.shapes)
-    check_fp8_cache(setup.model)
-    evaluation.cache_types, type_warnings = select_types(recipe.evaluation.caches, evaluation.shapes)
+    evaluation.shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
+    check_model(setup.attention, model, evaluation.shapes)
+    check_fp8_cache(model)
+    evaluation.cache_types, type_warnings = select_types(settings.caches, evaluation.shapes)
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 

@@ -50,7 +50,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass
 class Evaluation:
-    """An evaluation. Each step of `calib.evaluate.run.evaluate` sets the fields under its name."""
+    """An evaluation; each step of `calib.evaluate.run.evaluate` sets the fields under its name."""
 
     # open
     model_name: str

@@ -229,7 +229,7 @@ def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(
 
 
 def test_scales_that_are_none_are_found_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.evaluate.inputs.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
     one_line_error(fp8kv("eval", directory, "--scales", tmp_path / "none"), "none' is not a dir")
 
 
