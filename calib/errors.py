@@ -1,6 +1,7 @@
 """Errors of the package. A message says what was given, what is allowed and what to do."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -54,4 +55,6 @@ def first_problem(error: "ValidationError") -> str:
     """Return where pydantic found its first problem, and which: `layers.3.module: Field required`."""
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part)[:80] for part in first["loc"])[:200]
-    return one_line(f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+    # a type's own name means nothing to whoever wrote the file
+    message = re.sub(r" or (an )?instance of \w+", "", first["msg"].removeprefix("Value error, "))
+    return one_line(f"{place}: {message}".removeprefix(": "))

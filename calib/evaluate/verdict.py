@@ -125,9 +125,11 @@ class Judgement:
         if search is not None:
             lines.append(_search_line(search))
         elif outliers:
+            names = ", ".join(map(str, outliers))
+            subject, pronoun = ("Layers {} have", "them") if len(outliers) > 1 else ("Layer {} has", "it")
             lines.append(
-                f"Layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
-                f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}."
+                f"{subject.format(names)} more than {_OUTLIER:.0f} times the median layer's error: "
+                f"vLLM keeps {pronoun} in 16 bits with {skip_argument(outliers)}."
             )
         return lines
 
