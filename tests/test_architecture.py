@@ -56,7 +56,9 @@ def test_calib_works_without_triton():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["calib", "calib.data", "calib.formats", "fp8kv_runtime"])
+@pytest.mark.parametrize(
+    "name", ["calib", "calib.data", "calib.formats", "fp8kv_runtime", "fp8kv_runtime.hf"]
+)
 def test_public_names_exist(name):
     module = import_module(name)
     assert len(set(module.__all__)) == len(module.__all__) > 0

@@ -43,3 +43,12 @@ def test_the_readme_runs_what_make_demo_runs():
     command = "fp8kv-calibrate " + " ".join(words).replace("--output", "-o")
     for page in ("README.md", "docs/install.md", "Dockerfile"):
         assert command in (DOCS.parent / page).read_text(), page
+
+
+def test_the_map_of_the_code_names_files_that_exist():
+    named = re.findall(
+        r"`((?:calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks)/[\w./-]*)`",
+        (DOCS / "code.md").read_text(),
+    )
+    assert len(named) > 40
+    assert [path for path in named if not (DOCS.parent / path).exists() and "ENGINE" not in path] == []

@@ -324,6 +324,7 @@ class Conditions(ReportHead):
     created: str  # UTC, ISO 8601
     suite: Suite
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
+    recipe: dict[str, Any] | None = None  # all settings, as resolved; None: of an older version
 
 
 class Report(Conditions):

@@ -210,6 +210,7 @@ def _conditions(evaluation: Evaluation) -> Conditions:
             new_tokens=text.new_tokens,
         ),
         bytes_per_token={"fp8": values, "16bit": 2 * values},
+        recipe=evaluation.recipe.model_dump(mode="json"),
     )
 
 

@@ -6,13 +6,14 @@ bfloat16 magnitude, 48 exponents of 128 steps each: so for a bfloat16 model the 
 nothing inside its range, and other dtypes are rounded to bfloat16 first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, Strategy
+from calib.choices import FP8Name, ObserverName, Strategy
 from calib.errors import CalibrationError, InputError
 from calib.files.stored_scales import is_usable
 from calib.recipe import ObserverRecipe
@@ -96,11 +97,16 @@ class Mse:
         return torch.stack(best)
 
 
+OBSERVERS: dict[ObserverName, Callable[[ObserverRecipe, FP8Name], Observer]] = {
+    "absmax": lambda recipe, fp8_dtype: AbsMax(),
+    "percentile": lambda recipe, fp8_dtype: Percentile(recipe.percentile),
+    "mse": lambda recipe, fp8_dtype: Mse(FP8_DTYPES[fp8_dtype]),
+}
+
+
 def make_observer(recipe: ObserverRecipe, fp8_dtype: FP8Name = "e4m3fn") -> Observer:
     """Return the observer that `recipe` names, with its options."""
-    if recipe.name == "absmax":
-        return AbsMax()
-    return Percentile(recipe.percentile) if recipe.name == "percentile" else Mse(FP8_DTYPES[fp8_dtype])
+    return OBSERVERS[recipe.name](recipe, fp8_dtype)
 
 
 def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:

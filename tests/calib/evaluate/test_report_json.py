@@ -24,6 +24,7 @@ from calib.evaluate.variants import Setup, Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.load import load_tokenizer
 from calib.models.sources import find_model
+from calib.recipe import Recipe
 
 
 def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):
@@ -222,3 +223,10 @@ def test_the_schema_in_the_documentation_is_that_of_the_report():
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     written = Path(__file__).parents[3] / "docs/report.schema.json"
     assert written.read_text() == made, "python -m calib.evaluate.report > docs/report.schema.json"
+
+
+def test_the_report_holds_the_recipe_that_made_it(small_recipe, small_report):
+    recipe = Recipe.model_validate(small_report.recipe)
+    assert recipe.data.seed == small_recipe.data.seed
+    assert recipe.evaluation == small_recipe.evaluation
+    assert recipe.data.seq_len == small_report.suite.seq_len
