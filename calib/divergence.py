@@ -31,7 +31,7 @@ class _Softmax(NamedTuple):
     likeliest: Tensor  # [T, 1]
     weights: Tensor  # [T, V]
     sum: Tensor  # [T]
-    mean: Tensor  # [T] of logit - top, as likely as the reference has it
+    mean: Tensor  # [T] mean of logit - top under the reference's probabilities
 
 
 class ReferenceLogits:

@@ -86,7 +86,9 @@ def vllm_triton_attention(
     dtype: torch.dtype | None = torch.bfloat16,
     fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> Tensor:
-    """Attend as vLLM's Triton kernel does to an FP8 cache; arguments as of `fa3_attention`.
+    """Attend as vLLM's Triton kernel does to an FP8 cache.
+
+    Arguments are those of `fa3_attention`: query [B, H, T, D], key and value [B, K, N, D].
 
     `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are

@@ -33,15 +33,15 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> T
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """Round `x / scale` to the nearest FP8 value, ties to even, saturating; NaN stays NaN.
 
-    `scale` must broadcast against `x`. The clamp is explicit because a bare cast saturates in some
-    torch versions and formats and gives NaN or Inf in others.
+    `scale` must broadcast against `x`, of any shape. The clamp is explicit because a bare cast saturates
+    in some torch versions and formats and gives NaN or Inf in others.
     """
     limit = fp8_max(dtype)
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
-    """Restore float32 values from FP8: `x * scale`. `scale` must broadcast against `x`."""
+    """Restore float32 values from FP8: `x * scale`. `scale` must broadcast against `x`, of any shape."""
     # beside a scale without dimensions the product would stay float16; a graph cannot ask for NaN
     if x.is_cpu and scale.dim() > 0 and not torch.compiler.is_compiling() and not _has_nan(x):
         # torch's own cast takes ten times as long on a CPU

@@ -42,7 +42,7 @@ class AttentionOptions:
 def check_attention(
     query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
 ) -> None:
-    """Check shapes, types, devices and options before a kernel runs.
+    """Check shapes, types, devices and options before a kernel runs; `query` must be [T, H, D].
 
     Raises:
         ValueError: shapes, types, devices or options do not fit together.

@@ -82,7 +82,10 @@ class KVBlocks:
         device: torch.device | str = "cpu",
         count: bool = False,
     ) -> "KVBlocks":
-        """Make uninitialised blocks; `count` adds counters of what storing does to the values."""
+        """Make uninitialised blocks; `count` adds counters of what storing does to the values.
+
+        Scales are [1], [K] or [K, D]; `k_center` is [K, D].
+        """
         shape = (2, num_blocks, num_kv_heads, block_size, head_dim * dtype.itemsize)
         # as bytes, because torch cannot fill FP8 on every device
         codes = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -200,7 +203,7 @@ class KVBlocks:
 
 
 def scale_dims(scale: Tensor) -> int:
-    """Return 0 for one scale per tensor, 1 per head, 2 per head and channel."""
+    """Return 0 for one scale per tensor [1], 1 per head [K], 2 per head and channel [K, D]."""
     return scale.dim() if scale.numel() > 1 else 0
 
 
@@ -221,7 +224,7 @@ def per_channel(scale: Tensor) -> Tensor:
 def check_tensor(
     name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check the shape, type and device of a tensor before a kernel reads it.
+    """Check that a tensor, of any shape, has one of `shapes`, this type and device before a kernel reads it.
 
     Raises:
         ValueError: it has none of these shapes, another type, or lies elsewhere.

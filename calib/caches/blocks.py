@@ -37,7 +37,7 @@ def nvfp4(x: Tensor) -> Tensor:
 
 
 def nvfp4_four_over_six(x: Tensor) -> Tensor:
-    """Round `x` to NVFP4, but each block's largest value to 4 where that errs less than 6."""
+    """Round `x` [..., D] to NVFP4, but each block's largest value to 4 where that errs less than 6."""
     blocks, amax = split_blocks(x)
     six, four = (_round_blocks(blocks, amax / largest) for largest in (E2M1_MAX, 4.0))
     error_of_six, error_of_four = ((x - blocks).square_().sum(-1, keepdim=True) for x in (six, four))
@@ -62,7 +62,7 @@ def split_blocks(x: Tensor, name: str = "head size") -> tuple[Tensor, Tensor]:
 
 
 def e2m1(x: Tensor) -> Tensor:
-    """Round `x`, float32, to 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with its sign; ties to even codes."""
+    """Round float32 `x` of any shape to 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with its sign; ties to even codes."""
     size = x.abs()
     # a float32 of 2^22 octaves has steps of half an octave, and sums are rounded to even ones
     octave = (size.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(1, 4)
@@ -101,11 +101,11 @@ def nvfp4_latent_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_unscaled(x: Tensor) -> Tensor:
-    """Round `x` to E4M3 at scale 1.0."""
+    """Round `x` of any shape to E4M3 at scale 1.0."""
     one = torch.ones(1, device=x.device)
     return dequantize(quantize(x, one), one).to(x.dtype)
 
 
 def bfloat16_k_pe(k_pe: Tensor) -> Tensor:
-    """Round `k_pe` to bfloat16, the only dtype that the engines' kernels serve."""
+    """Round `k_pe` of any shape to bfloat16, the only dtype that the engines' kernels serve."""
     return k_pe.bfloat16().to(k_pe.dtype)

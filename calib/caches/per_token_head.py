@@ -97,7 +97,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def rotate_back(x: Tensor) -> Tensor:
-    """Undo `rotate`."""
+    """Undo `rotate` for `x` [..., D]."""
     size = _block_size(x)
     return _hadamard(x.reshape(-1, size).T).mul_(signs(size).to(x.device) / size).reshape(x.shape)
 

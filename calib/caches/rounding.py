@@ -50,8 +50,8 @@ def rounding(name: str, dtype: torch.dtype | None = None) -> CacheRounding:
 def rounded_attention(model: PreTrainedModel, rounding: CacheRounding) -> AbstractContextManager[None]:
     """Give attention inside the block the K and V that `rounding` returns.
 
-    transformers' own cache keeps K and V as they were, so every step rounds them anew. A cache holds
-    the same where a token's codes depend on that token alone.
+    transformers' own cache keeps K and V as they were, so every step rounds them anew. This
+    equals a real cache only for types in which a token's codes depend on that token alone.
     """
 
     def attend(
@@ -63,5 +63,5 @@ def rounded_attention(model: PreTrainedModel, rounding: CacheRounding) -> Abstra
 
 
 def round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Round `x` to FP8 codes and back; `scale` must broadcast against it."""
+    """Round `x` of any shape to FP8 codes and back; `scale` must broadcast against it."""
     return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)

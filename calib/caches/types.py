@@ -90,7 +90,7 @@ class CacheType(Facts):
             raise InputError(f"{self.name}: {error}") from None
 
     def holds(self, shape: Shape) -> bool:
-        """Return whether it is for a layer of that attention."""
+        """Return whether this type can hold a layer with the attention of `shape`; sizes are not checked."""
         return ("heads" if shape.attention == "heads" else "latents") in self.attention
 
 

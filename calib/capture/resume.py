@@ -1,8 +1,8 @@
-"""The share of the data that a process reads: on from where an earlier run stopped, and as far as is needed.
+"""One process's share of the data: resumed where an earlier run stopped, ended once the scales hold.
 
-For `--resume`, statistics and the position in the data are saved every few minutes, with what may not change.
-The file lies beside the output under a hidden name and is gone once the output is there. It is replaced by
-a rename: after a crash it is whole, and says exactly which batches it covers.
+For `--resume`, statistics and the position in the data are saved every few minutes, with the inputs that may
+not change. The file lies beside the output under a hidden name and is gone once the output is there. It is
+replaced by a rename: after a crash it is whole, and says exactly which batches it covers.
 
 With `--until`, all processes read until the scales hold what more text is expected to add, and no further.
 """
@@ -32,10 +32,10 @@ from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_progress, save_stats
 from calib.scales.summary import covered_share
 
-LOOKAHEAD = 4  # the scales must hold so many times the tokens that were read
-LAYER_SHARE = 0.95  # and must do so in this share of the layers
+LOOKAHEAD = 4  # the scales must hold for this many times the tokens that were read
+LAYER_SHARE = 0.95  # and in this share of the layers
 FIRST_TOKENS, FIRST_SAMPLES = 8192, 16  # a few documents say little about others
-_GROWTH = 1.25  # of the tokens from one decision to the next
+_GROWTH = 1.25  # tokens at a decision, over those at the one before
 # parts of a recipe that no statistic depends on
 _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
 
@@ -43,7 +43,7 @@ _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
 def compared_inputs(
     checkpoint: ModelDirectory, recipe: Recipe, data: CalibrationData, world: World
 ) -> dict[str, Any]:
-    """Return what statistics depend on, by the name that an error gives it: a run resumes only the same."""
+    """Return the inputs of the statistics, by their names in errors: a run resumes only with equal ones."""
     return {
         "model": fingerprint(checkpoint),
         # values that the fingerprint did not sample
@@ -51,7 +51,7 @@ def compared_inputs(
         "recipe": recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
         "dataset": data.fingerprint,
         "number of processes": [world.rank, world.size],
-        # which a GPU's results do not depend on
+        # a GPU's results do not depend on it
         "number of threads": recipe.device == "cpu" and torch.get_num_threads(),
     }
 
@@ -111,9 +111,9 @@ def remove_progress(path: Path) -> None:
 
 @dataclass
 class Share:
-    """The `batches` of one process, of which the first `batches_read` are in `stats`.
+    """The `batches` of one process; `stats` covers the first `batches_read`.
 
-    With `resume` it continues where an earlier run of the same inputs was stopped, by what `saved` holds.
+    With `resume`, reading continues where `saved` says that an earlier run of the same inputs was stopped.
     `advance` is called with the tokens of each batch.
     """
 
@@ -138,7 +138,7 @@ class Share:
             self.advance(batch.num_tokens)
 
     def read(self, end: int | None = None) -> KVStats | None:
-        """Read on to the first `end` batches, or all; None where these are none, and none were read."""
+        """Read up to batch `end`, or all; return the statistics so far, None before the first batch."""
         before, unread = self.stats, self.batches[self.batches_read : end]
 
         def merge(new: KVStats) -> KVStats:
@@ -160,7 +160,7 @@ class Stop:
     """The place where reading stopped."""
 
     batches: int
-    layers: float  # the share that holds; at the end of the data it may be less than was asked
+    layers: float  # share whose scales hold; at the end of the data it may be less than LAYER_SHARE
 
     def line(self, stats: KVStats, available: int, share: float) -> str:
         """Say how much was read, and what is expected of the rest."""
@@ -176,10 +176,10 @@ class Stop:
 
 
 def decision_points(batches: Sequence[Batch]) -> list[int]:
-    """Return the numbers of batches after which to decide; they depend on the batches alone."""
+    """List how many batches to read before each decision; the numbers depend on the batches alone."""
     numbers, tokens, samples, due = [], 0, 0, FIRST_TOKENS
     for number, batch in enumerate(batches, 1):
-        tokens += batch.num_tokens - batch.skip_first * len(batch.sample_ids)  # those that are counted
+        tokens += batch.num_tokens - batch.skip_first * len(batch.sample_ids)  # counted tokens
         samples += len(batch.sample_ids)
         if (tokens >= due and samples >= FIRST_SAMPLES) or number == len(batches):
             numbers.append(number)
@@ -190,8 +190,8 @@ def decision_points(batches: Sequence[Batch]) -> list[int]:
 def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Recipe) -> tuple[KVStats, Stop]:
     """Read `batches` together with the other processes until the scales hold; `share` is this process's part.
 
-    Return the statistics of all processes, which do not depend on their number. A resumed process that has
-    read further passes the decisions of before: all were to go on.
+    Return the statistics of all processes, which do not depend on their number. Resumed processes skip the
+    decisions before the furthest position: each had been to go on.
     """
     counts = decision_points(batches)
     ends = [len(range(world.rank, count, world.size)) for count in counts]

@@ -205,7 +205,7 @@ def _ignore_signals() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Do nothing, until so many signals came that the exception of the first must be lost."""
+    """Ignore the signal; at the fifth restore the default: the first one's exception was evidently lost."""
     # not SIG_IGN, which would outlive the start of another program
     _IGNORED.append(number)
     if len(_IGNORED) == _PATIENCE:

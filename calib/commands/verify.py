@@ -102,9 +102,9 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
     else:
         yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
     yield (
-        f"from our runtime with the scales {comparison.to_scales:.4f} nats, with 1.0 "
-        f"{comparison.to_ones:.4f}; these two lie {comparison.apart:.4f} apart; the server's noise is "
-        f"{comparison.noise:.4f}, our rounding {comparison.rounding:.4f}"
+        f"the server's logprobs differ by {comparison.to_scales:.4f} nats from our runtime with the scales, "
+        f"by {comparison.to_ones:.4f} from it at 1.0 ({comparison.apart:.4f} between the two); the server's "
+        f"noise is {comparison.noise:.4f}, our rounding {comparison.rounding:.4f}"
     )
     yield (
         f"(mean absolute difference of the logprobs of {comparison.logprobs:,} {tokens}; "

@@ -45,36 +45,36 @@ class Method(Section):
 
     # see values.py; none: nothing is read
     kind: Literal["one_or_per_head", "scalar", "pair", "none"]
-    why: str = ""  # where nothing is read
-    # its kv_cache_scheme is refused unless type and num_bits are both right, or either is; or all
-    # scales are ignored unless it is one of static FP8, one scale per layer
+    why: str = ""  # why nothing is read, if so
+    # kv_cache_scheme. both: refused unless type and num_bits are right; either: unless one is; tensor: scales
+    # are ignored unless it is static FP8, one scale per layer
     scheme: Literal["both", "either", "tensor"] | None = None
     turns_fp8_on: bool = False  # no flag is needed where the config names an FP8 cache
-    static_alone: bool = False  # and its kv_cache_scheme says `dynamic: false`
-    algorithms: tuple[str, ...] = ()  # quant_algo must be there; it was run with these
+    needs_static_scheme: bool = False  # a flag is, however, where its kv_cache_scheme is not `dynamic: false`
+    algorithms: tuple[str, ...] = ()  # values of quant_algo that were run; without one, refused
     needs: tuple[str, ...] = ()  # keys without which the config is refused
     # how `kv_cache_group` of a Quark config names entries of its `layer_quant_config`
     cache_group: Literal["names", "patterns"] | None = None
-    exclude_drops: bool = False  # attention that the config's `exclude` names has no place
-    # where quant_algo MIXED_PRECISION leaves a place: a kv_cache_scheme of FP8, or NVFP4 layers
+    exclude_drops: bool = False  # attention modules that `exclude` names get no scales
+    # what gives scales a place under quant_algo MIXED_PRECISION: a kv_cache_scheme of FP8, or NVFP4 layers
     mixed: Literal["scheme", "nvfp4"] | None = None
-    needs_fp8_cache: bool = False  # without one in the config no layer has a place for scales
-    groups_need_weights: bool = False  # in every one of config_groups
+    needs_fp8_cache: bool = False  # layers have places for scales only if the config names an FP8 cache
+    groups_need_weights: bool = False  # each of config_groups must have weights
     through_bf16: bool = False  # values are rounded to the model's 16 bits
     doubles_fnuz: bool = False  # on MI300, as its FP8 type needs
-    zero_is_absent: bool = False  # K and V of 0 are as if there were none
+    zero_is_absent: bool = False  # if neither K's nor V's scale exceeds 0, both count as missing
     reads_q: bool = True
-    remap: tuple[Remap, ...] = ()  # before the engine's own
+    remap: tuple[Remap, ...] = ()  # applied before the engine's own
 
 
 class Nvfp4(Section):
     """Handling of the calibrated value of an NVFP4 cache."""
 
     divisor: Divisor  # the value is to be absmax / this
-    methods: tuple[str, ...]  # under which it was run
+    methods: tuple[str, ...]  # quant_methods with which that cache was run
     flag: str  # what turns that cache on
-    format: str = ""  # of ours, which holds the right values
-    mismatch: str = ""  # what the other convention does there
+    format: str = ""  # our format with the right values
+    mismatch: str = ""  # what happens with values of the other convention
 
 
 class Backend(Section):
@@ -127,7 +127,7 @@ class CacheSupport(Section):
 class Caches(Section):
     """Cache types that the engine has, by their names in `calib.caches`."""
 
-    version: str = ""  # whose flags and kernels they are
+    version: str = ""  # the engine's, whose flags and kernels were read or run
     evidence: Evidence = "read"
     types: dict[str, tuple[CacheSupport, ...]] = {}
 
@@ -151,12 +151,12 @@ class Kernel(Section):
     """An attention kernel for an FP8 cache, which fp8kv_runtime/engine_attention.py simulates."""
 
     name: str
-    where: str  # it runs
+    where: str  # the GPUs on which it runs
     evidence: Evidence
     strategies: tuple[Strategy, ...]
     fp8_types: tuple[FP8Name, ...]
     head_sizes: HeadSizes
-    # it rounds queries, K and V, and weights of the softmax to
+    # types to which it rounds queries, K and V, and softmax weights
     queries: Literal["fp8", "16 bits"]
     keys: str
     weights: str
@@ -168,44 +168,44 @@ class Engine(Section):
     engine: str  # as its makers write it
     versions: str
     since: str  # the first version that the file holds for
-    until: str = ""  # the first that it no longer holds for
+    until: str = ""  # the first version that it no longer holds for
     source: str  # what was read, and when
     evidence: Evidence  # of the rules of loading
     # which safetensors files: those in the index, or all; or kv_cache_scales.json alone
     reads: Literal["index", "all", "json"]
     without_config: Stray = "ignored"  # scales in a checkpoint that has no quantization_config
-    without_method: Method | None = None  # or how they are read there
+    without_method: Method | None = None  # how such scales are read, if they are
     unknown: Stray = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
-    # the model classes that the rules were read for, and what their checkpoints call attention; without these
-    # and `classes`, loading does not depend on the class
+    # the model classes that the rules were read for, and the name of attention modules in their checkpoints;
+    # without these and `classes`, loading does not depend on the class
     architectures: tuple[str, ...] = ()
     modules: str = "model.layers.N.self_attn"
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
-    # the command that serves {path}, without the flag; what follows the path is for FP8 caches alone
+    # the command that serves {path}, without the flag; arguments after the path are for FP8 caches alone
     serve: str = ""
     flag: str  # what turns an FP8 cache on
     nvfp4: Nvfp4 | None = None  # None: not known
-    latent: str = ""  # what becomes of scales of latents (MLA); none: not known
-    latent_spoils: bool = False  # loaded ones make answers wrong
-    latent_one: tuple[str, ...] = ()  # by reading, classes whose latents are cached at 1.0
+    latent: str = ""  # what becomes of scales of latents (MLA); empty: not known
+    latent_spoils: bool = False  # scales of latents, once loaded, make answers wrong
+    latent_classes_at_one: tuple[str, ...] = ()  # cache latents at scale 1.0 (source read, not run)
     latent_refused: str = ""  # why latents cannot be cached in FP8
-    latent_ways: tuple[str, ...] = ()  # what serves latents all the same
+    latent_ways: tuple[str, ...] = ()  # other ways to serve latents, as advice to the user
     transformers_flag: str = ""  # what chooses its backend for transformers' own code
-    per_head_flag: str = ""  # what a scale per head needs besides
+    per_head_flag: str = ""  # needed besides for a scale per head
     skip_flag: str = ""  # what keeps the layers that follow it in 16 bits
     note: str = ""
     caches: Caches = Caches()
     kernels: dict[AttentionMode, Kernel] = {}
-    # format -> what may surprise its user; {note} and {since} stand for the above
+    # format -> what may surprise its user; {note} and {since} stand for the fields above
     formats: dict[str, str] = {}
-    # attributes of an attention layer that hold a scale, by name of the copy; {x} is k, v or q. The first
+    # copies of a scale in an attention layer: name of the copy -> attribute, {x} is k, v or q. The first copy
     # has a value per head
     scale_copies: dict[str, str] = {}
     backends: dict[str, Backend] = {}
     classes: Classes | None = None  # what its model classes did with scales
-    version: str = ""  # of the catalogue's versions, the one that the user named
+    version: str = ""  # the one that the user named
 
     @model_validator(mode="after")
     def _check_copies(self) -> "Engine":
@@ -255,7 +255,7 @@ class Engine(Section):
     ) -> Fates | str | None:
         """Return what the model's class does with scales, or why that is not known; None: all do alike.
 
-        `quantization` is a kind of config, or "" where only the class is asked about; `modules` are attention
+        `quantization` is a kind of config, or "" to ask about the class alone; `modules` are attention
         modules, as the checkpoint names them.
         """
         name = architecture(config)

@@ -72,7 +72,7 @@ def turns_fp8_on(directory: ModelDirectory, method: Method) -> bool:
     """Return whether the engine makes the cache FP8 without a flag."""
     scheme = directory.algorithms.get("kv_cache_scheme")
     dynamic = scheme.get("dynamic") if isinstance(scheme, dict) else False
-    is_read = dynamic is False or not method.static_alone
+    is_read = dynamic is False or not method.needs_static_scheme
     return method.turns_fp8_on and names_fp8_cache(directory) and is_read
 
 
@@ -95,7 +95,10 @@ def _is_own_file(directory: ModelDirectory) -> bool:
 
 
 def _has_nvfp4_place(directory: ModelDirectory) -> bool:
-    """Return whether SGLang's layers get a place: beside FP8 weights the word must be under this key."""
+    """Return whether SGLang's layers get a place.
+
+    With FP8 weights, only kv_cache_quant_algo may announce the NVFP4 cache.
+    """
     algorithms = directory.algorithms
     if algorithms.get("quant_algo") != "FP8":
         return True
@@ -113,7 +116,7 @@ def _check_nvfp4(name: str, method: Method, engine: Engine) -> None:
 
 
 def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
-    """Refuse a config without `quant_algo`; of those that were not run, nothing is known."""
+    """Refuse a config without `quant_algo`; raise `NotKnown` for algorithms that were not run."""
     if not method.algorithms:
         return
     algorithm = directory.algorithms.get("quant_algo")
@@ -162,7 +165,7 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
 
 
 def _check_weight_groups(config: Mapping[str, Any]) -> None:
-    """Raise `NotKnown` for settings of weights that are not what they should be; none such was run."""
+    """Raise `NotKnown` for malformed settings of weights, with which nobody ran the engine."""
     for key, kind, article in (("config_groups", dict, "an object"), ("ignore", list, "a list")):
         if not isinstance(config.get(key), kind | None):
             raise NotKnown(f"not known: '{key}' of the quantization config is not {article}")

@@ -321,7 +321,7 @@ def _flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
     if engine.latent_refused:
         raise Refused(engine.latent_refused)
     name, text = architecture(config), config.get("text_config")
-    if name in engine.latent_one:
+    if name in engine.latent_classes_at_one:
         return engine.flag
     model_type = (text if isinstance(text, dict) else config).get("model_type")
     if engine.classes and engine.is_run_version:

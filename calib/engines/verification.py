@@ -31,7 +31,7 @@ class Verification:
     simulations: list[Simulation]
     fits: list[Fit]  # where measured absmax was given
     problems: list[str]
-    warnings: list[str]  # of what may be meant so
+    warnings: list[str]  # findings that may be intended
     baked: bool  # 1.0 is the right scale, and the directory holds none
     nvfp4: Convention | None  # of the values of an NVFP4 cache
 

@@ -153,7 +153,7 @@ def _cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int) ->
 def search_layers(
     setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor], budget: float
 ) -> Search:
-    """Leave the layers that diverge most alone in 16 bits, as few as the budget allows.
+    """Keep the layers that diverge most in 16 bits, as few as the budget allows on `documents` [T].
 
     The scales are the first of --scales, or else `attn_head`, or else any that engines load. Layers are
     ranked by the KL of each alone in FP8; that of several is measured, not added up.

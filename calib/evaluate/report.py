@@ -365,7 +365,7 @@ _WHY = "logits are not finite there"
 
 
 def explain_not_finite(documents: Sequence[Tensor]) -> str | None:
-    """Say for how many tokens the KL is not a finite number; None if it is one everywhere."""
+    """Say for how many tokens of `documents`, KL [T] each, it is not finite; None if it is everywhere."""
     lost = sum(int((~kl.isfinite()).sum()) for kl in documents)
     tokens = sum(map(len, documents))
     return f"the KL of {lost:,} of {tokens:,} tokens is not a finite number: {_WHY}" if lost else None

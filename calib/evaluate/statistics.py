@@ -120,5 +120,5 @@ def kl_by_position(documents: list[Values]) -> list[PositionBin]:
 
 
 def to_numpy(documents: Iterable[Tensor]) -> list[Values]:
-    """Return the values of each document, in float64."""
+    """Return the values of each document, any shape, in float64."""
     return [document.double().numpy() for document in documents]

@@ -201,7 +201,7 @@ def _copy_chunk(read: int, write: int) -> int:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the permissions that any new file gets.
+    """Write tensors of any shape to a safetensors file with the permissions that any new file gets.
 
     With those of safetensors 0.8 a server that runs as another user could not read it. Tensors are
     copied: it refuses shared memory, and layers that share a cache share their scales.

@@ -214,14 +214,14 @@ class ModelDirectory:
 
 
 def open_model_directory(path: Path, *, weights: bool = True, or_statistics: bool = False) -> ModelDirectory:
-    """Open a model directory; values are read of scales only, never of weights.
+    """Open a model directory. Only scales' values are read.
 
-    Its weight files must be whole and where the index says. Refused are pickles, files outside the
+    Its weight files must be whole and where the index says. Refuses pickles, files outside the
     directory, two models in one, a tensor twice, and a config of another number of layers.
 
-    With `weights` false, scales alone are enough, as any tool may have written them: every
-    safetensors file is read, whatever the index says. Nothing at all is a NoModelError, unless there
-    are statistics of a calibration and `or_statistics`.
+    With `weights` false, a directory of scales alone will do, whichever tool wrote it: every
+    safetensors file is read, whatever the index says. An empty directory is a NoModelError; with
+    `or_statistics`, statistics of a calibration alone will do.
     """
     if not weights and not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")

@@ -98,7 +98,7 @@ def nbytes(output: Output) -> int:
 
 
 def map_tensors(output: Output, function: Callable[[Tensor], Tensor]) -> Output:
-    """Return `output` with `function` applied to each of its tensors."""
+    """Return `output` with `function` applied to each of its tensors, of any shape."""
     if isinstance(output, Tensor):
         return function(output)
     return tuple(None if part is None else function(part) for part in output)

@@ -149,7 +149,7 @@ def activation_bytes(
 ) -> int:
     """Estimate, on the safe side, the bytes of activations while the widest layer computes.
 
-    `layers` has each layer's weights by name; the batch has `rows` samples of `columns` tokens.
+    `layers` has each layer's weights by name, of any shape; the batch has `rows` samples of `columns` tokens.
     """
     text = config.get_text_config(decoder=True)
     experts = max(n or 1 for n in layer_settings(config, "num_experts_per_tok"))

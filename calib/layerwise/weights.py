@@ -178,7 +178,7 @@ def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer `name` of `module`."""
+    """Put `tensor`, of any shape, in the place of the parameter or buffer `name` of `module`."""
     owner, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(owner), attribute, tensor)
 
@@ -191,7 +191,7 @@ class WeightLoader:
         self._config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read the weights of `stage`, unconverted ones into `slab` if there is one."""
+        """Read the weights of `stage`, unconverted ones into `slab` [bytes] uint8 if there is one."""
         pending = {name: LazyWeight(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0

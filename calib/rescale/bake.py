@@ -103,8 +103,8 @@ def bake(
 ) -> Baked:
     """Write the model `name` with factors moved from Q to K and from the output projection to V.
 
-    The factors are made of the calibration `scales`. InputError or UnsupportedModelError, and nothing
-    written, where the model cannot be shown to compute the same.
+    The factors are made of the calibration `scales`. If the model cannot be shown to compute
+    the same, nothing is written and an InputError or UnsupportedModelError is raised.
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     recipe = exact_recipe(overrides)
@@ -146,9 +146,9 @@ def bake(
 def baked_factors(
     model: PreTrainedModel, checkpoint: ModelDirectory, stats: KVStats, purpose: Purpose
 ) -> tuple[dict[int, LayerFactors], list[str]]:
-    """Return the factors of each layer_idx that `bake` would write, proved on a few tokens; warnings.
+    """Return the factors that `bake` would write, by layer_idx and proved on a few tokens, and warnings.
 
-    InputError or UnsupportedModelError where `bake` refuses the model, or has nothing to change.
+    InputError or UnsupportedModelError if `bake` refuses the model, or has nothing to change.
     """
     check_purpose(stats, purpose)
     check_no_scales(checkpoint)
@@ -157,7 +157,7 @@ def baked_factors(
     changes = source.list_changes(plan.factors)
     if not changes:
         raise InputError(f"K and V are as an {purpose} cache wants them: nothing to bake")
-    # times 1 as well: kernels may add in another order where memory is aligned otherwise
+    # the reference multiplies by 1: with another alignment of memory, kernels may add in another order
     ones = [replace(change, factor=torch.ones_like(change.factor)) for change in changes]
     before, after = observe(model, ones), observe(model, changes)
     prove(before, after, source.modules, plan.factors, "the model cannot be baked")
@@ -177,7 +177,7 @@ def baked_factors(
 
 
 def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool) -> None:
-    """Refuse a model that was baked, has scales, or more weights than those that are changed in `dtype`."""
+    """Refuse a model that was baked, has scales or other weights, or is quantised and gets a `dtype`."""
     unused = other_weights(checkpoint)
     if unused and (in_place or ADAPTER_FILE in unused):
         raise InputError(
@@ -196,10 +196,10 @@ def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool)
 
 def _check_measured(calibration: Calibration, name: str, checkpoint: ModelDirectory) -> None:
     """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
-    # without layers, of which LongCat's config counts half: those of the loaded model are compared
+    # the config's number of layers is not compared (LongCat's is half the true one): `choose` compares layers
     source = scales_facts(calibration.path, report=calibration.report)
     model = replace(model_facts(checkpoint, calibration.stats.layers), name=name)
-    if source.marks is None:  # the fingerprint samples, and tells edited models less
+    if source.marks is None:  # the fingerprint reads samples alone, and recognises edited models less often
         model = replace(model, fingerprints=fingerprints(checkpoint))
     check_same_model(source, model)
 
@@ -236,14 +236,14 @@ def _describe(
 
 
 def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:
-    """Return the commands that serve a baked model; none where no engine is known to."""
+    """Return the commands that serve a baked model; empty if no engine is known to serve it."""
     path, is_float32 = shlex.quote(str(baked.output)), baked.dtype == "float32"
     dtype = AS_FLOAT32 * is_float32
     if baked.purpose == "int8":
         vllm = find_engine("vllm")
         int8 = vllm.caches.types["int8_per_token_head"][0]
         return [f"{vllm.serve.format(path=path)} {int8.flag}{dtype}"]
-    # how TensorRT-LLM and LMDeploy are told the type of the weights is not known
+    # TensorRT-LLM's and LMDeploy's flags for the type of the weights are not known
     names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
     commands = []
     for engine in map(find_engine, names):

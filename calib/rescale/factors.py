@@ -27,10 +27,10 @@ Fallback = Callable[[Tensor], Tensor]  # factors [K, D] of a layer -> factors th
 
 
 class FactorChoice(NamedTuple):
-    """Factors of a model, and those to try where its weights cannot hold them."""
+    """Factors of a model, and fallbacks for weights that cannot hold them."""
 
     ideal: Factors
-    nearest: Factors | None = None  # that norms of 1 + weight hold, where these are not the ideal ones
+    nearest: Factors | None = None  # the nearest that norms of 1 + weight hold; None: the ideal ones
     fallbacks: Sequence[Fallback] = ()
 
 
@@ -64,9 +64,9 @@ def uniform_factors(modules: Mapping[str, CachedAttention], k: float, v: float) 
 def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) -> Factors:
     """Return powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1]."""
     headroom = recipe.get("headroom", 1.0)
-    # latents and k_pe as K and V of one head, to get a scale of each
+    # treat latents and k_pe as K and V of one head, so that each gets its own scale
     parts = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
-    # nothing that was measured saturates: observers and headroom that clip are for scales
+    # absmax and a headroom of at least 1, so that no measured value saturates
     scales = replace(stats, layers=parts).scales(
         strategy="attn_head",
         observer=AbsMax(),
@@ -78,19 +78,19 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
         layer, weights = scales.layers[name], source.attention(name)
         k, v = octave_factor(layer.k), octave_factor(layer.v)
         k = k.amin().expand_as(k) if weights.shares_k else k
-        v = torch.ones_like(v) if weights.normalises_v else v  # which fits FP8 at 1.0 as it is
+        v = torch.ones_like(v) if weights.normalises_v else v  # normalised values fit FP8 at 1.0
         k, v = k[:, None].expand(-1, module.head_dim), v[:, None].expand(-1, module.v_head_dim)
         factors[name] = LayerFactors(k, v)
     return factors
 
 
 def baked_fp8_type(recipe: Mapping[str, Any]) -> FP8Name:
-    """Return E4M3 as MI300 has it, or as other devices do: all that fits it fits E5M2 as well."""
+    """Return MI300's E4M3, or that of other devices, which also stands for E5M2: its range is larger."""
     return "e4m3fnuz" if recipe.get("fp8_dtype") == "e4m3fnuz" else "e4m3fn"
 
 
 def octave_factor(scale: Tensor) -> Tensor:
-    """Return the powers of two that bring scales into (1/2, 1]."""
+    """Return the powers of two that bring scales, of any shape, into (1/2, 1]."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), -exponent + (mantissa == 0.5).int())
 
@@ -106,7 +106,7 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
         k, weights = stats.layers[name].k.amax, source.attention(name)
         k = fold_pairs(k, pairs[name])
         rows = k.amax(0, keepdim=True) if weights.shares_k else k
-        # evened once: the powers of one number differ by where it lies in memory
+        # computed once for all heads: a power of the same number may differ with its place in memory
         k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
         v_factors = torch.ones_like(v_factors) if weights.normalises_v else v_factors
         factors[name] = LayerFactors(k_factors.expand_as(k), v_factors)
@@ -121,10 +121,10 @@ def _even_channels(amax: Tensor) -> Tensor:
 
 
 def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: StoredModel) -> Factors:
-    """Replace factors of K by the nearest that norms of 1 + weight hold, channel pair by channel pair.
+    """Replace factors of K by the nearest ones that norms of 1 + weight hold, channel pair by channel pair.
 
-    For integers only the differences between channels matter, so all may be larger or smaller. For FP8 no
-    channel becomes larger than the largest is meant to be.
+    For integers only the differences between channels matter, so all may shift together. For FP8 no
+    channel may exceed the amax that the ideal factors give the largest channel.
     """
     heads = {name: module for name, module in source.modules.items() if not module.latent}
     doubled = uniform_factors(heads, 2.0, 1.0)
@@ -147,16 +147,16 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
 
 
 def _smallest_of_layer(factors: Tensor, octaves: int = 0) -> Tensor:
-    """Return one factor for all heads, with which none becomes larger than it should be.
+    """Return one factor for all heads, the smallest, so that no head becomes larger than it should be.
 
-    It is nearer to 1 by so many octaves, for scales that hold no larger ones. Those below 1 stay: without
-    them values would saturate.
+    A factor above 1 is reduced by `octaves`, at most to 1, for scales that cannot hold a larger one. One
+    below 1 stays: without it values would saturate.
     """
     smallest = factors.amin().expand_as(factors)
     return torch.where(smallest > 1, (smallest / 2**octaves).clamp(min=1), smallest)
 
 
-# for FP8 a factor that is too small still is better than none; a layer may stay as it is for integers
+# for FP8 a factor that is too small is better than none; for integers a layer may stay unchanged
 _FALLBACKS: Mapping[Purpose, Sequence[Fallback]] = {
     "fp8": [partial(_smallest_of_layer, octaves=octaves) for octaves in range(16)],
     "int8": [torch.ones_like],

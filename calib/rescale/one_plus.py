@@ -1,11 +1,11 @@
 """Norms of Q and K that multiply by 1 + weight: the powers of two that their weights hold.
 
-(1 + w) * f - 1 often is not a value of the weights' dtype. Scores see the product of both norms' multipliers.
-A channel holds a factor if rounding its weights changes this product by no more than one rounding, to the
-dtype of the source's weights, of the product itself or of the usual one, their root mean square. So all
-channels together change scores by no more, in root mean square, than rounding both Q and K to that dtype
-does, if what norms multiply is about as large in all channels. Where it is largest in channels with small
-multipliers, scores may change more: `bake` tells the KL.
+(1 + w) * f - 1 often has no exact value in the weights' dtype. Attention scores depend on the product of both
+norms' multipliers. A channel holds a factor if rounding its weights changes this product by no more than one
+rounding to the narrowest dtype that holds the source's weights: a rounding of the product itself, or of the
+root mean square of all channels' products if that is larger. If the norms' inputs are about equally large in
+all channels, scores then change no more, in root mean square, than by rounding both Q and K to that dtype. If
+inputs are largest in channels with small multipliers, scores may change more: `bake` reports the KL.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from calib.rescale.weight_changes import WeightChange
 
 Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the weight
 
-_POWERS = torch.arange(-16, 17)  # of two, that are tried
+_POWERS = torch.arange(-16, 17)  # exponents of the factors that are tried
 
 
 def is_held(norms: Norms) -> Tensor:
@@ -48,14 +48,14 @@ def try_powers(norms: Norms) -> Tensor:
 
 
 def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:
-    """Return the distance (inf: none) to the powers nearest to `powers` [D] in `table`, and these."""
+    """Return the distance (inf: none) to the nearest of `powers` [D] in `table` [powers, D], and these."""
     distances = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf)
     least, index = distances.min(0)
     return least.sum().item(), _POWERS[index]
 
 
 def stay_below_largest(amax: Tensor, powers: Tensor) -> Tensor:
-    """Return the table of powers that make no channel of `amax` [D] larger than `powers` make the largest."""
+    """Return the table [powers, D] of powers that keep `amax` [D] within its largest times `powers` [D]."""
     largest = (amax.double() * powers.double().exp2()).amax()
     products = amax.double() * _POWERS.double().exp2()[:, None]
     return (_POWERS[:, None] <= powers) | (products <= largest)

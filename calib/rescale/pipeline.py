@@ -34,9 +34,9 @@ class RescalePlan:
     """Factors that the weights of a model hold, and the edits that put them there."""
 
     factors: Factors
-    ideal: Factors  # where all weights would hold them
+    ideal: Factors  # chosen if all weights could hold them
     edits: Mapping[str, Edit]  # by the name of a tensor in the checkpoint
-    rounded: Norms  # those whose weights do not hold the product exactly
+    rounded: Norms  # norms whose weights do not hold the product exactly
     unchanged_layers: Mapping[str, str]  # layers that stay as they are, and why
 
     @property
@@ -51,9 +51,9 @@ class RescalePlan:
         return sum(bool((layer.v == 1).all()) for layer in self.factors.values())
 
     def missing_octaves(self, purpose: Purpose) -> tuple[float, float]:
-        """Return the octaves by which a factor is too small at most, for K and for V.
+        """Return by how many octaves factors fall short of the ideal at most, for K and for V.
 
-        Integers have a scale for each head: what all channels of one lack costs them nothing.
+        For int8 only differences within a head count, because its scale absorbs the rest.
         """
 
         def octaves(ideal: Tensor, factor: Tensor) -> float:
@@ -104,8 +104,8 @@ class Rescaling:
             return [f"{changed}; the logits in float32 are the source's, bit for bit"]
         return [
             f"{changed}; the outputs differ by a KL of {self.kl:.2g} nats per token on a few random tokens",
-            f"note: {len(rounded)} weights of norms are rounded, as '{rounded[0]}': 1 + it times its factor "
-            "is not a value of its type. All else is exact",
+            f"note: {len(rounded)} weights of norms are rounded, as '{rounded[0]}': (1 + weight) x factor "
+            "has no exact value in its dtype; everything else is exact",
         ]
 
 
@@ -121,9 +121,9 @@ def rescale(
 ) -> Rescaling:
     """Fill `out` with `checkpoint`, its K and V multiplied by the factors that `choose` returns.
 
-    Factors are powers of two. The outputs are proved to be the same bit for bit, on the model that lies on
-    disk, but for norms that round a weight. A problem is an error that begins with `refusal`, or one with
-    `advice` where a product is not exact. The recipe's dtype is that of the written weights.
+    Factors are powers of two. The model that was written is proved to have the same outputs bit for bit,
+    except where norms round a weight. Errors begin with `refusal`; those about an inexact product end with
+    `advice`. The weights are written in the recipe's dtype.
     """
     progress.stage("load")
     dtype = None if recipe.dtype == "auto" else torch.float32
@@ -150,10 +150,10 @@ def rescale(
 
 
 def plan_rescaling(source: StoredModel, choose: Choose) -> RescalePlan:
-    """Fit the factors that `choose` returns to the stored weights, layer by layer, as finely as they hold.
+    """Fit the factors that `choose` returns to the stored weights, layer by layer, as finely as these allow.
 
-    Where K's or V's do not fit, fallbacks are tried in turn. A layer that holds none stays as it is where
-    ones are a fallback; else NotHeld.
+    If K's or V's do not fit, fallbacks are tried in turn. A layer that holds none of them stays unchanged if
+    factors of 1 are a fallback; otherwise NotHeld is raised.
     """
     ideal, nearest, fallbacks = choose(source)
     factors: dict[str, LayerFactors] = {}
@@ -168,7 +168,7 @@ def plan_rescaling(source: StoredModel, choose: Choose) -> RescalePlan:
             if torch.ones_like not in fallbacks or len(unchanged) == len(ideal):
                 raise
             factors[name] = LayerFactors(torch.ones_like(layer.k), torch.ones_like(layer.v))
-    norms = source.one_plus_norms(source.list_changes(factors))  # which refuses a tensor of two layers
+    norms = source.one_plus_norms(source.list_changes(factors))  # refuses a tensor that two layers share
     rounded = [(change, weight) for change, weight in norms if not change.is_exact(weight)]
     return RescalePlan(factors, ideal, edits, rounded, unchanged)
 
@@ -178,7 +178,7 @@ def _fit_layer(
 ) -> tuple[LayerFactors, dict[str, Edit]]:
     """Return the finest factors that the weights of a layer hold, and the edits they make."""
     k_ways: list[Fallback] = [torch.clone, *fallbacks]
-    # inputs that are rounded have one range, in which factors would change the share of a channel
+    # rounded inputs share one range: factors per channel would change how finely each channel is rounded
     v_ways = [*fallbacks] if source.rounds_inputs else k_ways
     # the nearest to the ideal first
     ways = sorted(product(enumerate(k_ways), enumerate(v_ways)), key=lambda pair: pair[0][0] + pair[1][0])
@@ -187,7 +187,7 @@ def _fit_layer(
         factors = LayerFactors(k(nearest.k), v(nearest.v))
         changes = source.list_changes({name: factors})
         if problem and not changes:
-            continue  # that is the layer as it is
+            continue  # the layer would stay unchanged
         try:
             return factors, source.edits(changes)
         except NotHeld as error:

@@ -54,7 +54,7 @@ def observe(
     changes: Iterable[WeightChange] = (),
     parameters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Observation:
-    """Run a few tokens, with `parameters` instead of the model's, and `changes`."""
+    """Run a few tokens, with `parameters` instead of the model's, of any shape alike, and `changes`."""
     kv: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Pairs of channels of K that a model's RoPE turns together, found by trying.
 
-Zeros in single channels show them: a channel that is zeroed in front of RoPE and is not zero behind it holds
-some of another one, however small beside its own. Trials of half of the channels, once these and once the
-others, tell bit by bit which one that is.
+Zeros show them: if a channel is zeroed before RoPE and not zero after it, it received a part of another
+channel, however small. Each trial zeroes half of the channels, then the other half; one trial per bit of the
+channel's index tells which channel that is.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -
     pairs = {}
     for name, module in modules.items():
         layer = slice(module.layer_idx, module.layer_idx + 1)
-        # all that layers with the same RoPE have in common, as far as the config says
+        # layers that are equal in these have the same RoPE, as far as the config says
         kind = module.head_dim, *(tuple(values[layer]) for values in by_layer)
         if kind not in tried:
             tried[kind] = rotated_pairs(model, module)
@@ -41,7 +41,7 @@ def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -
 def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
     """Return the channel [D] that each channel of K is rotated with, its own without RoPE.
 
-    UnsupportedModelError where channels mix in any other way than RoPE's pairs.
+    UnsupportedModelError if channels mix in any other way than in pairs.
     """
     channels = torch.arange(cached.head_dim)
     before = _keys(model, cached, torch.ones(cached.head_dim))
@@ -68,7 +68,7 @@ def fold_pairs(amax: Tensor, partner: Tensor) -> Tensor:
 
 
 class _KeysReached(Exception):
-    """The end of a forward pass once its K is there."""
+    """K has been computed, so the forward pass may end."""
 
 
 def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Tensor:

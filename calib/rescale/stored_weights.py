@@ -1,7 +1,6 @@
-"""Stored weights that take factors, in numbers themselves or in the scales of codes, and their files.
+"""Stored weights that take factors, in plain numbers or in the scales of codes, and their files.
 
-Codes stay as they are. A scale of codes holds a factor if all values that it is the scale of have the same
-one.
+Codes never change. A scale can take a factor only if all values under this scale have the same factor.
 """
 
 import shutil
@@ -37,7 +36,7 @@ from calib.rescale.weight_changes import (
 
 _LARGEST_E8M0 = 254
 _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}
-# of a module's input, by whether a value is its code times the scale, or divided by it
+# scales of a module's input -> True: a value is its code times the scale; False: divided by it
 _INPUT_SCALES = {"input_scale": True, "input_global_scale": False}
 
 Edit = Tensor | Callable[[Tensor], Tensor]  # a tensor in place of a stored one, or a function of it
@@ -50,8 +49,8 @@ class NotHeld(UnsupportedModelError):
 class StoredModel:
     """A model, its attention modules, and its weights as they are stored.
 
-    Floats become `dtype`, if there is one, before they are edited; `advice` is for products that are not
-    exact.
+    Floats are cast to `dtype`, if given, before they are edited; errors about inexact products end with
+    `advice`.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ def _explain_rounding(change: WeightChange, weight: Tensor, advice: str) -> str:
     low, high = change.factor.aminmax()
     factor = f"{low.item():g}" if low == high else "its factors"
     if change.adds_one:
-        return f"1 + '{change.name}' times {factor} is not held by {dtype}; {ways}"
+        return f"1 + '{change.name}' times {factor} has no exact value in {dtype}; {ways}"
     return f"'{change.name}' times {factor} is not exact in {dtype}; {ways}"
 
 
@@ -146,28 +145,30 @@ def edited_scales(
     """Return the stored scales that change when `weight` is multiplied by `factor`, by their names.
 
     `factor` is [rows, 1], or [1, columns] where the input is divided by it, or a product of both: powers of
-    two. `stored` are all tensors of the checkpoint. NotHeld where one scale is of values with different
-    factors, its type cannot hold the product, or engines would round it.
+    two. `stored` are all tensors of the checkpoint. NotHeld is raised if values that share a scale have
+    different factors, if its type cannot hold the product, or if engines would round it.
     """
     if "second_scale" in weight.parts:
         raise NotHeld(f"nobody has checked how engines fuse '{weight.name}', which has two scales")
     scale = stored[weight.parts["scale"]].read()
     if scale.dim() < 2 and scale.numel() == 1 and len(factor) > 1:
         raise NotHeld(
-            f"'{weight.name}' has one scale, and engines requantise Q, K and V to the largest of theirs"
+            f"'{weight.name}' has one scale, and engines requantise Q, K and V to the largest of their scales"
         )
     grid = scale.t() if weight.scheme.is_transposed else scale
     shape = grid.shape
-    # ModelOpt's of tiles are [down, 1, across, 1]
+    # ModelOpt's scales of tiles are [down, 1, across, 1]
     sizes = shape[::2] if grid.dim() == 4 else (*shape, 1, 1)[:2]
     order = stored[weight.parts["g_idx"]].read() if "g_idx" in weight.parts else None
     order = None if order is None or (order == -1).any() else order  # -1: it was never set
     row_factors, column_factors = torch.ones(1), factor[0]
     if len(factor) > 1:
         row_factors, column_factors = factor[:, 0], factor[0] / factor[0, 0]
-    high, wide = (size or whole for size, whole in zip(weight.scheme.block, weight.shape, strict=True))
-    groups = torch.arange(weight.shape[1]) // wide if order is None else order.long()
-    down = _block_factors(row_factors, torch.arange(weight.shape[0]) // high, weight.name)
+    block_rows, block_columns = (
+        size or whole for size, whole in zip(weight.scheme.block, weight.shape, strict=True)
+    )
+    groups = torch.arange(weight.shape[1]) // block_columns if order is None else order.long()
+    down = _block_factors(row_factors, torch.arange(weight.shape[0]) // block_rows, weight.name)
     across = _block_factors(column_factors, groups, weight.name)
     product = _times(grid.reshape(sizes), down[:, None] * across, weight.name).reshape(shape)
     product = product.t() if weight.scheme.is_transposed else product
@@ -178,28 +179,28 @@ def edited_scales(
 def _edited_input_scales(
     module: str, stored: Mapping[str, StoredTensor], factor: Tensor
 ) -> dict[str, Tensor]:
-    """Return the scales of a module's input, which is divided by `factor`, if it is [1, columns]."""
+    """Return the changed scales of a module's input; `factor` [1, columns] divides it, [rows, 1] does not."""
     scales = {}
     for part, multiplies in _INPUT_SCALES.items():
         scale = stored.get(f"{module}.{part}")
         if scale is not None and min(factor.shape) > 1:
-            raise NotHeld(f"'{module}' has one scale of its input, and its rows differ in factors")
+            raise NotHeld(f"'{module}' has one input scale, and both its rows and its columns need factors")
         if scale is not None and len(factor) == 1:
             first = factor.flatten()[:1]
             if not bool((factor == first).all()):
-                raise NotHeld(f"one scale of what goes into '{module}', of different factors")
+                raise NotHeld(f"'{module}' has one input scale, and its columns need different factors")
             scales[f"{module}.{part}"] = _times(scale.read(), 1 / first if multiplies else first, module)
     return scales
 
 
 def _block_factors(factor: Tensor, block: Tensor, name: str) -> Tensor:
-    """Return the factor of each block: `block` [n] is that of each value of `factor`, [n] or [1]."""
+    """Return the factor of each block, from `factor` [n] or [1]; `block` [n] is the index of its block."""
     if len(factor) == 1:
         return factor
     factors = torch.ones(int(block.max()) + 1)
     factors[block] = factor
     if not torch.equal(factors[block], factor):
-        raise NotHeld(f"one scale of '{name}' is of values with different factors")
+        raise NotHeld(f"values of '{name}' that share a scale need different factors")
     return factors
 
 
@@ -223,9 +224,9 @@ def write_weights(
     dtype: torch.dtype | None,
     progress: Progress,
 ) -> None:
-    """Fill `out` with the checkpoint, the tensors that `edits` names changed; other weight files are linked.
+    """Fill `out` with the checkpoint and its `edits`; weight files without edits are linked.
 
-    With a `dtype` all floats become that before they are edited.
+    With a `dtype`, all floats are cast to it before they are edited.
     """
     copy_small_files(checkpoint, out)
     weight_map, growth = checkpoint.weight_map, 0

@@ -2,8 +2,8 @@
 
 An engine that uses a calibration's scales serves the twin as well as the source; one that leaves them out
 writes garbage. So the twin answers, for any stack, whether it uses the scales. Where latents are cached
-(MLA), one scale serves the latent and k_pe, so both get the same factor: so small a one that at 1.0 nothing
-is left of them.
+(MLA), one scale serves the latent and k_pe, so both get the same factor, small enough to lose both at scale
+1.0.
 """
 
 import re

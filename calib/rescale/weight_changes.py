@@ -55,17 +55,17 @@ class WeightChange:
         return f"{self.module}.{self.child}"
 
     def multiplier(self, parameter: Tensor) -> Tensor:
-        """Return the parameter, or 1 + it, as the module computes it."""
+        """Return the parameter, of any shape, or 1 + it, as the module computes it."""
         wide = parameter if parameter.dtype == torch.float64 else parameter.float()
         return wide + int(self.adds_one)
 
     def product(self, parameter: Tensor) -> Tensor:
-        """Return the parameter that makes the multiplier that many times as large, exact or rounded."""
+        """Return the parameter, of any shape, whose multiplier is `factor` times as large, in its dtype."""
         product = self.multiplier(parameter) * self.factor.to(parameter.device) - int(self.adds_one)
         return product.to(parameter.dtype)
 
     def is_exact(self, parameter: Tensor) -> bool:
-        """Return whether `product` loses nothing."""
+        """Return whether `product` loses nothing of a parameter of any shape."""
         product, multiplier = self.product(parameter), self.multiplier(parameter)
         exact = multiplier * self.factor
         # values that underflow do not come back
@@ -88,7 +88,7 @@ class AttentionWeights:
 
     @property
     def shares_k(self) -> bool:
-        """True if all KV heads need the same factors for K, as a norm of one head's size does."""
+        """True if a norm of one head's size makes all KV heads need the same factors for K."""
         sizes = [norm.get_parameter("weight").numel() for part, _, norm in self.norms() if part == "k"]
         return any(size < self.cached.num_kv_heads * self.cached.head_dim for size in sizes)
 
@@ -120,7 +120,7 @@ class AttentionWeights:
     def change_linear(
         self, child: str, rows: Tensor | None = None, columns: Tensor | None = None
     ) -> Iterator[WeightChange]:
-        """Multiply the outputs of a linear layer by `rows`, and the weights of its inputs by `columns`."""
+        """Multiply outputs of a linear layer by `rows` [out], and weights of its inputs by `columns` [in]."""
         linear, factor = self.module.get_submodule(child), torch.ones(1, 1)
         if rows is not None and bool((rows == 1).all()):
             rows = None  # the layer may hold more than heads, such as gates
@@ -146,7 +146,7 @@ class AttentionWeights:
         )
 
     def check_size(self, child: str, unit: str, size: int, expected: int) -> None:
-        """Refuse a parameter of another size than its heads make up."""
+        """Refuse a parameter whose `size` is not what its heads make up."""
         if size != expected:
             raise UnsupportedModelError(
                 f"{self.name}.{child} has {size} {unit}, where its heads make up {expected}: fp8kv does not "

@@ -65,7 +65,7 @@ class Percentile:
     percentile: float
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Read the percentile off the histogram, never above the true amax."""
+        """Read it off `histogram` [H, NUM_BINS], never above the true `amax` [H, D]; return [1] or [H]."""
         cumulative = _group_histogram(histogram, strategy).cumsum(-1).double()
         rank = (cumulative[:, -1:] * (self.percentile / 100)).ceil().clamp(min=1)
         bins = torch.searchsorted(cumulative, rank).squeeze(-1)
@@ -84,7 +84,7 @@ class Mse:
     candidates = torch.exp2(-torch.arange(64) / 32)  # from amax down to amax / 4, 2 % apart
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Search the candidates of each group."""
+        """Search each group's candidates; `amax` is [H, D], `histogram` [H, NUM_BINS]. Return [1] or [H]."""
         groups = zip(_group_histogram(histogram, strategy), group_amax(amax, strategy), strict=True)
         best = []
         for counts, largest in groups:

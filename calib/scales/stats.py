@@ -193,7 +193,7 @@ class KVStats:
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
     def replace_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
-        """Return statistics of the same modules with other `tensors` and `counts`."""
+        """Return statistics of the same modules with other `tensors`, [H, ...] each, and `counts`."""
         layers = {}
         for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):
             k, v, q = (

@@ -212,9 +212,9 @@ def clip_chance(layer: LayerStats, scales: LayerScales, limit: float, tensors: s
 
 
 def covered_share(stats: KVStats, scales: KVScales, ahead: int, margin: float) -> float:
-    """Return the share of layers in which new tokens reach at most `1 + margin` times the scales.
+    """Return the share of layers whose scales hold what more tokens are expected to reach.
 
-    `ahead` times as many tokens as were read are expected to reach it.
+    The scales are widened by `margin`; the tokens are `ahead` times those that were read.
     """
     limit = FP8_MAX[scales.fp8_dtype]
     covered = 0

@@ -35,7 +35,9 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
 
 
 def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
-    """Return the norm of the error over the norm of the reference's output: the worst head's and window's.
+    """Return the norm of `out`'s error over the norm of the reference: the worst head's and window's.
+
+    `out` is [T, H, D], or [S, H, D] in a decode.
 
     Of many new tokens, the first, the middle and the last are compared: a reference for the rows
     of a window is the same call with a shorter sequence.

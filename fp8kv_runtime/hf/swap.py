@@ -253,7 +253,7 @@ class EngineQuery:
 
     @classmethod
     def of(cls, module: nn.Module, query: Tensor, scaling: float | None) -> "EngineQuery":
-        """Make it of the `query` that `module` attends with at `scaling`."""
+        """Make it of the `query` [B, H, T, D] that `module` attends with at `scaling`."""
         own = query.shape[-1] ** -0.5
         names = {kind.__name__ for kind in type(module).__mro__}
         if scaling in (None, own) or not names & _PLAIN_IN_ENGINES:
@@ -262,7 +262,7 @@ class EngineQuery:
         return cls(query * factor, own, query, factor)
 
     def undo(self, rounded: Tensor) -> Tensor:
-        """Return the model's query for `rounded`, which an engine made of `query`."""
+        """Return the model's query for `rounded` [B, H, T, D], which an engine made of `query`."""
         if rounded is self.query:
             return self.original
         return rounded if self.factor == 1 else rounded / self.factor

@@ -36,7 +36,7 @@ class AttentionLayer(NamedTuple):
     def of(
         cls, query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
     ) -> "AttentionLayer":
-        """Collect the facts from the arguments of an attention call."""
+        """Collect the facts from the arguments of an attention call; `query` is [T, H, D]."""
         return cls(
             query.shape[1],
             query.dtype,

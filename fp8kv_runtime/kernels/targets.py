@@ -55,7 +55,7 @@ def current_target() -> Target:
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Return whether a tensor lies on another GPU than the one that Triton launches kernels on now."""
+    """Return whether a tensor, of any shape, lies on another GPU than Triton launches kernels on now."""
     device = tensor.device
     return device.type == "cuda" and device.index != driver.active.get_current_device()
 

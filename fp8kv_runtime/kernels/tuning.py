@@ -38,8 +38,8 @@ def plan_extend(
 ) -> tuple[Config, int]:  # fmt: skip
     """Return extend attention's config, and the parts of a head's KV: 0 where it is not split.
 
-    `rows` (token, query head) pairs of a KV head, at most, see `longest` tokens, at most. Not split
-    are those that fill the GPU, and those of KV so short that it makes one part.
+    `query` is [T, H, D]. At most `rows` (token, query head) pairs of a KV head see at most `longest` tokens.
+    Heads are not split if they fill the GPU, or if their KV is so short that it makes one part.
     """
     _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads

@@ -63,9 +63,10 @@ class CodedWeight:
     scheme: "WeightScheme"
 
     def decode(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """Fill `weight` from the tensors of `parts`; FormatError where it is not finite.
+        """Fill `weight`, of this `shape`, from the tensors of `parts`; FormatError if it is not finite.
 
-        A value is computed in float32 and rounded once.
+        It is [rows, columns], or [experts, in, out] if experts are fused. A value is computed in float32 and
+        rounded once.
         """
         for part, tensor in tensors.items():
             if "scale" in part and not tensor.float().isfinite().all():
@@ -80,7 +81,7 @@ class CodedWeight:
         return weight
 
     def rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
-        """Decode the rows [start, stop) in float32."""
+        """Decode the rows from `start` up to `stop`: [stop - start, ...] float32."""
         with name_subject(f"'{self.name}'"):
             return self.scheme.decode(self.shape, tensors, slice(start, stop))
 
@@ -109,9 +110,11 @@ class WeightScheme:
     def weight(self, module: ModuleTensors) -> CodedWeight:
         """Return the weight of `module`; FormatError where names, types or shapes do not fit."""
         rows, columns, zero_words = self._measure(module, *module.matrix(self.codes, (self.dtype,)))
-        high, wide = self.block
-        if high == 1 and wide and columns % wide:
-            raise FormatError(f"'{module.name}' has {columns} columns, which groups of {wide} do not divide")
+        block_rows, block_columns = self.block
+        if block_rows == 1 and block_columns and columns % block_columns:
+            raise FormatError(
+                f"'{module.name}' has {columns} columns, which groups of {block_columns} do not divide"
+            )
         down, across = self._grid((rows, columns))
         vector: list[Shape] = [(down,)] if across == 1 else []
         scalar: list[Shape] = [()] if down * across == 1 else []
@@ -134,7 +137,7 @@ class WeightScheme:
         return CodedWeight(f"{module.name}.weight", (rows, columns), parts, self)
 
     def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
-        """Decode `rows` of a weight of `shape` in float32."""
+        """Decode `rows` of a weight of `shape`: [rows, columns] float32."""
         if "shape" in tensors and tensors["shape"].tolist() != [*shape]:
             raise FormatError(f"a {self.shape} is not {[*shape]}, as its codes are")
         codes, zeros = self._unpack(tensors, rows)
@@ -164,18 +167,18 @@ class WeightScheme:
 
     def _grid(self, shape: Shape) -> tuple[int, int]:
         """Return the numbers of blocks down and across."""
-        (rows, columns), (high, wide) = shape, self.block
-        return -(-rows // (high or rows)), -(-columns // (wide or columns))
+        (rows, columns), (block_rows, block_columns) = shape, self.block
+        return -(-rows // (block_rows or rows)), -(-columns // (block_columns or columns))
 
     def _per_block(self, shape: Shape, values: Tensor, rows: slice) -> Tensor:
         """Take the scales or zero points of `rows`: [rows, blocks across], or [1, ...] for all rows."""
         down, across = self._grid(shape)
         values = values.t() if self.is_transposed else values.reshape(down, across)
-        high = self.block[0] or shape[0]
-        values = scales_to_float(values[rows.start // high : -(-rows.stop // high)])
-        if high == 1 or down == 1:
+        block_rows = self.block[0] or shape[0]
+        values = scales_to_float(values[rows.start // block_rows : -(-rows.stop // block_rows)])
+        if block_rows == 1 or down == 1:
             return values
-        return values.repeat_interleave(high, 0)[rows.start % high :][: rows.stop - rows.start]
+        return values.repeat_interleave(block_rows, 0)[rows.start % block_rows :][: rows.stop - rows.start]
 
     def _spread(self, values: Tensor, groups: Tensor) -> Tensor:
         """Give each column the value of its group, in the order of memory, which is several times faster."""
@@ -183,10 +186,10 @@ class WeightScheme:
 
     def _groups(self, columns: int, g_idx: Tensor | None) -> Tensor | None:
         """Return the group of each column; None: groups of one size follow each other."""
-        wide = self.block[1] or columns
-        in_turn = torch.arange(columns) // wide
+        block_columns = self.block[1] or columns
+        in_turn = torch.arange(columns) // block_columns
         groups = in_turn if g_idx is None else g_idx.long()
-        if columns % wide == 0 and torch.equal(groups, in_turn):
+        if columns % block_columns == 0 and torch.equal(groups, in_turn):
             return None
         if groups.min() < 0 or groups.max() > in_turn[-1]:
             raise FormatError(f"its g_idx names a group beyond the {in_turn[-1] + 1} there are")
@@ -244,11 +247,11 @@ def unpack_words(
     is_spaced: bool = False,
     shifts: Tensor | None = None,
 ) -> Tensor:
-    """Unpack unsigned `codes` along `dim` of the int32 matrix `words`, as int32.
+    """Unpack unsigned `codes` along `dim` of int32 `words` [R, C]: int32, with the codes in place of R or C.
 
     Code i begins at bit `i * bits`, counted from the lowest bit of the first word. A spaced word holds
-    whole codes only and leaves its upper bits unused. `shifts` are the first bits of the codes in a
-    word, where these have another order.
+    whole codes only and leaves its upper bits unused. `shifts` [codes per word] are the first
+    bits of the codes in a word, if these have another order.
     """
     mask = (1 << bits) - 1
     if is_spaced or 32 % bits == 0:
@@ -273,7 +276,7 @@ def count_words(count: int, bits: int, *, is_spaced: bool = False) -> int:
 
 
 def scales_to_float(scales: Tensor) -> Tensor:
-    """Return scales as float32; uint8 holds powers of two (E8M0), of which 255 is NaN."""
+    """Return scales of any shape as float32; uint8 holds powers of two (E8M0), of which 255 is NaN."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 

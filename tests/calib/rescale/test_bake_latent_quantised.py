@@ -110,7 +110,7 @@ def test_static_scales_of_what_keys_and_values_are_made_of(k_pe, tmp_path):
     save_file(load_file(file) | {name: torch.tensor([0.25])}, file, {"format": "pt"})
     done = baked(source, tmp_path / "out")
     if k_pe > 1:
-        one_line_error(done, "has one scale of its input")
+        one_line_error(done, "has one input scale")
         return
     assert done.exit_code == 0, done.stderr
     said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())
