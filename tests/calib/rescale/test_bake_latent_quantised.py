@@ -97,7 +97,7 @@ def test_k_pe_too_small_stays_where_blocks_mix_it(tmp_path):
 
 def test_k_pe_too_large_is_refused_where_blocks_mix_it(tmp_path):
     source = quantised("fp8-block", tmp_path / "source", sizes=MIXED)
-    one_line_error(baked(source, tmp_path / "out"), "is of values with different factors")
+    one_line_error(baked(source, tmp_path / "out"), "that share a scale need different factors")
     assert not (tmp_path / "out").exists()
 
 

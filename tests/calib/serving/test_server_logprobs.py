@@ -52,7 +52,7 @@ def test_a_text_says_which_and_by_how_much(made, fake, directory):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0] == "the server is nearer to the scales"
-    far, apart = re.search(r"scales 0.0000 nats, with 1.0 (.+); .* (.+) apart;", lines[1]).groups()
+    far, apart = re.search(r"by 0.0000 nats .*, by (.+) from it at 1.0 \((.+) between", lines[1]).groups()
     assert float(far) == pytest.approx(float(apart), rel=1e-3, abs=1e-4) != 0
     assert "logprobs of 686 given tokens; 14 requests in" in lines[2]
     assert re.search(r" in \d+\.\d s, our own runs in \d+\.\d s\)$", lines[2])
