@@ -226,7 +226,7 @@ def test_the_schema_in_the_documentation_is_that_of_the_report():
 
 
 def test_the_report_holds_the_recipe_that_made_it(small_recipe, small_report):
-    recipe = Recipe.model_validate(small_report.recipe)
+    recipe = Recipe.model_validate(small_report["recipe"])
     assert recipe.data.seed == small_recipe.data.seed
     assert recipe.evaluation == small_recipe.evaluation
-    assert recipe.data.seq_len == small_report.suite.seq_len
+    assert recipe.data.seq_len == small_report["suite"]["seq_len"]
