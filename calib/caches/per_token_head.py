@@ -112,7 +112,7 @@ def _block_size(x: Tensor) -> int:
 def _hadamard(columns: Tensor) -> Tensor:
     """Multiply a Hadamard matrix by `columns` [D, N]; returns rows [N, D]."""
     # sums of whole rows of N values, which are fast where single values of D would be slow
-    x, half = columns.contiguous(), 1
+    x, half = columns.clone(memory_format=torch.contiguous_format), 1
     sums = torch.empty_like(x)
     while half < len(x):
         left, right = x.view(-1, 2, half, x.shape[1]).unbind(1)

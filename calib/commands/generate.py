@@ -8,6 +8,7 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.running import Answer, job_command
+from calib.commands.terminal import ModelText
 from calib.progress import Progress
 
 if TYPE_CHECKING:
@@ -88,5 +89,5 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
         equal = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
         shown_speed = "" if result.simulated else speed
         yield from ("", f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s{shown_speed}): {equal}")
-        yield from plain.text.expandtabs().split("\n")
+        yield ModelText(plain.text)
     yield from (f"warning: {warning}" for warning in result.warnings)

@@ -62,13 +62,14 @@ class StageReporter:
     def end(self) -> None:
         """End the stage; show nothing until another begins."""
         with self._lock:
-            self._show("end")
-            self.stop()
-            self._bar = self._make_bar()
+            if self._bar.tasks:
+                self._show("end")
+                self.stop()
+                self._bar = self._make_bar()
 
     def stop(self) -> None:
         """Leave the bar as it is."""
-        if not self._bar.disable:
+        if self._bar.live.is_started:
             self._bar.stop()
 
     def _begin(self, name: str, total: float | None, unit: str) -> None:

@@ -22,13 +22,20 @@ class TextTable(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
+class ModelText(str):
+    """Text that a model wrote, printed as it is, like the text that is streamed."""
+
+
 Block = str | TextTable
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Print lines and tables."""
     for block in blocks:
-        print(plain(block) if isinstance(block, str) else table_text(block).removesuffix("\n"))
+        if isinstance(block, TextTable):
+            print(table_text(block).removesuffix("\n"))
+        else:
+            print(block if isinstance(block, ModelText) else plain(block))
 
 
 def print_errors(kind: str, messages: Iterable[str]) -> None:

@@ -74,7 +74,7 @@ def verify(
     from calib.engines.outcome import Place
     from calib.engines.verification import verify_directory
 
-    place = Place(tensor_parallel_size, fnuz)
+    place = Place(tensor_parallel_size, fnuz and not no_fnuz)
     calibration = None
     if against is not None:
         from calib.scales.stats_file import open_calibration

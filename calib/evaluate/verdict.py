@@ -129,7 +129,7 @@ class Judgement:
             subject, pronoun = ("Layers {} have", "them") if len(outliers) > 1 else ("Layer {} has", "it")
             lines.append(
                 f"{subject.format(names)} more than {_OUTLIER:.0f} times the median layer's error: "
-                f"vLLM keeps {pronoun} in 16 bits with {skip_argument(outliers)}."
+                f"vLLM keeps {pronoun} in 16 bits with {skip_argument(outliers)}"
             )
         return lines
 
@@ -191,7 +191,7 @@ def _search_line(search: Search) -> str:
     count = f"{len(search.skipped)} of {len(search.kl_alone)} layers"
     return (
         f"{budget} is met (KL {search.kl:.2g}) with {count} in 16 bits, instead of KL "
-        f"{show_number(search.kl_of_all)} with none: {skip_argument(search.skipped)}."
+        f"{show_number(search.kl_of_all)} with none: {skip_argument(search.skipped)}"
     )
 
 

@@ -135,3 +135,8 @@ def test_the_text_has_its_likelihood_at_every_size():
     found = compare(ReferenceLogits(reference), reference, torch.tensor([0, 1]))
     assert found.nll.tolist() == pytest.approx([3e38, 200.0], rel=1e-6)
     assert found.kl.tolist() == [0.0, 0.0]
+
+
+def test_equal_logits_of_infinity_have_no_divergence():
+    infinite = torch.tensor([[0.0, math.inf, 1.0], [0.0, 1.0, 2.0]])
+    assert divergence(infinite, infinite).isnan().tolist() == [True, False]

@@ -11,6 +11,7 @@ from families import save_model, tiny_model
 
 from calib.commands import progress_bar as module
 from calib.commands.progress_bar import StageReporter, json_line, log_line, progress_bar, reporting
+from calib.commands.terminal import ModelText, print_blocks
 
 
 class Clock:
@@ -221,6 +222,23 @@ def test_on_a_terminal_there_is_a_bar_of_the_stage_that_runs(monkeypatch):
     drawn = sys.stderr.getvalue()
     assert "calibrate [bold]" in drawn
     assert "50 of 100 tokens" in drawn
+
+
+def test_a_stage_that_has_ended_ends_no_second_time(monkeypatch):
+    """Each piece of generated text ends the stage; a bar on a plain terminal would print a line for it."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar() as progress:
+        progress.stage("generate")
+        for _ in range(12):
+            progress.end()
+    assert sys.stderr.getvalue().count("\n") <= 2
+
+
+def test_text_of_a_model_is_printed_as_it_is(capsys):
+    print_blocks([ModelText("\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%"), "a\u3000b"])
+    assert capsys.readouterr().out == "\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%\na\ufffdb\n"
 
 
 @pytest.mark.parametrize(

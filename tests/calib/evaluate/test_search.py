@@ -10,7 +10,7 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.evaluate.measure import _only, compare_variants, search_layers
 from calib.evaluate.variants import Setup, build_variants
-from calib.evaluate.verdict import skip_argument
+from calib.evaluate.verdict import _search_line, skip_argument
 from calib.recipe import load_recipe
 
 DOCUMENTS = [torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (30, 20)]
@@ -61,3 +61,8 @@ def test_no_other_choice_of_layers_is_smaller(share, model, variant, kl_of):
 
 def test_the_argument_is_vllms():
     assert skip_argument([3, 11]) == "--kv-cache-dtype-skip-layers 3 11"
+
+
+def test_the_argument_ends_its_line_so_that_it_can_be_copied(model, variant, kl_of):
+    found = search_layers(Setup(model, None, "torch"), [variant], DOCUMENTS, 0.3 * kl_of[()])
+    assert _search_line(found).endswith(f" {skip_argument(found.skipped)}")

@@ -257,3 +257,15 @@ def test_queries_in_fp8(family):
             without = model(IDS[1:]).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
     assert not torch.allclose(without, expected, rtol=0, atol=ROUNDING)
+
+
+def test_a_pool_that_grows_keeps_what_it_holds():
+    model = tiny_model("llama", **FAMILIES["llama"])
+    scales = scales_for(model)
+    with fp8_attention(model, scales, block_size=64):
+        expected = generate(model, do_sample=False)
+    with fp8_attention(model, scales, block_size=1):
+        small = generate(model, do_sample=False)
+        assert paged_cache(small.past_key_values).num_blocks > len(IDS) * 16  # more than it began with
+    assert torch.equal(small.sequences, expected.sequences)
+    assert share_of_equal(small.logits, expected.logits) == 1
