@@ -110,7 +110,6 @@ WRONG = {
     'calib.load_scales(None)': "directory must be str or Path, got None",
     'calib.load_scales("nope")': "'nope' does not exist",
     'calib.load_scales(folder)': "has no fp8kv_stats.safetensors",
-    'calib.load_scales(out / "fp8kv_stats.safetensors")': "fp8kv_calibration.json",
     'calib.save_stats(out, stats)': "stats must be KVStats, got PosixPath(",
     'calib.save_stats(scales, "s")': "stats must be KVStats, got a KVScales; calib.load_stats",
     'calib.save_stats(stats, None)': "path must be str or Path, got None",
@@ -171,6 +170,8 @@ SAME = {
         'recipe.model_copy(update={"strategy": "channel"}).data.model_fields_set',
         'recipe.data.model_fields_set'),
     "scales": ('calib.load_scales(str(out))', 'calib.derive_scales(stats, recipe)'),
+    "scales by the file of statistics": (
+        'calib.load_scales(out / "fp8kv_stats.safetensors")', 'calib.load_scales(out)'),
     "statistics": ('calib.load_stats(str(out))', "stats"),
     "saved statistics": (
         'calib.save_stats(stats, "s.safetensors") or calib.load_stats("s.safetensors")', "stats"),

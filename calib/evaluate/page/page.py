@@ -79,11 +79,9 @@ def _escape_markdown(text: str) -> str:
     return plain(" ".join(_MARKUP.sub(r"\\\1", text).split()))
 
 
-def _inline_svg(svg: str, prefix: str) -> Any:
+def _inline_svg(svg: str, prefix: str) -> str:
     """Return a file of matplotlib's as an element of a page, where its IDs are unique."""
-    from markupsafe import Markup
-
-    return Markup(_SVG_ID.sub(rf"\1{prefix}", _SVG_FILE.sub("", svg[svg.index("<svg") :])))
+    return _SVG_ID.sub(rf"\1{prefix}", _SVG_FILE.sub("", svg[svg.index("<svg") :]))
 
 
 def _charts(report: Report) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_every_way_to_have_one_scale_has_a_row(report):
     _, *spoiled = zip(rows["tensor"]["layers"], rows["none"]["layers"], strict=True)
     for tensor, none in spoiled:
         assert all(map(float.__lt__, tensor["rel_rms"], none["rel_rms"]))
-    assert report["advice"][0].startswith("engines' own classes use no scales of latents")
+    assert report["advice"][0].startswith("Engines' own classes use no scales of latents")
     assert any("K stands for the latent, V for k_pe" in line for line in report["warnings"])
     assert report["bytes_per_token"] == {"fp8": 3 * (16 + 8), "16bit": 6 * (16 + 8)}
 
