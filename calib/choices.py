@@ -32,6 +32,7 @@ CacheName = Literal[
 ]  # fmt: skip
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+CACHES: tuple[CacheName, ...] = get_args(CacheName)
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 
 REFERENCE = "reference"  # the model's own cache, which all variants are compared with

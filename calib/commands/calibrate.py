@@ -33,7 +33,7 @@ def calibrate(
         "Take settings from this recipe: a name (see `fp8kv recipes`), a YAML file, or a calibration."
     ),
     strategy: choices.Strategy | None = flags.option(
-        "Use one scale for each layer (`tensor`), attention head or channel. Default: tensor."
+        "Make one scale for each layer (`tensor`), KV head (`attn_head`) or `channel`. Default: tensor."
     ),
     format: list[str] | None = flags.option(
         "Write for this engine. Repeat for several, each into DIR/<format>/. Default: vllm.",
@@ -55,7 +55,8 @@ def calibrate(
         "Set any key of the recipe, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE"
     ),
     until: float | None = flags.data(
-        "Stop early, once more text is expected to add less than this share, such as 0.05."
+        "Stop early, once four times the text is expected to raise the largest magnitudes by less than this "
+        "share, such as 0.05."
     ),
     allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
     batch_size: str | None = flags.data(
@@ -63,7 +64,8 @@ def calibrate(
     ),
     seed: int | None = flags.SEED,
     observer: choices.ObserverName | None = flags.scales(
-        "Choose how the largest magnitude (amax) follows from statistics. Default: absmax."
+        "Take the true largest magnitude (`absmax`), or a smaller one that clips outliers (`percentile`, "
+        "`mse`). Default: absmax."
     ),
     targets: choices.Targets | None = flags.scales(
         "Make scales for K and V (`kv`), or for queries as well (`qkv`). Default: kv."
@@ -72,11 +74,11 @@ def calibrate(
         "Keep all scales (`none`), or write only the largest of each layer (`max`). Default: none."
     ),
     fp8_dtype: choices.FP8Name | None = flags.scales(
-        "Calibrate for this FP8 type. Default: e4m3fn, whose largest is 448."
+        "Calibrate for this FP8 type. Default: e4m3fn, whose largest number is 448."
     ),
     headroom: str | None = flags.scales(
-        "Multiply every amax by this factor. `auto` chooses one for each layer, so that one token in a "
-        "million is clipped. Default: 1.0.",
+        "Multiply every largest magnitude by this factor. `auto` chooses one for each layer, so that one "
+        "token in a million has values beyond what FP8 holds. Default: 1.0.",
         metavar="FACTOR|auto",
     ),
     center_keys: bool = flags.scales(

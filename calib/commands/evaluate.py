@@ -33,7 +33,10 @@ def evaluate(
     variants: str | None = flags.option(
         "Measure only these variants, such as none,tensor. Default: all.", metavar="NAME,..."
     ),
-    caches: str | None = flags.option("Also measure these cache types, or `all`.", metavar="NAME,..."),
+    caches: str | None = flags.option(
+        f"Also measure these cache types, or `all`: {', '.join(choices.CACHES[1:])}.",
+        metavar="NAME,...",
+    ),
     recipe: str | None = flags.option(
         "Take settings from this recipe's `evaluation` section. Flags override it."
     ),
@@ -45,11 +48,13 @@ def evaluate(
         "Also run these lm-eval tasks: names or paths of YAML files.", metavar="NAME,..."
     ),
     fail_if: list[str] | None = flags.option(
-        "Exit with status 1 if this is true, such as 'kl>0.02' or 'tensor:top1<0.9'. Repeatable.",
+        "Exit with status 1 if this is true, such as 'kl>0.02' or 'tensor:top1<0.9'. Repeatable. "
+        f"Metrics: {', '.join(choices.METRICS)}.",
         metavar="CONDITION",
     ),
     search: str | None = flags.option(
-        "Find the fewest layers that must stay in 16 bits, so that KL is at most this.", metavar="KL"
+        "Find the fewest layers that must stay in 16 bits, so that KL is at most this many nats per token.",
+        metavar="KL",
     ),
     dataset: str | None = flags.option(
         f"Read this text; see `fp8kv calibrate --help`. Default: the recipe's, or {_DATASET}."
@@ -99,7 +104,8 @@ def recommend(
     context: typer.Context,
     model: str = flags.MODEL,
     budget_kl: str | None = flags.option(
-        f"Allow this KL, in nats per token. Default: {choices.KL_BUDGET}.", metavar="KL"
+        f"Allow this divergence (KL) from a 16-bit cache, in nats per token. Default: {choices.KL_BUDGET}.",
+        metavar="KL",
     ),
     budget_bytes: str | None = flags.option(
         "Spend this share of the bytes of a 16-bit cache, such as 0.55, in place of a KL.", metavar="SHARE"

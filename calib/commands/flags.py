@@ -36,7 +36,7 @@ DEVICE = option("Run the model on this device. Default: a GPU if there is one.")
 DTYPE = resources("Load the weights in this type. Default: the checkpoint's own.")
 BACKEND = resources("Run attention to FP8 caches in Triton or torch. Default: Triton on a GPU, else torch.")
 ALLOW_FEW_TOKENS = data(
-    "Calibrate also on fewer than 64 tokens, or fewer than 16 different ones.",
+    "Make scales even from fewer than 64 tokens, or from fewer than 16 different ones.",
     "--allow-few-tokens",
     default=False,
 )
