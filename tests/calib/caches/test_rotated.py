@@ -79,3 +79,12 @@ def test_odd_head_sizes_are_refused():
 
 def test_the_dtype_stays():
     assert int4_per_token_head(torch.randn(4, 8).half()).dtype == torch.float16
+
+
+def test_rotating_leaves_the_argument_as_it_was():
+    x = torch.randn(
+        1, 64, generator=torch.Generator().manual_seed(0)
+    )  # one block, which is its own transpose
+    before = x.clone()
+    rotate_back(x)
+    assert torch.equal(x, before)

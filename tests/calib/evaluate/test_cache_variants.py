@@ -6,6 +6,7 @@ import pytest
 import torch
 from baking import bake, model_directory
 from command_line import calibrate, fp8kv, one_line_error
+from evaluations import caches_recipe
 from families import save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -20,20 +21,10 @@ from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
 from calib.models.load import load_tokenizer
 from calib.models.sources import find_model
-from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 
 SMALL = Suite(4, 3, 32, 2, 4, (), (), 1)
-RECIPE = load_recipe(
-    None,
-    {
-        "data.dataset": "random",
-        "device": "cpu",
-        "dtype": "float32",
-        "evaluation.caches": ["all"],
-        "evaluation.variants": ["none"],
-    },
-)
+RECIPE = caches_recipe("none")
 SHAPES = [(2, 16, 16)] * 3
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
+from evaluations import caches_recipe
 from families import LATENT, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -20,21 +21,11 @@ from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import Judgement
 from calib.models.load import load_tokenizer
 from calib.models.sources import find_model
-from calib.recipe import load_recipe
 from fp8kv_runtime.hf import is_latent, swap_attention
 
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
 INDEXER = {"index_head_dim": 80}
-RECIPE = load_recipe(
-    None,
-    {
-        "data.dataset": "random",
-        "device": "cpu",
-        "dtype": "float32",
-        "evaluation.caches": ["all"],
-        "evaluation.variants": ["none", "tensor"],
-    },
-)
+RECIPE = caches_recipe("none", "tensor")
 SUITE = Suite(4, 3, 32, 0, 0, (), (), 0)
 FLAGS = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
 

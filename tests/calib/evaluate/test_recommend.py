@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
+from evaluations import caches_recipe
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
@@ -23,21 +24,11 @@ from calib.evaluate.summarize import summarize
 from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.sources import find_model
-from calib.recipe import load_recipe
 
 OFFER = Offer("vllm", "1", ("h100",), commands=("x",))
 ANYWHERE = SimpleNamespace(find=lambda variant, engine, gpu: OFFER)
 PLACES = [*product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"])]
-RECIPE = load_recipe(
-    None,
-    {
-        "data.dataset": "random",
-        "device": "cpu",
-        "dtype": "float32",
-        "evaluation.caches": ["all"],
-        "evaluation.variants": ["none", "tensor", "attn_head"],
-    },
-)
+RECIPE = caches_recipe("none", "tensor", "attn_head")
 NOISE = torch.rand(4, 50, generator=torch.Generator().manual_seed(0))
 
 
