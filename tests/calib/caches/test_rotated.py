@@ -82,9 +82,7 @@ def test_the_dtype_stays():
 
 
 def test_rotating_leaves_the_argument_as_it_was():
-    x = torch.randn(
-        1, 64, generator=torch.Generator().manual_seed(0)
-    )  # one block
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))  # one block
     before = x.clone()
     rotate_back(x)
     assert torch.equal(x, before)
