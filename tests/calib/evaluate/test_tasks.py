@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
-from calib.evaluate import inputs
+from calib.evaluate import inputs, run
 from calib.evaluate.page.tables import task_table
 from calib.evaluate.report import Report, Suite, TaskFigure
 from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
@@ -331,7 +331,7 @@ def test_a_figure_without_a_number():
 
 
 def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "load_model", None)
+    monkeypatch.setattr(run, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
     one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is not a task of lm-eval")
     one_line_error(eval_(directory, "--tasks", "x", "--task-limit", 0), "evaluation.task_limit", "equal to 1")

@@ -258,7 +258,7 @@ def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
 @pytest.mark.parametrize("place", ["file/out", "dangling"])
 @pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
 def test_every_command_knows_it_before_it_loads(command, place, tiny_directory, tmp_path, monkeypatch):
-    for module in ("job", "evaluate.inputs", "rescale.proof"):
+    for module in ("job", "evaluate.run", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
