@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,8 +27,11 @@ from mutate import KINDS, Mutant, apply, enclosing_function, find_mutants, sampl
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SEED, COUNT = 20261125, 150
-SECONDS_OF_TESTS = 240  # of the tests that come by one mutant, at most
+SECONDS_OF_TESTS = 90  # of the tests that come by one mutant, at most
+CRASHED = 99
 PYTEST = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "fp8kv_probe", "-p", "no:randomly")
+# what is imported before pytest begins is not ours
+PYTEST += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 def main() -> None:
@@ -182,9 +186,12 @@ def start_worker(names, work: Path) -> None:
     os.chdir(TREE)
     sys.path[:0] = [str(HERE), str(TREE)]
     import datasets  # noqa: F401
-    import hypothesis  # noqa: F401
+    import lm_eval  # noqa: F401
+    import pytest  # noqa: F401
+    import rich.progress  # noqa: F401
     import torch  # noqa: F401
-    import transformers.models.auto.modeling_auto  # noqa: F401
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama  # noqa: F401
     import triton  # noqa: F401
 
 
@@ -197,26 +204,33 @@ def run_one(task: tuple[Mutant, list[str], float]) -> dict[str, object]:
     unreliable: list[str] = []
     try:
         while True:
-            failed, code = forked(tests, unreliable, 60 + 4 * seconds)
-            if code in (0, 5) or not failed:
-                outcome = "survived" if code in (0, 5) else "killed"
+            failed, code = forked([*tests, *without(unreliable)], 60 + 4 * seconds)
+            if code in (0, 5):
+                outcome = "survived"
                 break
+            # a test that fails without the mutant too says nothing; nor does a run that cannot begin
             path.write_text(source)
-            _, alone = forked(failed, [], 300)
+            _, alone = forked(failed or ["--collect-only", *tests], 300)
+            outcome = "killed"
             if alone == 0:
-                outcome = "killed"
                 break
+            assert failed, f"pytest cannot run {tests}:\n{(NOTES / 'output').read_text()[-2000:]}"
             unreliable += failed
             path.write_text(apply(source, mutant))
     finally:
         path.write_text(source)
     return {
-        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "tests": len(tests), "by": failed[:1],
+        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "tests": len(tests), "by": (failed or [f"exit status {code}"])[0] if outcome == "killed" else "",
         "seconds": round(time.time() - start, 1), "unreliable": unreliable,
     }  # fmt: skip
 
 
-def forked(tests: list[str], without: list[str], limit: float) -> tuple[list[str], int]:
+def without(tests: list[str]) -> list[str]:
+    """Return pytest's arguments that leave these tests out."""
+    return [f"--deselect={test}" for test in tests]
+
+
+def forked(tests: list[str], limit: float) -> tuple[list[str], int]:
     """Run tests in a fork of this process; return those that failed, and the exit status of pytest."""
     for path in NOTES.iterdir():
         path.unlink()
@@ -225,16 +239,19 @@ def forked(tests: list[str], without: list[str], limit: float) -> tuple[list[str
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
+        output = os.open(NOTES / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         import pytest
 
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        code = 1
+        code = CRASHED
         try:
-            code = int(pytest.main([*PYTEST, *(f"--deselect={test}" for test in without), *tests]))
+            code = int(pytest.main([*PYTEST, *tests]))
         finally:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     deadline = time.time() + limit
     while time.time() < deadline:
