@@ -219,8 +219,9 @@ def run_one(task: tuple[Mutant, list[str], float]) -> dict[str, object]:
             path.write_text(apply(source, mutant))
     finally:
         path.write_text(source)
+    cause = (failed or [f"exit status {code}"])[0] if outcome == "killed" else ""
     return {
-        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "tests": len(tests), "by": (failed or [f"exit status {code}"])[0] if outcome == "killed" else "",
+        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "by": cause, "tests": len(tests),
         "seconds": round(time.time() - start, 1), "unreliable": unreliable,
     }  # fmt: skip
 
