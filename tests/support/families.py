@@ -1,6 +1,8 @@
 """Tiny random models of every supported family, built from their configs; no download."""
 
+import copy
 import json
+from functools import wraps
 
 import torch
 from realistic import give_realistic_weights
@@ -183,7 +185,12 @@ MLA = {
     "num_experts_per_tok": 2,
 }
 _SPARSE = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
-_LINEAR_BEFORE = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+_LINEAR_BEFORE = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "num_experts": 4,
+}
 # multi-head latent attention; of `_SPARSE` ones an indexer chooses the tokens that are attended to
 LATENT: dict[str, dict] = {
     family: MLA | options
@@ -212,6 +219,23 @@ LATENT: dict[str, dict] = {
 }
 
 
+def built_once(build):
+    """Make `build` keep each of its models: who calls gets a copy, and the random state behind it."""
+    kept = {}
+
+    @wraps(build)
+    def copied(*arguments, **options):
+        asked = repr((arguments, sorted(options.items())))
+        if asked not in kept:
+            kept[asked] = build(*arguments, **options), torch.get_rng_state()
+        model, state = kept[asked]
+        torch.set_rng_state(state)
+        return copy.deepcopy(model)
+
+    return copied
+
+
+@built_once
 def tiny_model(model_type: str, **options):
     """A random model of one family, in eval mode, the same every time."""
     torch.manual_seed(0)
@@ -219,6 +243,7 @@ def tiny_model(model_type: str, **options):
     return give_realistic_weights(AutoModelForCausalLM.from_config(config)).eval()
 
 
+@built_once
 def kimi_k25():
     """Kimi-K2.5: a DeepSeek-V3 that sees."""
     torch.manual_seed(0)
@@ -229,6 +254,7 @@ def kimi_k25():
     return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
+@built_once
 def mixed_model():
     """Latent attention in all layers but the second, which has K and V per head."""
     torch.manual_seed(0)
@@ -238,6 +264,7 @@ def mixed_model():
     return give_realistic_weights(model).eval()
 
 
+@built_once
 def tiny_vision_language_model(family="gemma3", **options):
     """A model with a vision tower whose layers are named like the language model's."""
     torch.manual_seed(0)
