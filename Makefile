@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -19,12 +19,29 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site
 	# --quiet would hide warnings from --strict too
 	$(BIN)/python -m mkdocs build --strict
 
-test: $(VENV)/.installed ## all tests; no GPU, no network
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test-fast: $(VENV)/.installed ## what one wants between two edits: no browser, kernels or whole jobs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
-		-m "not (browser or real_model or mutation or interpreter or whole_job)"
+test: $(VENV)/.installed ## what every change must pass; no GPU, no network
+	$(PYTEST) -m "not (slow or nightly)"
+
+test-slow: $(VENV)/.installed ## the rest of CI's tests: browser, notebook, real models, PTX, mutants of kernels
+	$(PYTEST) -m "slow and not nightly"
+
+test-nightly: $(VENV)/.installed ## full grids
+	$(PYTEST) -m nightly
+
+SHUFFLES ?= 1 2 3 4 5 6 7 8 9 10
+# not into the environment: every run would be shuffled
+SHUFFLER := build/pytest-randomly
+
+test-shuffled: $(VENV)/.installed ## the tests of `make test` ten times, each time in another order
+	$(BIN)/pip install -q --no-deps --target $(SHUFFLER) pytest-randomly==5.1.0
+	for seed in $(SHUFFLES); do \
+		PYTHONPATH=$(abspath $(SHUFFLER)) $(PYTEST) -m "not (slow or nightly)" --randomly-seed=$$seed || exit 1; \
+	done
+
+mutants: $(VENV)/.installed ## 150 random mistakes in the shipped code, and how many the tests notice
+	$(BIN)/python tests/mutations/run_mutants.py
 
 TEST_PTX := TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto \
 	--maxprocesses 8 --dist worksteal tests/ptx
@@ -66,7 +83,7 @@ GPUS ?=
 compile-kernels: $(VENV)/.installed ## every kernel for every GPU, without one; no spills, no slow loads
 	$(BIN)/python benchmarks/compile_kernels.py $(if $(GPUS),--target $(GPUS))
 
-nightly: test-ptx test-ptx-oldest compile-kernels interop install-check ## what CI has no time for, two hours
+nightly: test-nightly test-shuffled mutants test-ptx test-ptx-oldest compile-kernels interop install-check ## what CI has no time for, two hours
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -19,50 +19,22 @@ pytest_plugins = ["engine_fixtures"]
 
 torch.manual_seed(0)
 
-# kinds of slow tests, which `make test-fast` leaves out: where they are, or a fixture they use
-KINDS = {
-    "browser": ["calib/evaluate/test_html_browser.py", "test_site.py"],
-    "real_model": ["smollm2_directory", "calib/evaluate/test_smollm2.py", "test_demo.py"],
-    "mutation": ["runtime/test_mutations.py"],
-    "interpreter": [
-        "runtime/",
-        "ptx/",
-        "calib/test_bench.py",
-        "test_bench_",
-        "calib/test_generate.py",
-    ],
-    "whole_job": [
-        *("calib/evaluate/", "calib/layerwise/", "calib/scales/test_center_keys.py", "calib/test_"),
-        *(
-            "calib/models/test_quantized.py",
-            "calib/serving/test_server_logprobs.py",
-            "calib/rescale/",
-            "calib/formats/test_two",
-            "calib/transfer/",
-        ),
-        *("calib/capture/test_processes.py", "calib/capture/test_resume.py", "test_streams.py"),
-        *(
-            "test_signals.py",
-            "test_examples.py",
-            "test_cli.py::test_a_signal",
-            "test_cli.py::test_a_full_disk",
-        ),
-    ],
-}
-# of those places, what takes no time
-FAST = ("runtime/test_blocks.py", "runtime/test_fp8.py", "runtime/test_cache", "runtime/test_bound")
+# what `make test` leaves to `make test-slow`: a browser, a notebook, real models, PTX, mutants of kernels
+SLOW = (
+    *("test_demo.py", "test_examples.py", "test_latent_smollm2.py", "test_notebook.py", "test_site.py"),
+    *("calib/evaluate/test_html_browser.py", "calib/evaluate/test_smollm2.py", "ptx/"),
+    "runtime/test_mutations.py",
+)
 
 
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
-    for place in (place for places in KINDS.values() for place in places if place != "smollm2_directory"):
-        assert any(root.glob(f"{place.partition('::')[0]}*")), f"KINDS names {place}, which is not there"
+    for place in SLOW:
+        assert (root / place).exists(), f"SLOW names {place}, which is not there"
     for item in items:
-        place = item.path.relative_to(root).as_posix() + f"::{item.name}"
-        for kind, places in KINDS.items():
-            found = place.startswith(tuple(places)) and not place.startswith(FAST)
-            if found or not set(item.fixturenames).isdisjoint(places):
-                item.add_marker(kind)
+        is_slow = item.path.relative_to(root).as_posix().startswith(SLOW)
+        if is_slow or "smollm2_directory" in item.fixturenames:
+            item.add_marker("slow")
 
 
 def pytest_addoption(parser):

@@ -81,7 +81,7 @@ def tests_of_mutants(
     for file in {m.file for m in mutants}:
         probe_file(tree / file, [(i, m) for i, m in enumerate(mutants) if m.file == file])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "fp8kv_probe", "-p", "no:cacheprovider"]
-    xdist = ["--numprocesses", str(options.jobs), "--dist", os.environ.get("DIST", "loadgroup")]
+    xdist = ["--numprocesses", str(options.jobs), "--dist", "worksteal"]
     with (options.work / "probed.txt").open("w") as output:
         subprocess.run(
             [*command, *xdist], cwd=tree, env=environment(tree, notes), stdout=output, stderr=output
