@@ -17,16 +17,21 @@ from calib.scales.stats_file import load_scales, load_stats
 from calib.scales.summary import summarize
 
 SUITE = Suite(3, 4, 24, 2, 5, (), (), 2)
+VARIANTS = {
+    "channel": ("--strategy", "channel"),
+    "channel+k_center": ("--strategy", "channel", "--center-keys"),
+}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+    model = tiny_model("llama", num_hidden_layers=2)
+    return save_model(model, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+def text(directory):
+    path = directory.with_name("rows.jsonl")
     rows = [" ".join(f"w{3 + (7 * i + j * j) % 97}" for j in range(40)) for i in range(9)]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     return path
@@ -37,12 +42,6 @@ def calibrated(directory, text, out, *options):
     done = fp8kv("calibrate", directory, "-o", out, *data, "--format", "fp8kv", *options)
     assert done.exit_code == 0, done.stderr
     return out
-
-
-VARIANTS = {
-    "channel": ("--strategy", "channel"),
-    "channel+k_center": ("--strategy", "channel", "--center-keys"),
-}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -62,11 +61,6 @@ def test_what_is_calibrated_is_what_the_evaluation_praises(name, directory, text
     assert kl == expected
     assert max(map(max, kl)) > 0
     assert not mine.variant.is_loadable
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_text_is_generated_with_it(name, directory, text, tmp_path):
-    out = calibrated(directory, text, tmp_path / "mine", *VARIANTS[name])
     facts = as_json(directory, PROMPT, "--scales", out)
     assert facts["fp8"]["token_ids"] == continuation(directory, load_scales(out))
 
@@ -92,19 +86,12 @@ def test_scales_cover_what_is_left_of_k_by_strategy(strategy, directory, text, t
 def test_what_cannot_hold_it_is_refused_with_the_way_out(directory, text, tmp_path):
     command = ("calibrate", directory, "-o", tmp_path / "out", "--dataset", text, "--center-keys")
     for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm"):
-        one_line_error(
-            fp8kv(*command, "--format", name, "--reduce", "max"),
-            f"--format {name}: ", "subtracts nothing from K",
-            "Use --format fp8kv, or leave out --center-keys",
-        )  # fmt: skip
-    one_line_error(
-        fp8kv(*command, "--format", "fp8kv", "--observer", "mse"),
-        "center_keys", "observer 'mse'", "use observer absmax",
-    )  # fmt: skip
+        done = fp8kv(*command, "--format", name, "--reduce", "max")
+        way_out = "Use --format fp8kv, or leave out --center-keys"
+        one_line_error(done, f"--format {name}: ", "subtracts nothing from K", way_out)
+    done = fp8kv(*command, "--format", "fp8kv", "--observer", "mse")
+    one_line_error(done, "center_keys", "observer 'mse'", "use observer absmax")
     assert not (tmp_path / "out").exists()
-
-
-def test_statistics_without_means_cannot_be_centred(directory, text, tmp_path):
     plain = calibrated(directory, text, tmp_path / "plain")
     with pytest.raises(InputError, match="hold no means of K; calibrate with --center-keys"):
         derive_scales(load_stats(plain), load_recipe(None, {"center_keys": True}))

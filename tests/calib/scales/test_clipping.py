@@ -16,7 +16,7 @@ from calib.recipe import Recipe
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales, load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
-from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for
+from calib.scales.tail import CLIP_CHANCE, headroom_for
 
 E4M3 = 448.0
 
@@ -33,30 +33,38 @@ def stats(model):
     return calibrate(model, make_batches(ids, 8, pad_id=0), Recipe(device="cpu"))
 
 
+@pytest.fixture(scope="module")
+def first(stats):
+    """The first layer's name, its statistics, and its plain scales."""
+    name, layer = next(iter(stats.layers.items()))
+    return name, layer, derive_scales(stats, Recipe()).layers[name]
+
+
+def without(stats, keep):
+    tensors = {at: x for at, x in stats.tensors().items() if keep(at[2])}
+    return stats.replace_tensors(tensors, stats.counts())
+
+
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(stats, strategy):
     plain = derive_scales(stats, Recipe(strategy=strategy))
     auto = derive_scales(stats, Recipe(strategy=strategy, headroom="auto"))
     for name, layer in stats.layers.items():
-        factors = torch.cat([auto.layers[name].k / plain.layers[name].k,
-                             auto.layers[name].v / plain.layers[name].v])  # fmt: skip
+        wide, narrow = auto.layers[name], plain.layers[name]
+        factors = torch.cat([wide.k / narrow.k, wide.v / narrow.v])
         # two float32 products
         torch.testing.assert_close(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0)
         assert factors[0] > 1
-        assert clip_chance(layer, auto.layers[name], E4M3) <= CLIP_CHANCE == 1e-6
-        assert clip_chance(layer, plain.layers[name], E4M3) > CLIP_CHANCE
-
-
-def test_a_larger_chance_needs_less_headroom(stats):
-    for layer in stats.layers.values():
-        tails = layer.tails("tensor")
+        assert clip_chance(layer, wide, E4M3) <= CLIP_CHANCE == 1e-6
+        assert clip_chance(layer, narrow, E4M3) > CLIP_CHANCE
+        # a larger chance needs less
+        tails = layer.tails(strategy)
         assert headroom_for(tails, 1e-7) > headroom_for(tails) > headroom_for(tails, 1e-5)
 
 
-def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats):
-    scales = derive_scales(stats, Recipe(strategy="attn_head"))
-    name, layer = next(iter(stats.layers.items()))
-    own = scales.layers[name]
+def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats, first):
+    name, layer, plain = first
+    own = derive_scales(stats, Recipe(strategy="attn_head")).layers[name]
     misses = [
         1 - float(chance)
         for tail, scale in zip(layer.tails("attn_head"), (own.k, own.v), strict=True)
@@ -65,15 +73,10 @@ def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats):
     assert clip_chance(layer, own, E4M3) == pytest.approx(1 - math.prod(misses))
     k, v = (clip_chance(layer, own, E4M3, which) for which in "kv")
     assert (1 - k) * (1 - v) == pytest.approx(math.prod(misses))
-
-
-def test_half_the_scale_clips_what_was_counted(stats, model):
-    """Far below the largest the chance is a share of the tokens seen, or of the slope."""
-    name, layer = next(iter(stats.layers.items()))
+    # far below the largest the chance is a share of the tokens seen
     top = layer.k.tail.flatten().sort(descending=True).values
-    scales = derive_scales(stats, Recipe()).layers[name]
     level = (top[39] + top[40]) / 2  # of the 40 largest tokens
-    lower = replace(scales, k=(level / E4M3).view(1).float())
+    lower = replace(plain, k=(level / E4M3).view(1).float())
     assert clip_chance(layer, lower, E4M3, "k") == pytest.approx(40 / layer.tokens)
 
 
@@ -85,38 +88,27 @@ def test_with_enough_headroom_more_tokens_are_held_and_without_they_are_not(stat
     assert covered_share(stats, plain, ahead=100, margin=1) == 1
 
 
-def test_a_head_of_zeros_asks_for_no_headroom(stats):
-    name, layer = next(iter(stats.layers.items()))
-    recipe = Recipe(strategy="attn_head", headroom="auto")
+def test_a_head_of_zeros_asks_for_no_headroom(stats, first):
+    name, layer, _ = first
     amax, tail = layer.k.amax.clone(), layer.k.tail.clone()
     amax[0] = tail[0] = 0
     dead = replace(layer, k=replace(layer.k, amax=amax, tail=tail))
-    scales = [
+    recipe = Recipe(strategy="attn_head", headroom="auto")
+    alive, found = (
         derive_scales(replace(stats, layers={name: each}), recipe).layers[name].v for each in (layer, dead)
-    ]
-    assert torch.all(scales[1] <= scales[0])
+    )
+    assert torch.all(found <= alive)
 
 
-def test_a_chance_that_no_headroom_keeps_is_refused():
-    top = torch.linspace(1, 1000, TAIL).flip(0)[None]
-    with pytest.raises(InputError, match="headroom over 16 .* give --headroom a number"):
-        headroom_for([Tail.of(top, 2000, per_head=True)], 1e-300)
-
-
-def test_scales_that_clip_more_than_is_known_have_no_chance(stats):
-    name, layer = next(iter(stats.layers.items()))
-    plain = derive_scales(stats, Recipe()).layers[name]
+def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, first):
+    """Scales that clip more than is known have no chance; K and V are judged together."""
+    _, layer, plain = first
     small = replace(plain, k=plain.k / 1000)
-    assert clip_chance(layer, small, E4M3) is None
-    assert clip_chance(layer, small, E4M3, "v") is None  # K and V are judged together
-    assert clip_chance(layer, plain, E4M3) is not None
-
-
-def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats):
+    assert clip_chance(layer, small, E4M3) is clip_chance(layer, small, E4M3, "v") is None
     scales = derive_scales(stats, Recipe())
     known = clipped_tokens(stats, scales).by_layer
-    names, own = [*stats.layers], dict(scales.layers)
-    for many, name in enumerate(names, 1):
+    own = dict(scales.layers)
+    for many, name in enumerate(stats.layers, 1):
         own[name] = replace(own[name], k=own[name].k / 1000)
         found = clipped_tokens(stats, replace(scales, layers=own))
         rest = {layer: chance for layer, chance in known.items() if layer >= many}
@@ -124,41 +116,31 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats):
         assert found.unknown == tuple(range(many))
         assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
         assert ("of the other layers (the median)" in found.line) == bool(rest)
-
-
-def test_largest_tokens_that_all_tie_are_held_by_a_rounded_scale(stats):
-    """As where every sample starts with the same token, and that one is the largest."""
-    name, layer = next(iter(stats.layers.items()))
-    for amax in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
-        k = replace(
-            layer.k,
-            amax=torch.full_like(layer.k.amax, amax),
-            tail=torch.full_like(layer.k.tail, amax),
-        )
-        tied = replace(stats, layers={name: replace(layer, k=k)})
-        scales = derive_scales(tied, Recipe())
-        assert clip_chance(tied.layers[name], scales.layers[name], E4M3) is not None
-
-
-def test_what_is_very_unlikely_is_not_called_impossible():
     assert "less than one token in 10^12" in ClippedTokens({0: 0.0}).line
+
+
+def test_largest_tokens_that_all_tie_are_held_by_a_rounded_scale(stats, first):
+    """As where every sample starts with the same token, and that one is the largest."""
+    name, layer, _ = first
+    for amax in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
+        same = {field: torch.full_like(getattr(layer.k, field), amax) for field in ("amax", "tail")}
+        tied = replace(layer, k=replace(layer.k, **same))
+        scales = derive_scales(replace(stats, layers={name: tied}), Recipe()).layers[name]
+        assert clip_chance(tied, scales, E4M3) is not None
 
 
 def test_nothing_is_expected_where_nothing_is_known(stats):
     assert clipped_tokens(stats, derive_scales(stats, Recipe())) is not None
     channels = derive_scales(stats, Recipe(strategy="channel", export={"formats": ["fp8kv"]}))
     assert clipped_tokens(stats, channels) is None
-    tensors = {at: x for at, x in stats.tensors().items() if at[2] != "tail"}
-    old = stats.replace_tensors(tensors, stats.counts())
+    old = without(stats, lambda field: field != "tail")
     assert clipped_tokens(old, derive_scales(old, Recipe())) is None
 
 
 def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_path):
     directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
-    done = fp8kv(
-        "calibrate", directory, "-o", out, "--dataset", "random", "--samples", 20, "--seq-len", 64,
-        "--headroom", "auto",
-    )  # fmt: skip
+    text = ("--dataset", "random", "--samples", 20, "--seq-len", 64)
+    done = fp8kv("calibrate", directory, "-o", out, *text, "--headroom", "auto")
     assert done.exit_code == 0, done.stderr
     assert "expected of new text like this: one token in" in " ".join(done.stdout.split())
     report = json.loads((out / "fp8kv_calibration.json").read_text())
@@ -179,13 +161,9 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
         with pytest.raises(InputError, match=said):
             load_scales(out)
 
-
-def test_old_statistics_have_no_headroom_by_layer(model, tmp_path):
-    directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
-    given = ("--dataset", "random", "--samples", 20, "--seq-len", 64, "--headroom", "auto")
-    assert fp8kv("calibrate", directory, "-o", out, *given).exit_code == 0
-    stats = load_stats(out)
-    tensors = {at: x for at, x in stats.tensors().items() if at[2] in ("amax",)}
-    save_stats(stats.replace_tensors(tensors, stats.counts()), out / "fp8kv_stats.safetensors")
+    # old statistics have no headroom by layer
+    (out / "fp8kv_calibration.json").write_text(json.dumps(report))
+    old = without(load_stats(out), lambda field: field == "amax")
+    save_stats(old, out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
     one_line_error(again, "these statistics are old and hold no tails; calibrate again")

@@ -1,4 +1,4 @@
-"""Commands that read statistics refuse damaged ones in one sentence, and say of few tokens."""
+"""Damaged calibrations are one sentence, from every command that reads one; few tokens are said."""
 
 import json
 import shutil
@@ -9,8 +9,13 @@ from families import save_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from calib.errors import InputError
+from calib.scales.stats_file import open_calibration
+
 STATS, REPORT = "fp8kv_stats.safetensors", "fp8kv_calibration.json"
 K = "model.layers.1.self_attn.k."
+NAN = "model.layers.1.self_attn K: NaN or Inf was seen"
+NOT_SUMMED_UP = f"are not those that its {REPORT} sums up"
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +46,30 @@ def commands(made, stats, out):
     }
 
 
-def with_tensor(change):
-    def damage(directory):
-        with safe_open(directory / STATS, "pt") as file:
-            facts = file.metadata()
-        tensors = load_file(directory / STATS)
-        save_file(tensors | change(tensors), directory / STATS, facts)
-
-    return damage
-
-
 def without_metadata(directory):
     save_file(load_file(directory / STATS), directory / STATS)
 
 
-def with_report(change):
+def of_another_run(directory):
+    shutil.copy(directory.parent / "other" / STATS, directory / STATS)
+
+
+def channel(value, *more):
+    """Put `value` into a channel of K, in its amax and wherever that is repeated."""
+
+    def damage(directory):
+        with safe_open(directory / STATS, "pt") as file:
+            facts = file.metadata()
+        tensors = load_file(directory / STATS)
+        for field in ("amax", "curve", "tail", *more):
+            tensor = tensors[f"{K}{field}"]
+            tensor[0, tensor[0].argmax()] = value
+        save_file(tensors, directory / STATS, facts)
+
+    return damage
+
+
+def report(change):
     def damage(directory):
         file = directory / REPORT
         file.write_text(change(file.read_text()))
@@ -63,66 +77,47 @@ def with_report(change):
     return damage
 
 
-def one_value(value):
-    """A channel of K of one head, in its amax and wherever that is repeated."""
-
-    def change(tensors):
-        found = {name: tensors[name].clone() for name in (f"{K}amax", f"{K}curve", f"{K}tail")}
-        for tensor in found.values():
-            tensor[0, tensor[0].argmax()] = value
-        return found
-
-    return change
-
-
 DAMAGE = {
     "no metadata": (without_metadata, "is not a fp8kv_stats.safetensors of a version"),
-    "negative": (with_tensor(lambda t: {f"{K}amax": -t[f"{K}amax"]}), "amax is below zero"),
-    "a channel is negative": (with_tensor(one_value(-1.0)), "amax is below zero"),
-    "of another run": (
-        lambda directory: shutil.copy(directory.parent / "other" / STATS, directory / STATS),
-        f"are not those that its {REPORT} sums up",
-    ),
-    "another amax": (
-        with_tensor(lambda t: {f"{K}amax": 2 * t[f"{K}amax"]}),
-        "the largest of curve is not the amax of its head",
-    ),
-    "a truncated report": (with_report(lambda text: text[:200]), "is not JSON"),
-    "an empty report": (with_report(lambda text: ""), "is not JSON"),
-    "a report in a list": (with_report(lambda text: f"[{text}]"), "must hold a JSON object"),
-    "a report of nothing": (with_report(lambda text: "{}"), "is not of this version"),
+    "a channel is negative": (channel(-1.0), "amax is below zero"),
+    "an infinite channel": (channel(float("inf"), "positions"), NAN),
+    "NaN": (channel(float("nan"), "positions"), NAN),
+    "of another run": (of_another_run, NOT_SUMMED_UP),
+    "a truncated report": (report(lambda text: text[:200]), "is not JSON"),
+    "a report in a list": (report(lambda text: f"[{text}]"), "must hold a JSON object"),
+    "a report of nothing": (report(lambda text: "{}"), "is not of this version"),
     "layers of strings": (
-        with_report(lambda text: json.dumps(json.loads(text) | {"layers": ["a"]})),
+        report(lambda text: json.dumps(json.loads(text) | {"layers": ["a"]})),
         "does not say what was calibrated",
     ),
-}  # fmt: skip
-NAMES = ["verify", "repair", "apply", "pack", "merge", "bake", "eval"]
+}
+
+
+@pytest.fixture
+def stats(made, tmp_path):
+    shutil.copytree(made / "other", tmp_path / "other")
+    return shutil.copytree(made / "one", tmp_path / "stats")
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("name", NAMES)
-def test_damaged_statistics_are_one_sentence(name, damage, message, made, tmp_path):
-    shutil.copytree(made / "other", tmp_path / "other")
-    stats = shutil.copytree(made / "one", tmp_path / "stats")
+def test_a_damaged_calibration_is_one_sentence(damage, message, stats):
     damage(stats)
-    done = fp8kv(*commands(made, stats, tmp_path / "out")[name])
-    one_line_error(done, message)
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match=message) as caught:
+        assert open_calibration(stats).stats
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_is_one_sentence(name, value, made, tmp_path):
-    stats = shutil.copytree(made / "one", tmp_path / "stats")
-    tensors = load_file(stats / STATS)
-    for field in ("amax", "curve", "positions", "tail"):
-        each = tensors[f"{K}{field}"]
-        each[0, each[0].argmax()] = value
-    with safe_open(stats / STATS, "pt") as file:
-        facts = file.metadata()
-    save_file(tensors, stats / STATS, facts)
-    done = fp8kv(*commands(made, stats, tmp_path / "out")[name])
-    one_line_error(done, "model.layers.1.self_attn K: NaN or Inf was seen")
+@pytest.mark.parametrize("name", ["verify", "repair", "apply", "pack", "merge", "bake", "eval"])
+def test_every_command_refuses_it(name, made, stats, tmp_path):
+    for damage in ("of another run", "NaN"):
+        change, message = DAMAGE[damage]
+        change(stats)
+        done = fp8kv(*commands(made, stats, tmp_path / "out")[name])
+        one_line_error(done, message)
+        assert not (tmp_path / "out").exists()
+        shutil.copy(made / "one" / STATS, stats)
+    (stats / REPORT).write_text("")
+    one_line_error(fp8kv(*commands(made, stats, tmp_path / "out")[name]), "is not JSON")
 
 
 @pytest.mark.parametrize("name", ["verify", "repair", "apply", "merge", "bake"])

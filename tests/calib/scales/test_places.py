@@ -1,7 +1,10 @@
-"""Where the largest values were, read without torch, as `fp8kv inspect` shows it."""
+"""Where the largest values were: buckets of tokens, runs one after the other, and `fp8kv inspect`."""
 
 import json
+import random
 import re
+import shutil
+from itertools import chain
 
 import pytest
 import torch
@@ -11,20 +14,113 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.files.names import STATS_FILE
-from calib.scales.places import read_places
+from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of, middle_of, read_places
+from calib.scales.stats import KVStats, LayerStats, TensorStats, bucket_indices
 from calib.scales.stats_file import load_stats
+
+
+def test_buckets_are_powers_of_two():
+    held = {bucket: [i for i in range(63) if bucket_of(i) == bucket] for bucket in range(6)}
+    assert held == {
+        0: [0], 1: [1, 2], 2: [3, 4, 5, 6], 3: [*range(7, 15)], 4: [*range(15, 31)],
+        5: [*range(31, 63)],
+    }  # fmt: skip
+    assert [first_of(bucket) for bucket in held] == [tokens[0] for tokens in held.values()]
+    # exact to the last of many tokens
+    edges = [2**b - 1 + d for b in range(1, BUCKETS) for d in (-1, 0, 1)]
+    assert bucket_indices(torch.tensor(edges)).tolist() == [bucket_of(i) for i in edges]
+    for read in (1024, 1400, 1500, 2047, 2048, 3000, 10**6, 3 * 10**9):
+        # nearest of powers of two: 1 / sqrt(8)
+        assert 0.29 < first_of(middle_of(read)) / read < 0.71, read
+
+
+def run(values, read=None):
+    """Statistics of one layer of one head that saw `values`, token by token."""
+    curve, positions = torch.zeros(1, BUCKETS), torch.zeros(1, POSITION_BUCKETS)
+    for i, value in enumerate(values):
+        curve[0, bucket_of(i)] = max(value, curve[0, bucket_of(i)])
+    positions[0, 0] = max(values)
+    k = TensorStats(torch.tensor([[max(values)]]), curve=curve, positions=positions)
+    tokens = len(values)
+    return KVStats({"a": LayerStats(0, tokens, k, k, TensorStats(k.amax), read=read or tokens)})
+
+
+def reached(stats):
+    """The amax after each bucket."""
+    return stats.layers["a"].k.curve[0].cummax(0).values.tolist()
+
+
+def test_a_second_run_comes_after_the_first():
+    joined = run([1.0] * 5).join(run([2.0, 1.0, 3.0]))
+    # tokens 5; 6 and 7: of the last two nobody knows which was the largest
+    assert reached(joined)[:5] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert (joined.tokens, joined.layers["a"].tokens_read) == (8, 8)
+    other = run([2.0, 1.0, 3.0]).join(run([1.0] * 5))
+    assert reached(other)[:4] == [2.0, 3.0, 3.0, 3.0]
+    # tokens that no statistic counts were read nevertheless
+    joined = run([1.0] * 5, read=100).join(run([2.0]))
+    assert joined.layers["a"].k.curve[0].nonzero().flatten().tolist() == [0, 1, 2, bucket_of(100)]
+    assert (joined.tokens, joined.layers["a"].tokens_read) == (6, 101)
+    with pytest.raises(InputError, match="of different models"):
+        run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_joined_curve_is_never_above_that_of_one_run_and_ends_with_it(seed):
+    rng = random.Random(seed)
+    parts = [[float(rng.randint(1, 9999)) for _ in range(rng.randint(1, 300))] for _ in range(3)]
+    joined = run(parts[0]).join(run(parts[1])).join(run(parts[2]))
+    whole = run([*chain.from_iterable(parts)])
+    pairs = [*zip(reached(joined), reached(whole), strict=True)]
+    assert all(one <= other for one, other in pairs)
+    assert pairs[bucket_of(sum(map(len, parts)) - 1)][0] == max(map(max, parts))
+    assert pairs[-1][0] == pairs[-1][1]
+    for field in ("amax", "positions"):
+        one, other = (getattr(s.layers["a"].k, field) for s in (joined, whole))
+        assert torch.equal(one, other)
+
+
+def test_parts_of_one_run_and_of_a_latent_keep_their_places():
+    merged = run([5.0, 1.0, 2.0]).merge(run([1.0, 7.0, 1.0, 9.0]))
+    assert merged.layers["a"].k.curve[0, :3].tolist() == [5.0, 7.0, 9.0]
+    one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))
+    both = LayerStats(0, 2, one, other, one, latent=True).join_latent()
+    assert both.curve[0, :2].tolist() == [3.0, 5.0]
+    assert both.positions[0, 0] == 5.0
+
+
+def test_what_only_one_side_knows_of_places_is_dropped():
+    plain = TensorStats(torch.tensor([[2.0]]))
+    old = KVStats({"a": LayerStats(0, 3, plain, plain, plain)})
+    for combined in (run([1.0]).join(old), old.join(run([1.0])), old.merge(run([1.0]))):
+        layer = combined.layers["a"]
+        assert layer.k.curve is layer.v.positions is None
+        assert (layer.tokens, layer.tokens_read) == (4, 4)
+        assert layer.k.amax.item() == 2.0
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
+    """Scales without weights, and statistics alone."""
     directory = tmp_path_factory.mktemp("measured")
-    model = save_model(tiny_model("llama"), directory / "tiny")
-    done = calibrate(model, "-o", directory / "out", "--weights", "none")
-    assert done.exit_code == 0, done.stderr
+    model = save_model(tiny_model("llama", num_hidden_layers=2), directory / "tiny")
+    for name, flags in {"out": ("--weights", "none"), "alone": ("--format", "fp8kv")}.items():
+        done = calibrate(model, "-o", directory / name, *flags)
+        assert done.exit_code == 0, done.stderr
     return directory / "out"
 
 
-def test_places_are_those_of_the_statistics(measured):
+@pytest.fixture(scope="module")
+def statistics_alone(measured):
+    return measured.with_name("alone")
+
+
+def panels(directory, picture):
+    assert fp8kv("inspect", directory, "--plot", picture).exit_code == 0
+    return len(re.findall('id="axes_[0-9]+"', picture.read_text()))
+
+
+def test_places_are_those_of_the_statistics(measured, tmp_path):
     places, stats = read_places(measured), load_stats(measured)
     assert places == stats.places()
     for found, layer in zip(places, stats.layers.values(), strict=True):
@@ -33,16 +129,12 @@ def test_places_are_those_of_the_statistics(measured):
         assert growth[-1] == (stats.tokens, layer.k.amax.max().item())
         assert [at for at, _ in growth[:4]] == [1, 3, 7, 15]
         assert growth == sorted(growth)
-
-
-def test_of_latents_too(tmp_path):
-    model = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "tiny")
-    done = calibrate(model, "-o", tmp_path / "out", "--format", "fp8kv")
-    assert done.exit_code == 0, done.stderr
+    latent = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "latent")
+    assert calibrate(latent, "-o", tmp_path / "out", "--format", "fp8kv").exit_code == 0
     assert read_places(tmp_path / "out") == load_stats(tmp_path / "out").places() != []
 
 
-def test_inspect_shows_first_tokens(measured):
+def test_inspect_shows_first_tokens(measured, tmp_path):
     found = json.loads(fp8kv("inspect", measured, "--json").stdout)["first_tokens"]
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx
@@ -57,18 +149,18 @@ def test_inspect_shows_first_tokens(measured):
             }
     printed = fp8kv("inspect", measured).stdout
     assert "amax by position in the sample" in printed
-    first = found[0]["k"]
-    row = [f"{first[name]:.4g}" for name in first]
+    row = [f"{figure:.4g}" for figure in found[0]["k"].values()]
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
+    plain = shutil.copytree(measured, tmp_path / "plain", ignore=shutil.ignore_patterns(STATS_FILE))
+    assert (panels(measured, tmp_path / "2.svg"), panels(plain, tmp_path / "1.svg")) == (2, 1)
 
 
-def test_positions_that_no_sample_has_are_no_zeros(tmp_path):
-    model = save_model(tiny_model("llama"), tmp_path / "model")
+def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):
     for skipped, unseen in ((0, ["rest"]), (1, ["position_0", "rest"])):
         out = tmp_path / f"out{skipped}"
         text = ("--dataset", "random", "--samples", 80, "--seq-len", 3, "--device", "cpu")
-        text += ("--set", f"data.skip_first={skipped}")
-        done = fp8kv("calibrate", model, "-o", out, "--format", "fp8kv", *text)
+        text += ("--set", f"data.skip_first={skipped}", "--format", "fp8kv")
+        done = fp8kv("calibrate", measured.with_name("tiny"), "-o", out, *text)
         assert done.exit_code == 0, done.stderr
         for layer in json.loads(fp8kv("inspect", out, "--json").stdout)["first_tokens"]:
             for letter in "kv":
@@ -76,27 +168,6 @@ def test_positions_that_no_sample_has_are_no_zeros(tmp_path):
                 assert all(value != 0 for value in layer[letter].values())
         row = re.search("^.*[│|] +0 +[│|](.*)$", fp8kv("inspect", out).stdout, re.MULTILINE)[1]
         assert [cell.strip() for cell in re.split("[│|]", row)].count("-") == 2 * len(unseen)
-
-
-def test_the_picture_has_a_second_panel(measured, tmp_path):
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for file in measured.iterdir():
-        if file.is_file() and file.name != STATS_FILE:
-            (plain / file.name).write_bytes(file.read_bytes())
-    for name, panels in ((measured, 2), (plain, 1)):
-        picture = tmp_path / f"{panels}.svg"
-        assert fp8kv("inspect", name, "--plot", picture).exit_code == 0
-        assert len(re.findall('id="axes_[0-9]+"', picture.read_text())) == panels
-
-
-@pytest.fixture(scope="module")
-def statistics_alone(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("statistics")
-    model = save_model(tiny_model("llama"), directory / "tiny")
-    done = calibrate(model, "-o", directory / "out", "--format", "fp8kv")
-    assert done.exit_code == 0, done.stderr
-    return directory / "out"
 
 
 def test_statistics_without_scales_are_shown(statistics_alone, measured, tmp_path):
@@ -112,19 +183,14 @@ def test_statistics_without_scales_are_shown(statistics_alone, measured, tmp_pat
     assert said["first_tokens"] == same["first_tokens"] != []
     assert said.keys() == same.keys()
     assert (said["strategy"], said["layers"], said["problems"]) == (None, [], [])
-    picture = tmp_path / "grown.svg"
-    assert fp8kv("inspect", statistics_alone, "--plot", picture).exit_code == 0
-    assert len(re.findall('id="axes_[0-9]+"', picture.read_text())) == 1
-
-
-def test_statistics_without_scales_and_without_places_are_refused(statistics_alone, tmp_path):
-    damaged(statistics_alone, tmp_path, {})
-    one_line_error(fp8kv("inspect", tmp_path), "holds a calibration and no model")
-
-
-def test_damaged_statistics_without_scales_are_one_line(statistics_alone, tmp_path):
-    damaged(statistics_alone, tmp_path, **DAMAGE["NaN"])
-    one_line_error(fp8kv("inspect", tmp_path), STATS_FILE, "is damaged")
+    assert panels(statistics_alone, tmp_path / "grown.svg") == 1
+    one_line_error(
+        fp8kv("inspect", damaged(statistics_alone, tmp_path / "nan", **DAMAGE["NaN"])),
+        STATS_FILE,
+        "is damaged",
+    )
+    none = damaged(statistics_alone, tmp_path / "none", {})
+    one_line_error(fp8kv("inspect", none), "holds a calibration and no model")
 
 
 DAMAGE = {
@@ -140,9 +206,7 @@ DAMAGE = {
 
 
 def damaged(measured, out, facts=None, **changes):
-    for file in measured.iterdir():
-        if file.is_file():
-            (out / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(measured, out)
     tensors = load_file(out / STATS_FILE)
     for field, value in changes.items():
         tensors[f"model.layers.1.self_attn.k.{field}"] = value
@@ -155,7 +219,7 @@ def damaged(measured, out, facts=None, **changes):
 
 @pytest.mark.parametrize("changes", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_places_are_one_line_beside_the_scales(changes, measured, tmp_path):
-    directory = damaged(measured, tmp_path, **changes)
+    directory = damaged(measured, tmp_path / "out", **changes)
     with pytest.raises(InputError, match="is damaged"):
         read_places(directory)
     done = fp8kv("inspect", directory)
@@ -167,21 +231,11 @@ def test_damaged_places_are_one_line_beside_the_scales(changes, measured, tmp_pa
 
 @pytest.mark.parametrize("facts", [{}, {"modules": []}, {"modules": {"other": {}}}])
 def test_statistics_that_name_no_module_with_places_have_none(facts, measured, tmp_path):
-    assert read_places(damaged(measured, tmp_path, facts)) == []
+    assert read_places(damaged(measured, tmp_path / "out", facts)) == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        None,
-        [],
-        {"layer_idx": 0},
-        {"layer_idx": 0, "tokens": 3, "read": "3"},
-        {"layer_idx": -1, "tokens": 3, "read": 3},
-        {"layer_idx": 0, "tokens": 3, "read": 2},
-    ],
-)
+@pytest.mark.parametrize("module", [None, {"layer_idx": 0}, {"layer_idx": 0, "tokens": 3, "read": 2}])
 def test_modules_without_facts_are_refused(module, measured, tmp_path):
     facts = {"modules": {"model.layers.0.self_attn": module}}
     with pytest.raises(InputError, match="is damaged .model.layers.0.self_attn: "):
-        read_places(damaged(measured, tmp_path, facts))
+        read_places(damaged(measured, tmp_path / "out", facts))

@@ -1,12 +1,13 @@
 """Figures and warnings a user acts on."""
 
-import pytest
+from dataclasses import replace
+
 import torch
 
 from calib.commands.calibrate import layer_rows
 from calib.recipe import load_recipe
 from calib.scales.observers import AbsMax
-from calib.scales.places import BUCKETS, POSITION_BUCKETS, first_of, middle_of
+from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.summary import summarize, warnings_for
@@ -31,34 +32,32 @@ def warn(measured, strategy="tensor", recipe=RECIPE):
     return warnings_for(measured, derive(measured, strategy), recipe)
 
 
-def test_a_quiet_model_has_no_warnings():
-    assert warn(stats([10.0, 12.0, 9.0])) == []
-
-
-def test_headroom_below_one_clips_what_was_seen():
-    (warning,) = warn(stats([10.0]), recipe=load_recipe(None, {"headroom": 0.5}))
-    assert warning.startswith("headroom 0.5: scales hold 50% of the largest values that were seen")
-    assert warn(stats([10.0]), recipe=load_recipe(None, {"headroom": 1.5})) == []
-
-
 def test_a_row_has_the_layers_figures():
     measured = stats([112.0, 448.0], v=224.0)
     (row,) = summarize(measured, derive(measured))
     assert (row.k_amax, row.v_amax, row.k_scale, row.v_scale) == (448.0, 224.0, 1.0, 0.5)
     assert (row.k_range_used, row.v_range_used) == (0.25, 1.0)
     assert layer_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
-
-
-def test_per_head_scales_use_the_whole_range():
-    measured = stats([112.0, 448.0])
     (row,) = summarize(measured, derive(measured, "attn_head"))
     assert (row.k_range_used, row.k_scale) == (1.0, 1.0)
+
+
+def test_what_a_recipe_clips_is_said():
+    quiet = stats([10.0, 12.0, 9.0])
+    assert warn(quiet) == warn(quiet, recipe=load_recipe(None, {"headroom": 1.5})) == []
+    (warning,) = warn(quiet, recipe=load_recipe(None, {"headroom": 0.5}))
+    assert warning.startswith("headroom 0.5: scales hold 50% of the largest values that were seen")
+    (warning,) = warn(quiet, recipe=load_recipe(None, {"observer.name": "percentile"}))
+    assert "clips the largest K, which is known to hurt" in warning
 
 
 def test_a_scale_above_one_warns_that_unscaled_fp8_would_clip():
     (warning,) = warn(stats([10.0, 12.0], [500.0, 600.0]))
     assert warning.startswith("K scale > 1 in layer 1: unscaled FP8 would clip there")
     assert warn(stats([448.0, 440.0])) == []
+    for layers, named in ((2, "layers 0, 1"), (6, "layers 0, 1, 2, 3, 4, 5"), (7, "7 layers")):
+        (warning,) = warn(stats(*[[600.0, 600.0]] * layers))
+        assert f"K scale > 1 in {named}:" in warning
 
 
 def test_one_outlier_head_recommends_attn_head():
@@ -75,32 +74,24 @@ def test_a_dead_head_is_named():
         "K: a head or channel held only zeros in layer 0; it takes the layer's largest scale"
     ]
     assert "it takes the layer's largest scale" in warn(stats([0.0, 3.0]), "channel")[0]
-
-
-@pytest.mark.parametrize("heads", [[0.0, 3.0], [0.0, 3.0, 3.0], [0.0, 0.0, 3.0]])
-def test_under_one_scale_per_layer_a_dead_head_takes_no_scale_of_another(heads):
-    (warning,) = warn(stats(heads))
-    assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
+    for heads in ([0.0, 3.0], [0.0, 0.0, 3.0]):
+        (warning,) = warn(stats(heads))
+        assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
     assert "20x the others in layer 0" in warn(stats([0.0, 1.0, 1.0, 20.0]))[0]
 
 
-def test_percentile_warns_about_clipping_k():
-    (warning,) = warn(stats([1.0, 1.0]), recipe=load_recipe(None, {"observer.name": "percentile"}))
-    assert "clips the largest K, which is known to hurt" in warning
-
-
-def test_shared_layers_are_left_out_and_said_so():
+def test_shared_layers_and_layers_of_less_text_are_named():
+    both = stats([1.0, 1.0], [1.0, 1.0])
+    few = replace(both.layers["layers.1.self_attn"], tokens=1000)
+    (warning,) = warn(replace(both, layers={**both.layers, "layers.1.self_attn": few}))
+    assert warning == (
+        "only 1,000 of 1,024 tokens were counted in layer 1: the scales there rest on less text"
+    )
     shared = {"layers.1.self_attn": SharedAttention(1, "layers.0.self_attn")}
     (warning,) = warn(stats([1.0, 1.0], shared=shared))
     assert warning == (
         "layers.1.self_attn shares the cache of layers.0.self_attn: left out, it gets that layer's scales"
     )
-
-
-@pytest.mark.parametrize(("layers", "named"), [(2, "layers 0, 1"), (7, "7 layers")])
-def test_many_layers_are_counted_rather_than_listed(layers, named):
-    (warning,) = warn(stats(*[[600.0, 600.0]] * layers))
-    assert f"K scale > 1 in {named}:" in warning
 
 
 def seen_at(curve, positions, amax=9.0, read=2048):
@@ -146,8 +137,3 @@ def test_first_tokens_that_set_a_scale_alone_are_named():
     one_head = seen_at({0: 9.0}, {0: [9.0, 4.0], 1: [9.0, 1.0]})
     assert warn(one_head) == []
     assert "up to 4x all others" in warn(one_head, "attn_head")[0]
-
-
-@pytest.mark.parametrize("read", [1024, 1400, 1500, 2047, 2048, 3000, 10**6, 3 * 10**9])
-def test_the_middle_is_about_the_middle(read):
-    assert 0.29 < first_of(middle_of(read)) / read < 0.71  # nearest of powers of two: 1 / sqrt(8)
