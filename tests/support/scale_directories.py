@@ -1,9 +1,15 @@
-"""Directories of two layers with scales, for the tests of `fp8kv verify`."""
+"""Directories of two layers with scales, and what an engine is said to do with them."""
 
 import json
 
 import torch
 from safetensors.torch import save_file
+
+from calib.engines.catalogue import find_engine
+from calib.engines.outcome import Place
+from calib.engines.simulate_loading import simulate
+from calib.files.model_directory import open_model_directory
+from calib.files.names import layer_of
 
 GOOD = {"0": {"0": 0.5, "1": 0.25}}
 COMPRESSED = {
@@ -11,6 +17,9 @@ COMPRESSED = {
     "config_groups": {},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
 }
+PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+MODELOPT |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
 NVFP4 = {  # of the cache alone, as ModelOpt writes it
     "quant_method": "modelopt",
     "quant_algo": "FP8",
@@ -20,7 +29,11 @@ NVFP4 = {  # of the cache alone, as ModelOpt writes it
 }
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
-NAMES = "{module}.{x}_scale"
+NAMES, INNER = "{module}.{x}_scale", "{module}.attn.{x}_scale"
+PROJ = "{module}.{x}_proj.{x}_scale"
+MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
+WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
+SCALES = [f"{module}.{x}_scale" for module in MODULES for x in "kv"]
 
 
 def model(
@@ -38,13 +51,10 @@ def model(
     `document` goes into config.json; None takes a key away.
     """
     directory.mkdir(exist_ok=True)
-    tensors = {}
-    for i in range(2):
-        name = f"model.layers.{i}.self_attn"
-        tensors[f"{name}.k_proj.weight"] = torch.ones(2)
-        if k and v:
-            for x, scales in {"k": k, "v": v}.items():
-                tensors[names.format(module=name, x=x)] = torch.tensor([scales[i]])
+    tensors = {name: torch.ones(2) for name in WEIGHTS}
+    for i, module in enumerate(MODULES if k and v else ()):
+        for x, scales in {"k": k, "v": v}.items():
+            tensors[names.format(module=module, x=x)] = torch.tensor([scales[i]])
     save_file(tensors, directory / "model.safetensors")
     document = CONFIG | ({"quantization_config": config} if config else {}) | document
     document = {key: value for key, value in document.items() if value is not None}
@@ -52,6 +62,31 @@ def model(
     if json_file is not None:
         (directory / "kv_cache_scales.json").write_text(json.dumps(json_file))
     return directory
+
+
+def write(directory, weights, scales, config=COMPRESSED, **document):
+    """A checkpoint with weights of any names, and one scale of 0.5 for each name of a scale."""
+    tensors = {name: torch.ones(2) for name in weights}
+    save_file(tensors | {name: torch.tensor([0.5]) for name in scales}, directory / "m.safetensors")
+    layers = len({layer_of(name) for name in weights} - {None})
+    document = CONFIG | {"quantization_config": config, "num_hidden_layers": layers} | document
+    (directory / "config.json").write_text(json.dumps(document))
+    return directory
+
+
+def simulated(directory, engine, version=None, **place):
+    """What the engine makes of a directory; `place` is that of `Place`."""
+    opened = open_model_directory(directory, weights=False)
+    return simulate(opened, find_engine(engine, version), Place(**place))
+
+
+def said(directory, engine):
+    """`loaded`, `loaded with a flag`, `not known`, `refused`, or `1.0` for any layer at 1.0."""
+    found = simulated(directory, engine)
+    statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
+    if found.is_good:
+        return "loaded with a flag" if found.flag else "loaded"
+    return "refused" if found.refused else "not known" if "unknown" in statuses else "1.0"
 
 
 def lines_of(done):

@@ -35,7 +35,6 @@ def heads(size, value_size=None):
         ("fp8", [LATENTS], ("sglang",), "sglang", f"{FP8}_e4m3", ("l40s", "h100", "h200", "b200")),
         ("fp8_ds_mla", [DEEPSEEK], (None, "h100"), "vllm", f"{FP8}_ds_mla", ("h100",)),
         ("fp8_ds_mla", [DEEPSEEK], ("sglang", "h200"), "sglang", f"{FP8}_e4m3", ("h200",)),
-        ("nvfp4_ds_mla", [DEEPSEEK], (), "vllm", "--kv-cache-dtype nvfp4_ds_mla", ("b200",)),
     ],
 )
 def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus):
@@ -54,10 +53,6 @@ def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus
         ),
         ("nvfp4_4over6", heads(128), (None, "h100"), "nvfp4_4over6 is served on b200 (vllm), not on h100"),
         (
-            "nvfp4", heads(64), ("vllm", "h100"),
-            "nvfp4 is served on h100 with heads of 128, 256, 512 (vllm), not of 64",
-        ),
-        (
             "nvfp4_4over6", heads(80), ("vllm",),
             "nvfp4_4over6 is served with heads of 64, 128, 256, 512 (vllm), not of 80",
         ),
@@ -73,12 +68,10 @@ def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus
             "fp8_ds_mla", [DEEPSEEK._replace(k=576, v=192)], (None, "h100"),
             "fp8_ds_mla is served on h100 with latents of 512 + 64 (vllm, sglang), not of 576 + 192",
         ),
-        ("nvfp4_ds_mla", [DEEPSEEK], (None, "h100"), "nvfp4_ds_mla is served on b200 (vllm), not on h100"),
         (
             "fp8", [LATENTS], ("vllm", None, "minicpm3"),
             "vllm: not known to cache latents of minicpm3 models",
         ),
-        ("fp8", [DEEPSEEK], ("lmdeploy",), "fp8 is served for heads (lmdeploy), not for sparse latents"),
         (
             "fp8", heads(64), ("sglang", "mi300x"),
             "FP8 at scale 1.0 is measured up to 448, and on mi300x FP8 ends at 240",

@@ -8,21 +8,16 @@ from pathlib import Path
 import pytest
 from command_line import fp8kv, one_line_error
 from safetensors.torch import load_file, save_file
-from scale_directories import COMPRESSED, lines_of, model
+from scale_directories import MODULES, PER_HEAD, WEIGHTS, lines_of, model, simulated
 from torch import tensor
 from transformers import AutoConfig
 
-from calib.engines.catalogue import find_engine
-from calib.engines.outcome import Place
-from calib.engines.simulate_loading import simulate
 from calib.files.config import ONE_PER_QUERY_HEAD, head_counts
-from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
 ARCHITECTURES = Path(__file__).parents[2] / "interop" / "architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
@@ -31,25 +26,9 @@ COUNTS = [
     (KV, KV, QUERY, None),
     ([0.5], [0.25], None, None),
     (KV, [0.25], None, None),
-    (
-        QUERY,
-        KV,
-        None,
-        "K has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads",
-    ),
-    (
-        KV,
-        QUERY,
-        None,
-        "V has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads",
-    ),
+    (QUERY, KV, None, "K has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads"),
     (KV, [0.5, 0.25, 0.5], None, "V has 3 scales in layers 0, 1, but the model has 2 KV heads"),
-    (
-        KV,
-        KV,
-        KV,
-        "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads",
-    ),
+    (KV, KV, KV, "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads"),
     (KV, KV, QUERY * 2, "Q has 8 scales in layers 0, 1, but the model has 4 query heads"),
 ]
 
@@ -58,7 +37,7 @@ def of_counts(directory, k, v, q=None, **document):
     made = model(directory, k=[k, k], v=[v, v], config=PER_HEAD, **document)
     if q:
         tensors = load_file(made / "model.safetensors")
-        tensors |= {f"model.layers.{i}.self_attn.q_scale": tensor(q) for i in range(2)}
+        tensors |= {f"{module}.q_scale": tensor(q) for module in MODULES}
         save_file(tensors, made / "model.safetensors")
     return made
 
@@ -66,18 +45,17 @@ def of_counts(directory, k, v, q=None, **document):
 @pytest.mark.parametrize(("k", "v", "q", "problem"), COUNTS)
 def test_wrong_counts_are_a_problem_with_every_engine(k, v, q, problem, tmp_path):
     directory = of_counts(tmp_path / "model", k, v, q)
-    assert fp8kv("verify", directory).exit_code == bool(problem)
-    for engine in ENGINES:
-        done = fp8kv("verify", directory, "--engine", engine)
-        assert (problem or "problem:") in lines_of(done) or not problem
-        assert ("problem:" in lines_of(done)) == bool(problem)
-        loads = engine in ("vllm", "aphrodite") or (engine == "tgi" and len(k) == len(v) == 1)
-        assert done.exit_code == (not loads or bool(problem))
-    if problem:
+    done = fp8kv("verify", directory, "--json")
+    assert done.exit_code == bool(problem)
+    said = json.loads(done.stdout)["problems"]
+    assert [problem in each for each in said] == [True] * bool(problem)
+    if not problem:
+        per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
+        assert [engine for engine in ENGINES if simulated(directory, engine).is_good] == per_head
+    else:
         assert problem in lines_of(fp8kv("inspect", directory))
-        for to in ("vllm", "tgi"):
-            command = ("convert", directory, "--to", to, "--reduce", "max", "--without-q")
-            one_line_error(fp8kv(*command, "-o", tmp_path / to), problem, "calibrate")
+        command = ("convert", directory, "--to", "tgi", "--reduce", "max", "--without-q")
+        one_line_error(fp8kv(*command, "-o", tmp_path / "out"), problem, "calibrate")
 
 
 # what vLLM itself then takes for two KV heads: `make interop` compares these cases with it
@@ -94,31 +72,23 @@ def test_what_vllm_takes_of_too_many_is_predicted_and_named(name, tmp_path):
     directory = write_case(next(c for c in CASES if c.name == name), tmp_path / "model")
     letter, values = TAKEN[name]
     for ranks in (1, 2, 4):
-        found = simulate(open_model_directory(directory, weights=False), find_engine("vllm"), Place(ranks))
+        found = simulated(directory, "vllm", ranks=ranks)
         held = next(o.values for o in found.outcomes if o.letter == letter)
         copies = max(1, ranks // 2)  # two ranks hold one head
         assert held == pytest.approx([value for value in values for _ in range(copies)])
-        flags = ("--engine", "vllm", "--tensor-parallel-size", str(ranks), "--json")
-        done = fp8kv("verify", directory, *flags)
-        assert done.exit_code == 1
-        (problem,) = json.loads(done.stdout)["problems"]
-        assert problem.startswith(f"{letter.upper()} has ")
-
-
-LATENT = {
-    "kv_lora_rank": 8,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-}
+    done = fp8kv("verify", directory, "--engine", "vllm", "--tensor-parallel-size", "4", "--json")
+    assert done.exit_code == 1
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem.startswith(f"{letter.upper()} has ")
 
 
 def test_latents_have_one_scale(tmp_path):
-    directory = of_counts(tmp_path / "model", QUERY, QUERY, **LATENT, num_key_value_heads=4)
+    latent = {"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    directory = of_counts(tmp_path / "model", QUERY, QUERY, **latent, num_key_value_heads=4)
     said = "K has 4 scales in layers 0, 1 (one per query head), but the model caches latents (MLA)"
-    for engine in ENGINES:
-        done = fp8kv("verify", directory, "--engine", engine)
-        assert done.exit_code == 1
-        assert said in lines_of(done)
+    done = fp8kv("verify", directory)
+    assert done.exit_code == 1
+    assert said in lines_of(done)
     command = ("convert", directory, "--to", "modelopt", "--reduce", "max", "-o", tmp_path / "out")
     one_line_error(fp8kv(*command), "caches latents (MLA), which have one scale")
 
@@ -131,14 +101,7 @@ def test_latents_have_one_scale(tmp_path):
         ({"swa_num_key_value_heads": 4, "num_key_value_heads": 2}, {1, 2, 4}),
         # which of the two layers has which number is known
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, {1}),
-        (
-            {
-                "swa_num_key_value_heads": 4,
-                "num_key_value_heads": 2,
-                "layer_types": ["sliding_attention"] * 2,
-            },
-            {1, 4},
-        ),
+        ({"swa_num_key_value_heads": 4, "layer_types": ["sliding_attention"] * 2}, {1, 4}),
         ({"multi_query": True, "num_kv_heads": 4, "num_key_value_heads": None}, {1}),
         ({"num_key_value_heads": None}, {1, 4}),
         ({"attn_config": {"kv_n_heads": 2}, "num_key_value_heads": None}, {1, 2}),
@@ -170,7 +133,6 @@ def test_absent_is_not_null():
 def test_scales_of_heads_of_an_unknown_number_are_no_problem(tmp_path):
     document = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
     directory = of_counts(tmp_path / "model", KV, KV, **document, num_key_value_heads=None)
-    assert "problem:" not in lines_of(fp8kv("inspect", directory))
     done = fp8kv("verify", directory, "--engine", "vllm")
     assert "config.json does not say how many KV heads there are" in lines_of(done)
     assert "problem:" not in lines_of(done)
@@ -179,14 +141,14 @@ def test_scales_of_heads_of_an_unknown_number_are_no_problem(tmp_path):
     assert read_scales(tmp_path / "out").layers[1].k == tuple(KV)
 
 
-@pytest.mark.parametrize("model_type", ONE_PER_QUERY_HEAD)
-def test_classes_that_name_no_kv_heads_have_one_per_query_head(model_type):
+def test_classes_that_name_no_kv_heads_have_one_per_query_head():
     """By transformers: no setting for them, or one that follows the query heads."""
-    config = AutoConfig.for_model(model_type, num_attention_heads=6, hidden_size=96).to_dict()
-    config |= config.get("attn_config") or {}
-    named = {k: v for k, v in config.items() if "head" in k and ("kv" in k or "key_value" in k)}
-    assert set(named.values()) <= {6}
-    assert "multi_query" not in config
+    for model_type in ONE_PER_QUERY_HEAD:
+        config = AutoConfig.for_model(model_type, num_attention_heads=6, hidden_size=96).to_dict()
+        config |= config.get("attn_config") or {}
+        named = {k: v for k, v in config.items() if "head" in k and ("kv" in k or "key_value" in k)}
+        assert set(named.values()) <= {6}, model_type
+        assert "multi_query" not in config, model_type
 
 
 def text_part(config):
@@ -206,21 +168,29 @@ def test_every_class_that_has_no_setting_for_kv_heads_is_named():
     assert without <= {*ONE_PER_QUERY_HEAD}
 
 
+def with_offset(directory, name, value):
+    made = model(directory)
+    tensors = load_file(made / "model.safetensors")
+    tensors |= {f"{module}.{name}": tensor([value]) for module in MODULES}
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
 @pytest.mark.parametrize("name", ["k_zero_point", "q_zero_point", "k_proj.k_bias", "v_proj.v_bias"])
 def test_offsets_that_are_not_0_are_a_problem(name, tmp_path):
     """VLLM drops zero points, and does not start with ModelOpt's biases of an affine cache."""
-    for value in (0.0, 3.0):
-        directory = model(tmp_path / str(value))
-        tensors = load_file(directory / "model.safetensors")
-        offsets = {f"model.layers.{i}.self_attn.{name}": tensor([value]) for i in range(2)}
-        save_file(tensors | offsets, directory / "model.safetensors")
-        done = fp8kv("verify", directory, "--engine", "vllm")
-        said = f"'model.layers.0.self_attn.{name}' is not 0, and 1 more: scales are for values less"
-        assert (said in lines_of(done)) == bool(value)
-        if value:
-            assert done.exit_code == 1
-            command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")
-            one_line_error(fp8kv(*command), said, "calibrate the model again")
-            assert fp8kv("strip", directory, "-o", tmp_path / "plain").exit_code == 0
-            left = {n for f in (tmp_path / "plain").glob("*.safetensors") for n in load_file(f)}
-            assert left == {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)}
+    assert read_scales(with_offset(tmp_path / "none", name, 0.0)).misread == []
+    (said,) = read_scales(with_offset(tmp_path / "some", name, 3.0)).misread
+    assert said.startswith(f"'{MODULES[0]}.{name}' is not 0, and 1 more: scales are for values less")
+
+
+def test_scales_beside_offsets_are_not_used_and_go_with_them(tmp_path):
+    directory = with_offset(tmp_path / "model", "v_proj.v_bias", 3.0)
+    done = fp8kv("verify", directory, "--engine", "vllm")
+    assert done.exit_code == 1
+    assert "v_bias' is not 0, and 1 more" in lines_of(done)
+    command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(fp8kv(*command), "v_bias' is not 0, and 1 more", "calibrate the model again")
+    assert fp8kv("strip", directory, "-o", tmp_path / "plain").exit_code == 0
+    left = {n for f in (tmp_path / "plain").glob("*.safetensors") for n in load_file(f)}
+    assert left == {*WEIGHTS}

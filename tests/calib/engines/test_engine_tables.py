@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from engine_fixtures import make_scales
 
-from calib.engines.catalogue import find_engine, load_catalogue
+from calib.engines.catalogue import load_catalogue
 from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
@@ -45,11 +45,8 @@ def crossed(pair):
         ([OWN[1], OWN[0], OWN[2]], "partly: 1 of 3 loaded, 2 of 3 with another layer's scales"),
         ([crossed(pair) for pair in OWN], "partly: all with K and V crossed"),
         ([(k, (1.0,)) for k, _ in OWN], "partly: all with K alone"),
-        ([((1.0,), v) for _, v in OWN], "partly: all with V alone"),
         ([((0.5,), (0.5,)), *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 with a wrong value"),
         ([ONES] * 3, "dropped"),
-        ([ONES] * 16, "dropped"),
-        ([ONES, *OWN[1:]], "partly: 1 of 3 at 1.0, 2 of 3 loaded"),
         ([ONES, None, None], "dropped"),
         ([None] * 3, "no place"),
         ([None, *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 without a place"),
@@ -62,17 +59,13 @@ def test_the_fate_of_scales(held, expected):
     assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
 
 
-def test_every_scale_is_its_own():
+def test_every_scale_is_its_own_and_both_names_hold_the_same():
     per_head = wanted(fixtures(["Gemma3ForCausalLM"])[0], NAMINGS[0], heads=4)
     values = [value for pair in per_head for scale in pair for value in scale]
     assert len({*values}) == len(values) == 32
-
-
-def test_both_names_hold_the_same():
     tensors = dict(scale_tensors(LLAMA, "both"))
     assert len(tensors) == 12
-    for name, tensor in tensors.items():
-        assert tensor == tensors[name.replace(".attn", "")]
+    assert all(tensor == tensors[name.replace(".attn", "")] for name, tensor in tensors.items())
 
 
 def test_reasons_say_nothing_of_this_machine():
@@ -165,25 +158,17 @@ def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
     assert kept == ["model.language_model.layers.0.self_attn"]
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "expected"),
-    [
-        ("GPT2LMHeadModel", "transformer.h.0.attn", ["h.0.attn"]),
-        ("OPTForCausalLM", "model.decoder.layers.0.self_attn", ["decoder.layers.0.self_attn"]),
-        ("LlamaForCausalLM", "model.layers.0.self_attn", []),
-        (
-            "LlavaForConditionalGeneration",
-            "language_model.model.layers.0.self_attn",
-            [
-                "model.layers.0.self_attn",
-                "model.language_model.layers.0.self_attn",
-                "language_model.layers.0.self_attn",
-            ],
-        ),
-    ],
-)
-def test_spellings_of_published_checkpoints(name, module, expected):
-    assert [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()] == expected
+def test_spellings_of_published_checkpoints():
+    def spellings(name, module):
+        return [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()]
+
+    assert spellings("GPT2LMHeadModel", "transformer.h.0.attn") == ["h.0.attn"]
+    assert spellings("LlamaForCausalLM", "model.layers.0.self_attn") == []
+    assert spellings("LlavaForConditionalGeneration", "language_model.model.layers.0.self_attn") == [
+        "model.layers.0.self_attn",
+        "model.language_model.layers.0.self_attn",
+        "language_model.layers.0.self_attn",
+    ]
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -197,11 +182,3 @@ def test_tables_are_about_the_small_configs(name):
     assert {*table} == {fixture.architecture for fixture in fixtures([])}
     fates = {case.partition(":")[0] for case in flat(table).values()}
     assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}
-
-
-def test_vllm_0_33_does_what_0_32_did():
-    """Of every class that both versions could be run with."""
-    before, now = (find_engine("vllm", version).classes for version in ("0.32.0", "0.33.0"))
-    both = {*before.results} & {*now.results}
-    assert len(both) > 150
-    assert {name for name in both if before.results[name] != now.results[name]} == set()

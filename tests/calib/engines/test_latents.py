@@ -4,19 +4,22 @@ import json
 
 import pytest
 from command_line import fp8kv
-from loading import MODULES, said, write
 from safetensors.torch import load_file, save_file
-from scale_directories import COMPRESSED, lines_of
-
-from calib.engines.catalogue import find_engine
-from calib.engines.simulate_loading import simulate
-from calib.files.model_directory import open_model_directory
+from scale_directories import (
+    COMPRESSED,
+    INNER,
+    MODELOPT,
+    MODULES,
+    NAMES,
+    PROJ,
+    lines_of,
+    said,
+    simulated,
+    write,
+)
 
 WEIGHTS = [f"{module}.kv_b_proj.weight" for module in MODULES]
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-MODELOPT |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-MQA, PROJ = "{module}.attn_mqa.{x}_scale", "{module}.{x}_proj.{x}_scale"
-PLAIN, INNER = "{module}.{x}_scale", "{module}.attn.{x}_scale"
+MQA = "{module}.attn_mqa.{x}_scale"
 OWN = "{module}.mla_attn.mla_attn.{x}_scale"
 FLAG = "--model-impl transformers"
 
@@ -27,27 +30,20 @@ def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRE
     return write(directory, WEIGHTS, scales, config, architectures=[architecture])
 
 
-def simulated(directory, engine):
-    return simulate(open_model_directory(directory, weights=False), find_engine(engine))
-
-
 @pytest.mark.parametrize(
-    ("architecture", "name", "fate"),
+    ("architecture", "name", "config", "fate"),
     [
-        ("DeepseekV3ForCausalLM", MQA, "loaded"),
-        ("DeepseekV3ForCausalLM", PROJ, "loaded"),
-        ("DeepseekV3ForCausalLM", PLAIN, "dropped"),
-        ("DeepseekV3ForCausalLM", INNER, "dropped"),
-        ("GlmMoeDsaForCausalLM", MQA, "loaded"),
-        ("Glm4MoeLiteForCausalLM", MQA, "loaded"),
-        ("Glm4MoeLiteForCausalLM", PROJ, "dropped"),
-        ("MiniCPM3ForCausalLM", INNER, "loaded"),
-        ("MiniCPM3ForCausalLM", MQA, "crash"),
-        ("KimiLinearForCausalLM", MQA, "dropped"),
+        ("DeepseekV3ForCausalLM", MQA, COMPRESSED, "loaded"),
+        ("DeepseekV3ForCausalLM", PROJ, MODELOPT, "loaded"),
+        ("DeepseekV3ForCausalLM", NAMES, COMPRESSED, "dropped"),
+        ("GlmMoeDsaForCausalLM", MQA, COMPRESSED, "loaded"),
+        ("Glm4MoeLiteForCausalLM", PROJ, MODELOPT, "dropped"),
+        ("MiniCPM3ForCausalLM", INNER, COMPRESSED, "loaded"),
+        ("MiniCPM3ForCausalLM", MQA, MODELOPT, "crash"),
+        ("KimiLinearForCausalLM", MQA, COMPRESSED, "dropped"),
     ],
 )
-@pytest.mark.parametrize("config", [COMPRESSED, MODELOPT], ids=["compressed", "modelopt"])
-def test_what_sglang_loads_spoils_its_answers(architecture, name, fate, config, tmp_path):
+def test_what_sglang_loads_spoils_its_answers(architecture, name, config, fate, tmp_path):
     found = simulated(latents(tmp_path, name, architecture, config), "sglang")
     assert (found.fate, found.is_good) == (fate, False)
     assert bool(found.problem) == (fate == "loaded")
@@ -59,19 +55,17 @@ def test_the_table_of_sglang_shows_scales_and_says_that_they_are_wrong(tmp_path)
     assert "│ 2 of 2 │ 2 of 2 │" in lines_of(done)
     assert "SGLang stores latents (MLA) without their scales" in lines_of(done)
     assert "fp8kv strip removes them, fp8kv bake makes 1.0 right" in lines_of(done)
-    done = fp8kv("verify", latents(tmp_path, MQA), "--engine", "sglang", "--json")
+    done = fp8kv("verify", tmp_path, "--engine", "sglang", "--json")
     (engine,) = json.loads(done.stdout)["engines"]
     assert engine["problem"].startswith("SGLang stores latents")
-
-
-def test_scales_of_one_do_no_harm(tmp_path):
-    file = latents(tmp_path, MQA) / "m.safetensors"
+    # scales of 1.0 do no harm
+    file = tmp_path / "m.safetensors"
     save_file({name: tensor * 0 + 1 for name, tensor in load_file(file).items()}, file)
     found = simulated(tmp_path, "sglang")
     assert (found.is_good, found.problem) == (True, None)
 
 
-@pytest.mark.parametrize("name", [PLAIN, INNER, PROJ, MQA, OWN])
+@pytest.mark.parametrize("name", [NAMES, PROJ, OWN])
 def test_vllm_has_no_place_for_those_of_compressed_tensors(name, tmp_path):
     found = simulated(latents(tmp_path, name), "vllm")
     assert (found.fate, found.refused, found.problem) == ("no place", None, None)
@@ -79,7 +73,7 @@ def test_vllm_has_no_place_for_those_of_compressed_tensors(name, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"])
-@pytest.mark.parametrize("name", [PLAIN, INNER, PROJ])
+@pytest.mark.parametrize("name", [NAMES, PROJ])
 def test_vllm_loads_those_of_modelopt_with_a_flag(architecture, name, tmp_path):
     directory = latents(tmp_path, name, architecture, MODELOPT)
     found = simulated(directory, "vllm")
@@ -105,7 +99,7 @@ def test_names_of_the_engines_own_layers_are_dropped_by_vllm(name, tmp_path):
 # of K and V in MiniCPM3's own class; vLLM has none of Youtu's
 @pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM", "YoutuForCausalLM"])
 def test_classes_that_load_by_themselves_need_no_flag(architecture, tmp_path):
-    found = simulated(latents(tmp_path, PLAIN, architecture, MODELOPT), "vllm")
+    found = simulated(latents(tmp_path, NAMES, architecture, MODELOPT), "vllm")
     assert (found.is_good, found.flag) == (True, None)
 
 

@@ -7,17 +7,25 @@ import json
 
 import pytest
 from command_line import fp8kv
-from loading import SCALES, WEIGHTS, said, write
-from scale_directories import COMPRESSED, NAMES, lines_of, model
+from scale_directories import (
+    COMPRESSED,
+    INNER,
+    MODELOPT,
+    MODULES,
+    NAMES,
+    PROJ,
+    SCALES,
+    WEIGHTS,
+    lines_of,
+    model,
+    said,
+    simulated,
+    write,
+)
 
-from calib.engines.catalogue import find_engine, load_catalogue
-from calib.engines.simulate_loading import simulate
-from calib.files.model_directory import open_model_directory
+from calib.engines.catalogue import find_engine
 
-SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-PROJ = "{module}.{x}_proj.{x}_scale"
 
 
 # ---- classes ----
@@ -30,17 +38,17 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(architectures, t
     assert " of 2 │" not in lines_of(done)
 
 
-@pytest.mark.parametrize("named", [[5], [None], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", []])
-def test_what_names_no_class(named, tmp_path):
-    directory = write(tmp_path, WEIGHTS, SCALES, architectures=named)
-    assert "does not name one architecture" in lines_of(fp8kv("verify", directory))
-
-
-def test_rules_that_were_read_name_the_classes_that_they_were_read_for():
-    for name, rules in load_catalogue().items():
-        reads = [m.kind for m in (*rules.methods.values(), rules.without_method) if m]
-        if rules.reads == "json" or {*reads} > {"none"} or "none" not in reads:
-            assert rules.classes or rules.architectures, name
+def test_what_names_no_class_is_not_known_and_status_1(tmp_path):
+    for i, named in enumerate(([5], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", [])):
+        (tmp_path / str(i)).mkdir()
+        directory = write(tmp_path / str(i), WEIGHTS, SCALES, architectures=named)
+        outcome = simulated(directory, "vllm").outcomes[0]
+        assert (outcome.status, outcome.values) == ("unknown", ()), named
+        assert outcome.reason == "not known: config.json does not name one architecture", named
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in lines_of(done)
+    assert "not known: config.json does not name one architecture" in lines_of(done)
 
 
 # ---- names ----
@@ -57,46 +65,40 @@ def test_attention_called_as_in_no_checkpoint_that_was_run(engine, module, tmp_p
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(
-    ("architecture", "module", "expected"),
-    [
-        ("LlavaForConditionalGeneration", "language_model.model.layers.0.self_attn", "loaded"),
-        ("LlavaForConditionalGeneration", "model.layers.0.self_attn", "not known"),
-    ],
-)
-def test_names_belong_to_a_class(engine, architecture, module, expected, tmp_path):
+@pytest.mark.parametrize(("prefix", "expected"), [("language_model.model", "loaded"), ("model", "not known")])
+def test_names_belong_to_a_class(engine, prefix, expected, tmp_path):
+    module = f"{prefix}.layers.0.self_attn"
     scales = [NAMES.format(module=module, x=x) for x in "kv"]
-    made = write(tmp_path, [f"{module}.k_proj.weight"], scales, architectures=[architecture])
-    assert said(made, engine) == expected
+    architectures = ["LlavaForConditionalGeneration"]
+    directory = write(tmp_path, [f"{module}.k_proj.weight"], scales, architectures=architectures)
+    assert said(directory, engine) == expected
 
 
 @pytest.mark.parametrize(
     "name",
     ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"],
 )
-@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
-def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(name, prefix, tmp_path):
-    modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
-    scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
-    weights = [f"{m}.k_proj.weight" for m in modules]
-    # what joins pictures to the text attends too
-    weights += ["multi_modal_projector.cross_attn.k_proj.weight"]
-    architectures = [f"{name}ForConditionalGeneration"]
-    assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded"
+def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(name, tmp_path):
+    for prefix in ("language_model.model", "model.language_model"):
+        modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
+        scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
+        weights = [f"{m}.k_proj.weight" for m in modules]
+        # what joins pictures to the text attends too
+        weights += ["multi_modal_projector.cross_attn.k_proj.weight"]
+        architectures = [f"{name}ForConditionalGeneration"]
+        assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
     # vLLM loads them, one over the other; SGLang drops them
-    modules = [f"model.layers.{i}.self_attn" for i in range(2)]
-    crossed = [f"{m}.{a}_proj.{b}_scale" for m in modules for a, b in ("kv", "vk")]
-    directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], crossed, MODELOPT)
-    assert said(directory, engine) == "not known"
+    crossed = [f"{m}.{a}_proj.{b}_scale" for m in MODULES for a, b in ("kv", "vk")]
+    assert said(write(tmp_path, WEIGHTS, crossed, MODELOPT), engine) == "not known"
 
 
-@pytest.mark.parametrize("ending", [" ", "\t", "_SCALE"])
+@pytest.mark.parametrize("ending", ["_scale ", "_SCALE"])
 def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path):
-    scales = [*SCALES[1:], SCALES[0].removesuffix("_scale" * (ending == "_SCALE")) + ending]
+    scales = [*SCALES[1:], SCALES[0].removesuffix("_scale") + ending]
     directory = write(tmp_path, WEIGHTS, scales, MODELOPT)
     assert said(directory, "vllm") == said(directory, "sglang") == "refused"
     done = fp8kv("verify", directory, "--engine", "sglang")
@@ -104,33 +106,77 @@ def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path)
     assert "is not a name that an engine looks for" in lines_of(done)
 
 
-def test_linear_attention_caches_no_k(tmp_path):
-    weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight"]
-    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
-    assert said(made, "vllm") == "loaded"
+def test_scales_of_several_fates_are_partly(tmp_path):
+    names = [NAMES, "{module}.qkv_proj.{x}_scale"]
+    scales = [n.format(module=m, x=x) for n, m in zip(names, MODULES, strict=True) for x in "kv"]
+    found = simulated(write(tmp_path, WEIGHTS, scales), "sglang")
+    assert (found.fate, found.is_good) == ("partly", False)
 
 
-# ---- layers that share K and V ----
+# ---- layers ----
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("architecture", ["Gemma4ForCausalLM", "Gemma3nForCausalLM"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_layer_that_shares_k_and_v_needs_scales_too(engine, architecture, count, tmp_path):
+def test_a_layer_that_shares_k_and_v_needs_scales_too(engine, architecture, tmp_path):
     modules = [f"model.layers.{i}.self_attn" for i in range(4)]
     weights = [f"{m}.q_proj.weight" for m in modules]
     weights += [f"{m}.k_proj.weight" for m in modules[:2]]
-    name = next(n for n in (NAMES, "{module}.attn.{x}_scale") if _loads(engine, architecture, n))
-    scales = [name.format(module=m, x=x) for m in modules[:count] for x in "kv"]
-    made = write(tmp_path, weights, scales, architectures=[architecture], num_kv_shared_layers=2)
-    assert said(made, engine) == ("loaded" if count == 4 else "1.0")
+    fates = find_engine(engine).classes.results[architecture]["compressed-tensors"]
+    name = next(name for name in (NAMES, INNER) if fates[name] == "loaded")
+    for count, expected in ((2, "1.0"), (4, "loaded")):
+        scales = [name.format(module=m, x=x) for m in modules[:count] for x in "kv"]
+        made = write(tmp_path, weights, scales, architectures=[architecture], num_kv_shared_layers=2)
+        assert said(made, engine) == expected
 
 
-def _loads(engine, architecture, name):
-    return find_engine(engine).classes.results[architecture]["compressed-tensors"][name] == "loaded"
+def test_linear_attention_caches_no_k_and_layers_that_guess_tokens_need_no_scales(tmp_path):
+    weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight"]
+    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
+    assert said(made, "vllm") == "loaded"
+    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]
+    document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
+    made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
+    assert said(made, "vllm") == "loaded"
+    made = write(tmp_path, weights, SCALES, **document)
+    assert said(made, "vllm") == "refused"
 
 
-# ---- configs ----
+# ---- configs of no model, or of another than the weights are of ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({"num_hidden_layers": 1}, "refused", "not known"),  # SGLang serves without the second
+        ({"num_hidden_layers": 3}, "not known", "not known"),  # both serve a third of no weights
+        ({"num_hidden_layers": 10**12}, "not known", "not known"),
+        ({"num_hidden_layers": 0}, "refused", "refused"),
+        ({"num_hidden_layers": "2"}, "refused", "refused"),
+        ({"num_hidden_layers": 2.0}, "refused", "refused"),
+        ({"num_hidden_layers": True}, "refused", "refused"),
+        ({"num_hidden_layers": None}, "refused", "refused"),
+        ({"num_hidden_layers": [2]}, "refused", "refused"),
+        ({"num_key_value_heads": 0}, "refused", "refused"),
+        ({"num_attention_heads": "4"}, "refused", "refused"),
+        ({"model_type": None}, "refused", "refused"),
+        ({"model_type": ""}, "refused", "refused"),
+        ({"model_type": 5}, "refused", "refused"),
+        # the weights of a Llama
+        ({"architectures": ["OPTForCausalLM"]}, "not known", "not known"),
+        # settings of weights that were never run
+        ({"quantization_config": COMPRESSED | {"config_groups": [1]}}, "not known", "not known"),
+        ({"quantization_config": COMPRESSED | {"ignore": 3}}, "not known", "not known"),
+    ],
+)
+def test_a_config_that_no_engine_starts_with_or_was_run_with(changes, vllm, sglang, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, **changes)
+    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
+    if "quantization_config" not in changes:
+        assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
+
+
+# ---- quantization configs ----
 
 
 @pytest.mark.parametrize(
@@ -144,9 +190,7 @@ def _loads(engine, architecture, name):
         ({"quant_algo": "NVFP4"}, "loaded", "loaded"),
         ({"quant_algo": "NVFP4_AWQ"}, "not known", "loaded"),
         ({"quant_algo": "FP8_PB_WO"}, "loaded", "not known"),
-        # both refuse them
-        ({"quant_algo": "W4A8_AWQ"}, "not known", "not known"),
-        ({"quant_algo": "INT4_AWQ"}, "not known", "not known"),
+        ({"quant_algo": "W4A8_AWQ"}, "not known", "not known"),  # both refuse it
         ({"quant_algo": "nonsense"}, "not known", "not known"),
         ({"quant_algo": ["FP8"]}, "not known", "not known"),
         ({"quant_algo": None}, "refused", "refused"),
@@ -182,26 +226,25 @@ def test_modelopts_own_file_is_read_by_its_producer(producer, algorithms, vllm, 
     assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
 
 
+def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
+    """With another `dynamic` vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it."""
+    flag = find_engine("vllm").flag
+    for i, (dynamic, expected) in enumerate(((False, None), (True, flag), (None, flag))):
+        scheme = {"type": "float", "num_bits": 8, "dynamic": dynamic}
+        directory = model(tmp_path / str(i), config=MODELOPT | {"kv_cache_scheme": scheme})
+        assert simulated(directory, "vllm").flag == expected
+        assert simulated(directory, "sglang").flag is None
+
+
 def test_compressed_tensors_without_a_scheme_need_the_flag(tmp_path):
     directory = model(tmp_path, config=COMPRESSED | {"kv_cache_scheme": None})
     assert (said(directory, "vllm"), said(directory, "sglang")) == ("loaded with a flag", "1.0")
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "aphrodite"])
 @pytest.mark.parametrize("missing", ["export", "layer_quant_config", None])
-def test_quark_needs_its_keys(engine, missing, tmp_path):
+def test_quark_needs_its_keys(missing, tmp_path):
     config = {"quant_method": "quark", "export": {"kv_cache_group": []}, "layer_quant_config": {}}
     config.pop(missing, None)
-    assert said(model(tmp_path, config=config), engine) == ("refused" if missing else "loaded with a flag")
-
-
-# ---- words ----
-
-
-def test_scales_of_several_fates_are_partly(tmp_path):
-    modules = [f"model.layers.{i}.self_attn" for i in range(2)]
-    names = [NAMES, "{module}.qkv_proj.{x}_scale"]
-    scales = [n.format(module=m, x=x) for n, m in zip(names, modules, strict=True) for x in "kv"]
-    directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], scales)
-    found = simulate(open_model_directory(directory, weights=False), find_engine("sglang"))
-    assert (found.fate, found.is_good) == ("partly", False)
+    directory = model(tmp_path, config=config)
+    found = {said(directory, engine) for engine in ("vllm", "sglang", "aphrodite")}
+    assert found == {"refused" if missing else "loaded with a flag"}

@@ -1,30 +1,27 @@
 """What is predicted of SGLang; `make interop` asks its loader code about all directories."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 from command_line import fp8kv
-from scale_directories import COMPRESSED, NAMES, lines_of, model
+from scale_directories import COMPRESSED, INNER, MODELOPT, NAMES, PROJ, lines_of, model, simulated
 
 from calib.engines.catalogue import find_engine
-from calib.engines.simulate_loading import simulate
-from calib.files.model_directory import open_model_directory
 from calib.formats import FORMATS
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-OLD, NEW = (find_engine("sglang", version) for version in ("0.5.9", "0.5.23"))
+OLD = "0.5.9"
 SCHEME = COMPRESSED["kv_cache_scheme"]
 GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}
 FP8 = {"quant_method": "fp8"}
 
 
-def statuses(directory, rules):
-    found = simulate(open_model_directory(directory, weights=False), rules)
+def statuses(directory, engine="sglang", version=None):
+    found = simulated(directory, engine, version)
     return found.refused or {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
 
 
@@ -41,14 +38,14 @@ def statuses(directory, rules):
 def test_a_scheme_it_does_not_know_is_ignored(scheme, expected, tmp_path):
     config = COMPRESSED | {"kv_cache_scheme": SCHEME | scheme}
     directory = model(tmp_path, config=config)
-    assert statuses(directory, NEW) == expected
-    assert statuses(directory, OLD) == {"default"}
+    assert statuses(directory) == expected
+    assert statuses(directory, version=OLD) == {"default"}
 
 
 def test_groups_without_weights_are_refused(tmp_path):
     directory = model(tmp_path, config=COMPRESSED | {"config_groups": {"attention": GROUP}})
-    assert "'attention' without weights" in statuses(directory, NEW)
-    assert statuses(directory, find_engine("vllm")) == {"loaded"}
+    assert "'attention' without weights" in statuses(directory)
+    assert statuses(directory, "vllm") == {"loaded"}
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert done.exit_code == 1
     assert "write it again with fp8kv convert --to vllm" in lines_of(done)
@@ -59,12 +56,8 @@ def test_groups_without_weights_are_refused(tmp_path):
     [(0.0, 0.0, {"default"}), (0.0, 0.5, "K scale of 0"), (0.5, 0.0, {"loaded"})],
 )
 def test_zeros_of_both_are_as_none(k, v, expected, tmp_path):
-    found = statuses(model(tmp_path, k=(k, k), v=(v, v), config=FP8), NEW)
+    found = statuses(model(tmp_path, k=(k, k), v=(v, v), config=FP8))
     assert found == expected or expected in found
-
-
-INNER, PROJ = "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale"
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 
 
 @pytest.mark.parametrize(
@@ -72,17 +65,12 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": 
     [
         ("LlamaForCausalLM", NAMES, COMPRESSED, "loaded"),
         ("LlamaForCausalLM", INNER, COMPRESSED, "default"),
-        ("LlamaForCausalLM", PROJ, MODELOPT, "loaded"),
         ("Gemma3ForCausalLM", NAMES, COMPRESSED, "loaded"),
-        ("Gemma3ForCausalLM", INNER, COMPRESSED, "default"),
         ("Gemma3ForCausalLM", PROJ, MODELOPT, "loaded"),
         ("Qwen3ForCausalLM", NAMES, COMPRESSED, "default"),
         ("Qwen2ForCausalLM", NAMES, COMPRESSED, "default"),
         ("Qwen2ForCausalLM", INNER, COMPRESSED, "loaded"),
-        ("GraniteForCausalLM", INNER, COMPRESSED, "loaded"),
         ("SomeForCausalLM", NAMES, COMPRESSED, "unknown"),
-        # they arrive, and test_latents.py says what for
-        ("DeepseekV3ForCausalLM", PROJ, MODELOPT, "loaded"),
         # what is decided before the model's classes are asked
         ("Qwen3ForCausalLM", NAMES, None, "default"),
         ("Qwen3ForCausalLM", NAMES, COMPRESSED | {"kv_cache_scheme": None}, "default"),
@@ -90,12 +78,12 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": 
 )
 def test_only_what_was_run_loads(architecture, names, config, expected, tmp_path):
     directory = model(tmp_path, names=names, config=config, architectures=[architecture])
-    assert statuses(directory, NEW) == {expected}
+    assert statuses(directory) == {expected}
 
 
 def test_a_class_that_does_not_start_is_a_refusal_with_its_error(tmp_path):
     directory = model(tmp_path, architectures=["GraniteForCausalLM"])
-    assert re.match("the model's class does not start with '.*': KeyError", statuses(directory, NEW))
+    assert re.match("the model's class does not start with '.*': KeyError", statuses(directory))
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert done.exit_code == 1
     assert "│ crashes │ crashes │" in lines_of(done)
@@ -118,55 +106,13 @@ def test_the_table_says_why_nothing_arrives(architecture, shown, why, tmp_path):
 
 def test_a_model_without_scales_computes_with_one_whatever_its_class(tmp_path):
     directory = model(tmp_path, k=None, v=None, architectures=["Qwen3ForCausalLM"])
-    assert statuses(directory, NEW) == {"default"}
+    assert statuses(directory) == {"default"}
 
 
 def test_older_versions_are_known_for_llama_alone(tmp_path):
     llama = model(tmp_path / "llama", config=FP8)
     gemma = model(tmp_path / "gemma", config=FP8, architectures=["Gemma3ForCausalLM"])
-    assert (statuses(llama, OLD), statuses(gemma, OLD)) == ({"loaded"}, {"unknown"})
-
-
-@pytest.mark.parametrize(
-    ("architectures", "name"),
-    [
-        (["SomeForCausalLM"], "not known for SomeForCausalLM"),
-        (None, "not known: config.json does not name one architecture"),
-        ("LlamaForCausalLM", "not known: config.json does not name one architecture"),
-        ([], "not known: config.json does not name one architecture"),
-        (["LlamaForCausalLM", "X"], "not known: config.json does not name one architecture"),
-    ],
-)
-def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
-    directory = model(tmp_path, architectures=architectures)
-    done = fp8kv("verify", directory, "--engine", "sglang")
-    assert done.exit_code == 1
-    printed = lines_of(done)
-    assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in printed
-    assert name in printed
-    document = json.loads(fp8kv("verify", directory, "--engine", "sglang", "--json").stdout)
-    assert not document["good"]
-    (first, *_) = document["engines"][0]["layers"]
-    assert (first["status"], first["values"]) == ("unknown", [])
-    assert name in first["reason"]
-
-
-@pytest.mark.parametrize(
-    ("engine", "version", "ran"),
-    [
-        ("sglang", "0.6.0", "0.5.23"),
-        ("vllm", "0.23.0", "0.32.0"),
-        ("vllm", "0.32.1", "0.32.0"),
-        ("vllm", "0.34.0", "0.33.0"),
-    ],
-)
-def test_another_version_than_that_of_its_table_is_not_known(engine, version, ran, tmp_path):
-    done = fp8kv("verify", model(tmp_path), "--engine", engine, "--version", version)
-    assert done.exit_code == 1
-    assert f"{version} │ not known │ not known" in lines_of(done)
-    assert f"not known: its classes were run at {ran} alone" in lines_of(done)
-    for same in (ran, ran.removesuffix(".0"), f"v{ran}"):
-        assert fp8kv("verify", tmp_path, "--engine", engine, "--version", same).exit_code == 0
+    assert (statuses(llama, version=OLD), statuses(gemma, version=OLD)) == ({"loaded"}, {"unknown"})
 
 
 MONTH = r"(?:Jan|Febr?|March|April|May|June|July|Aug|Sept?|Oct|Nov|Dec)\w* \d{4}"
@@ -187,11 +133,8 @@ def test_its_first_version_with_these_scales_has_one_home():
     assert {name for name, _ in found} >= {"README.md", "formats.md", "sglang-0.5.23.yaml"}
     assert find_engine("sglang", "0.5").until == since
     assert since in FORMATS["sglang"].note
+    assert "fp8kv verify" in FORMATS["sglang"].note, "it promises no more"
     assert since in FORMATS["modelopt"].engine
-
-
-def test_the_format_promises_no_more_than_verify():
-    assert "fp8kv verify" in FORMATS["sglang"].note
 
 
 def test_quark_and_mixed_precision_are_read_otherwise_than_by_vllm(tmp_path):
@@ -207,29 +150,14 @@ def test_quark_and_mixed_precision_are_read_otherwise_than_by_vllm(tmp_path):
         ("mixed precision, word for the cache", {"default"}, {"loaded"}),
     ):
         directory = write_case(cases[name], tmp_path / name)
-        for rules, expected in ((find_engine("vllm"), vllm), (NEW, sglang)):
-            found = statuses(directory, rules)
-            assert found == expected or expected in found, (name, rules.engine, found)
+        for engine, expected in (("vllm", vllm), ("sglang", sglang)):
+            found = statuses(directory, engine)
+            assert found == expected or expected in found, (name, engine, found)
 
 
 def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     case = next(case for case in CASES if case.name == "mixed precision")
     document = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 8}
     directory = model(tmp_path, config=case.config, **document)
-    rules = find_engine("vllm")
-    assert statuses(directory, rules) == {"default"}
-    assert (
-        "layers that cache latents"
-        in simulate(open_model_directory(directory, weights=False), rules).ignored[0][1]
-    )
-
-
-def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
-    """With another `dynamic` vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it."""
-    vllm = find_engine("vllm")
-    for i, (dynamic, flag) in enumerate(((False, None), (True, vllm.flag), (None, vllm.flag))):
-        scheme = {"type": "float", "num_bits": 8, "dynamic": dynamic}
-        config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
-        directory = open_model_directory(model(tmp_path / str(i), config=config), weights=False)
-        assert simulate(directory, vllm).flag == flag
-        assert simulate(directory, NEW).flag is None
+    assert statuses(directory, "vllm") == {"default"}
+    assert "layers that cache latents" in simulated(directory, "vllm").ignored[0][1]

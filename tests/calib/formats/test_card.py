@@ -1,11 +1,18 @@
-"""Cards: what files of others say stays in its line and is no markup; a fact that is missing is an error."""
+"""Cards and the table of formats: what they say of transformers, and text of others in its line."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import jinja2
 import pytest
+from command_line import calibrate, fp8kv
+from formats_table import PAGE, page
+from transformers import AutoModelForCausalLM
 
+from calib.formats import FORMATS
 from calib.formats.card import format_card, render_card
+
+NEEDING = "transformers opens this directory only where `compressed-tensors` is installed"
 
 
 def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal():
@@ -21,8 +28,37 @@ def test_markup_of_others_is_quoted_in_a_pack():
     assert r"# FP8 KV-cache scales for \*m\*" in card
     assert r"| model | a\|b |" in card
     assert r"- \[x\](y)" in card
-
-
-def test_a_card_without_its_facts_is_an_error():
     with pytest.raises(jinja2.UndefinedError):
-        render_card("bake", model="m")
+        render_card("bake", model="a card without its facts")
+
+
+def test_the_table_of_formats_is_fresh():
+    assert PAGE.read_text() == page(), "make formats-table"
+
+
+def opens(directory):
+    try:
+        AutoModelForCausalLM.from_pretrained(directory)
+    except ImportError as error:
+        return "compressed-tensors" not in str(error)
+    return True
+
+
+# whatever needs it cannot be seen where it is
+@pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="compressed-tensors is installed")
+def test_the_card_says_what_transformers_needs_to_open_an_output(tiny_directory, tmp_path):
+    formats = [name for name, each in FORMATS.items() if each.with_weights]
+    flags = [flag for name in formats for flag in ("--format", name)]
+    assert calibrate(tiny_directory, "-o", tmp_path / "out", *flags).exit_code == 0
+    source = tmp_path / "out" / "vllm"
+    for name in {*FORMATS} - {"fp8kv"}:
+        converted = tmp_path / f"converted-{name}"
+        assert fp8kv("convert", source, "--to", name, "-o", converted).exit_code == 0
+    for name in formats:
+        for directory in (tmp_path / "out" / name, tmp_path / f"converted-{name}"):
+            says = NEEDING in (directory / "README.md").read_text()
+            assert says == (name in ("vllm", "aphrodite", "sglang")) == (not opens(directory)), directory
+    assert NEEDING not in (tmp_path / "converted-json" / "README.md").read_text()
+    stripped = tmp_path / "stripped"
+    assert fp8kv("strip", source, "-o", stripped).exit_code == 0
+    assert opens(stripped)

@@ -1,6 +1,7 @@
 """Scales added to a model's own directory: all or nothing, and what is replaced is kept."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,11 @@ from calib.job import run
 from calib.recipe import load_recipe
 
 SMALL = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
+PLACED = "model-00001-of-00001.safetensors"
 
 
-def calibrate_in_place(directory, **changes):
-    return run(str(directory), load_recipe(None, {**SMALL, **changes}), in_place=True)
+def calibrate_in_place(directory, out=None, **changes):
+    return run(str(directory), load_recipe(None, {**SMALL, **changes}), out, in_place=True)
 
 
 def contents(directory):
@@ -32,32 +34,24 @@ def model(tiny_directory):
     return tiny_directory
 
 
-def test_scales_are_those_of_an_output_elsewhere(model, tmp_path):
+def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(model, tmp_path):
     run(str(model), load_recipe(None, SMALL), tmp_path / "out")
-    calibrate_in_place(model)
+    before, weights = contents(model), (model / "model.safetensors").stat().st_ino
+    first = calibrate_in_place(model)
+    after, kept = contents(model), contents(first.backup)
     assert (model / SCALES_SHARD).read_bytes() == (tmp_path / "out" / SCALES_SHARD).read_bytes()
     index = json.loads((model / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {"model-00001-of-00001.safetensors", SCALES_SHARD}
-
-
-def test_what_is_replaced_is_kept_and_nothing_else_changes(model):
-    before, weights = contents(model), (model / "model.safetensors").stat().st_ino
-    result = calibrate_in_place(model)
-    after, kept = contents(model), contents(result.backup)
-    assert result.backup == model.parent / f"{model.name}.before-fp8kv"
+    assert set(index["weight_map"].values()) == {PLACED, SCALES_SHARD}
+    assert first.backup == model.parent / f"{model.name}.before-fp8kv"
     assert kept == {name: before[name] for name in ("config.json", "model.safetensors")}
-    added = {"README.md", SCALES_SHARD, STATS_FILE, "fp8kv_calibration.json"}
-    added |= {"fp8kv_source/config.json"}
-    added |= {"model.safetensors.index.json", "model-00001-of-00001.safetensors"}
+    added = {"README.md", SCALES_SHARD, STATS_FILE, "fp8kv_calibration.json", "fp8kv_source/config.json"}
+    added |= {"model.safetensors.index.json", PLACED}
     assert after.keys() == before.keys() - {"model.safetensors"} | added
     unchanged = before.keys() - kept.keys()
     assert {name: after[name] for name in unchanged} == {name: before[name] for name in unchanged}
-    assert (model / "model-00001-of-00001.safetensors").stat().st_ino == weights
-    assert sorted(p.name for p in model.parent.iterdir()) == [model.name, result.backup.name]
-
-
-def test_a_second_time_keeps_both_backups(model):
-    first = calibrate_in_place(model)
+    assert (model / PLACED).stat().st_ino == weights
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["out", model.name, first.backup.name])
+    # a second time keeps both backups
     second = calibrate_in_place(model, **{"data.seed": 7})
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
@@ -69,7 +63,7 @@ def test_a_linked_shard_stays_a_link(model, tmp_path):
     (model / "model.safetensors").rename(stored)
     (model / "model.safetensors").symlink_to("../stored.safetensors")
     calibrate_in_place(model)
-    placed = model / "model-00001-of-00001.safetensors"
+    placed = model / PLACED
     assert placed.is_symlink()
     assert placed.samefile(stored)
 
@@ -92,6 +86,7 @@ def test_a_failure_changes_nothing(model, monkeypatch):
         ({"export.formats": ["vllm", "modelopt"]}, "one format that is a checkpoint, not vllm, mo"),
         ({"export.formats": ["json"]}, "one format that is a checkpoint, not json"),
         ({"export.weights": "none"}, "leaves the weights where they are; 'none' needs -o"),
+        ({"out": Path("elsewhere")}, "leave -o, --overwrite away"),
     ],
 )
 def test_what_cannot_be_in_place_is_refused(changes, message, model):
@@ -102,8 +97,3 @@ def test_what_cannot_be_in_place_is_refused(changes, message, model):
 def test_a_model_that_is_no_directory_is_refused():
     with pytest.raises(InputError, match="which 'builtin:smollm2' is not; use -o"):
         calibrate_in_place("builtin:smollm2")
-
-
-def test_an_output_beside_in_place_is_refused(model, tmp_path):
-    with pytest.raises(InputError, match="leave -o, --overwrite away"):
-        run(str(model), load_recipe(None, SMALL), tmp_path / "out", in_place=True)

@@ -10,10 +10,7 @@ from calib import job
 from calib.capture import resume
 from calib.formats import output
 from calib.rescale import pipeline
-from calib.transfer import convert as rewrite
-from calib.transfer import merge
-from calib.transfer import repair as mending
-from calib.transfer import strip as stripping
+from calib.transfer import convert, merge, repair, strip
 
 
 def replaced(file):
@@ -42,9 +39,7 @@ def after(monkeypatch):
 
         def changing(*arguments, **options):
             found = original(*arguments, **options)
-            for file in directory.glob("model-0*.safetensors"):
-                change(file)
-            for file in directory.glob("model.safetensors"):
+            for file in [*directory.glob("model-0*.safetensors"), *directory.glob("model.safetensors")]:
                 change(file)
             monkeypatch.setattr(module, name, original)
             return found
@@ -60,36 +55,25 @@ def refuse(done, out):
     assert not [*out.parent.glob(".*partial")]
 
 
-@pytest.mark.parametrize("change", [replaced, rewritten, gone])
-@pytest.mark.parametrize("moment", ["load", "measure"])
-def test_calibrate(after, moment, change, tiny_directory, tmp_path):
-    module, name = {"load": (job, "_prepare"), "measure": (resume, "calibrate")}[moment]
+@pytest.mark.parametrize(
+    ("module", "name", "change", "flags"),
+    [
+        (job, "_prepare", replaced, ()),
+        (job, "_prepare", rewritten, ()),
+        (job, "_prepare", gone, ()),
+        (job, "_prepare", replaced, ("--format", "json")),  # without weights in the output
+        (job, "calibrate_layerwise", replaced, ("--offload", "layerwise")),
+        (resume, "calibrate", replaced, ()),
+        (output, "save_stats", replaced, ()),  # at the last moment
+    ],
+)
+def test_calibrate(after, module, name, change, flags, tiny_directory, tmp_path):
     after(module, name, tiny_directory, change)
-    refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
+    refuse(calibrate(tiny_directory, "-o", tmp_path / "out", *flags), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["json", "fp8kv"])
-def test_calibrate_without_weights_in_the_output(after, name, tiny_directory, tmp_path):
-    after(job, "_prepare", tiny_directory)
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
-    refuse(done, tmp_path / "out")
-
-
-def test_calibrate_layer_by_layer(after, tiny_directory, tmp_path):
-    after(job, "calibrate_layerwise", tiny_directory)
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--offload", "layerwise")
-    refuse(done, tmp_path / "out")
-
-
-@pytest.mark.parametrize(("module", "name"), [(output, "summarize"), (output, "save_stats")])
-def test_calibrate_at_the_last_moment(after, module, name, tiny_directory, tmp_path):
-    after(module, name, tiny_directory)
-    refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
-
-
-@pytest.mark.parametrize(("module", "name"), [(resume, "calibrate"), (output, "write_checkpoint")])
-def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
-    after(module, name, tiny_directory)
+def test_calibrate_in_place(after, tiny_directory, tmp_path):
+    after(output, "write_checkpoint", tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())
     done = calibrate(tiny_directory, "--in-place")
     one_line_error(done, "has changed since", "nothing was written")
@@ -97,33 +81,28 @@ def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "command"),
+    [
+        (convert, "existing_scales", "convert OLD --to tgi"),
+        (convert, "existing_scales", "convert OLD --to json"),
+        (strip, "_write_weights", "strip OLD"),
+        (repair, "open_calibration", "repair OLD --stats OLD"),
+    ],
+)
+def test_commands_that_rewrite_an_output(after, module, name, command, tiny_directory, tmp_path):
+    old = tmp_path / "old"
+    calibrate(tiny_directory, "-o", old)
+    after(module, name, old)
+    words = [old if word == "OLD" else word for word in command.split()]
+    refuse(fp8kv(*words, "-o", tmp_path / "out"), tmp_path / "out")
+
+
 def test_merge(after, tiny_directory, tmp_path):
     for number in "12":
         calibrate(tiny_directory, "-o", tmp_path / number, "--set", f"data.seed={number}")
     after(merge, "_check_counts", tiny_directory)
-    done = fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "out")
-    refuse(done, tmp_path / "out")
-
-
-@pytest.mark.parametrize("to", ["tgi", "json"])
-def test_convert(after, to, tiny_directory, tmp_path):
-    calibrate(tiny_directory, "-o", tmp_path / "old")
-    after(rewrite, "existing_scales", tmp_path / "old")
-    refuse(fp8kv("convert", tmp_path / "old", "--to", to, "-o", tmp_path / "out"), tmp_path / "out")
-
-
-def test_strip(after, tiny_directory, tmp_path):
-    calibrate(tiny_directory, "-o", tmp_path / "old")
-    after(stripping, "_write_weights", tmp_path / "old")
-    refuse(fp8kv("strip", tmp_path / "old", "-o", tmp_path / "out"), tmp_path / "out")
-
-
-def test_repair(after, tiny_directory, tmp_path):
-    old = tmp_path / "old"
-    calibrate(tiny_directory, "-o", old)
-    after(mending, "open_calibration", old)
-    done = fp8kv("repair", old, "--stats", old, "-o", tmp_path / "out")
-    refuse(done, tmp_path / "out")
+    refuse(fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "out"), tmp_path / "out")
 
 
 def test_stress(after, tiny_directory, tmp_path):

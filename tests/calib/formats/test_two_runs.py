@@ -1,14 +1,7 @@
 """Two runs into one output: the second is refused at once, and nothing is replaced unasked."""
 
 import errno
-import fcntl
 import json
-import signal
-import socket
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import pytest
 from command_line import fp8kv, one_line_error
@@ -16,8 +9,6 @@ from engine_fixtures import make_scales
 
 from calib.errors import InputError
 from calib.files import atomic
-from calib.files.atomic import atomic_directory, claimed
-from calib.formats.directory import check_output
 from calib.job import run
 from calib.progress import Progress
 from calib.recipe import load_recipe
@@ -38,6 +29,14 @@ def seed_of(out):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -75,17 +74,13 @@ def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
         seen.append(before == (saved.exists() and saved.read_bytes()) and bool(before))
 
     seen = []
-    each = {"data.batch_size": 1, "save_minutes": 0}
-    recipe = load_recipe(None, {**SMALL, **each})
+    recipe = load_recipe(None, {**SMALL, "data.batch_size": 2, "save_minutes": 0})
     run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(on_advance=second))
     assert seen[-1]
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_what_appears_meanwhile_is_left_as_it_is(locks, tiny_directory, tmp_path, monkeypatch):
+def test_what_appears_meanwhile_is_left_as_it_is(no_locks, tiny_directory, tmp_path):
     out = tmp_path / "out"
-    if not locks:
-        without_locks(monkeypatch)
 
     def another():
         out.mkdir()
@@ -99,9 +94,8 @@ def test_what_appears_meanwhile_is_left_as_it_is(locks, tiny_directory, tmp_path
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
-    swaps, tiny_directory, tmp_path, monkeypatch
+    swaps, no_locks, tiny_directory, tmp_path, monkeypatch
 ):
-    without_locks(monkeypatch)
     if not swaps:
         monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     out = tmp_path / "out"
@@ -116,153 +110,16 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
     assert names(tmp_path) == ["out", "tiny-llama"]
 
 
-def test_a_run_killed_between_two_renames_loses_nothing(tmp_path, monkeypatch):
-    out, gone = tmp_path / "out", 2**22 + 1  # no process has that number
-    old = tmp_path / f".out.{socket.gethostname()}-{gone}.old"
-    old.mkdir()
-    (old / "kept").touch()
-    with claimed(out, overwrite=True):
-        assert names(out) == ["kept"]
-
-
-def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
-    out, rename = tmp_path / "out", Path.rename
-    out.mkdir()
-    (out / "kept").touch()
-
-    def failing(self, target):
-        if self.name.endswith(".partial"):
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with (
-        pytest.raises(InputError, match="Input/output error"),
-        atomic_directory(out, overwrite=True),
-    ):
-        pass
-    assert names(out) == ["kept"]
-
-
-def without_locks(monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-
-
-def test_an_output_that_was_removed_meanwhile_is_written(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("x")
-    with atomic_directory(out, overwrite=True) as scratch:
-        (out / "old").unlink()
-        out.rmdir()
-        (scratch / "new").write_text("x")
-    assert names(out) == ["new"]
-
-
-def test_a_failure_leaves_no_parents_behind_and_a_success_keeps_them(tmp_path):
-    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "a" / "b" / "out"):
-        raise KeyboardInterrupt
-    assert names(tmp_path) == []
-    with atomic_directory(tmp_path / "a" / "b" / "out"):
-        pass
-    assert names(tmp_path / "a" / "b") == ["out"]
-
-
-def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
-    lock, real = tmp_path / ".out.lock", fcntl.flock
-    taken = []
-
-    def flock(descriptor, operation):
-        if not taken:  # its holder ends between our opening and our locking it
-            lock.unlink()
-        taken.append(real(descriptor, operation))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with claimed(tmp_path / "out"):
-        assert len(taken) == 2
-        assert lock.exists()
-        with pytest.raises(InputError, match="another run"), claimed(tmp_path / "out"):
-            pass
-    assert names(tmp_path) == []
-
-
-def test_a_link_to_an_output_is_that_output(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with (
-        claimed(tmp_path / "real"),
-        pytest.raises(InputError, match="another run"),
-        claimed(tmp_path / "link"),
-    ):
-        pass
-    with atomic_directory(tmp_path / "link") as scratch:
-        (scratch / "new").write_text("x")
-    assert names(tmp_path / "real") == ["new"]
-    assert names(tmp_path) == ["link", "real"]
-
-
-@pytest.mark.parametrize("place", ["file/out", "dangling", "loop", "/proc/out", "file"])
-def test_where_nothing_can_be_written_is_known_at_once(place, tmp_path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "dangling").symlink_to("gone")
-    (tmp_path / "loop").symlink_to("loop")
-    out = tmp_path / place
-    with pytest.raises(InputError, match=f"cannot write '{out}'") as caught, claimed(out):
-        pass
-    assert "choose another" in str(caught.value)
-    assert names(tmp_path) == ["dangling", "file", "loop"]
-
-
-def test_a_name_that_no_file_may_have_is_one_line(tmp_path):
-    out = tmp_path / ("x" * 300)
-    with pytest.raises(InputError, match="File name too long; choose another -o"):
-        check_output(out, tmp_path / "source", overwrite=False)
-    with pytest.raises(InputError, match="File name too long; choose another"), claimed(out):
-        pass
-
-
-def test_processes_that_need_the_same_model_wait_for_it(tmp_path):
-    steps = []
-
-    def second():
-        with claimed(tmp_path / "out", wait=True):
-            steps.append("second")
-
-    waiting = threading.Thread(target=second)
-    with claimed(tmp_path / "out"):
-        waiting.start()
-        waiting.join(timeout=0.5)  # longer than a run is patient that does not wait
-        assert waiting.is_alive()
-        steps.append("first")
-    waiting.join(timeout=30)
-    assert steps == ["first", "second"]
-
-
-def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
-    code = (
-        "import os, signal, sys; from pathlib import Path; from calib.files.atomic import claimed\n"
-        "with claimed(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"])
-    assert done.returncode == -signal.SIGKILL
-    assert names(tmp_path) == [".out.lock"]
-    with claimed(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("place", ["file/out", "dangling"])
 @pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
-def test_every_command_knows_it_before_it_loads(command, place, tiny_directory, tmp_path, monkeypatch):
+def test_every_command_knows_before_it_loads_where_it_cannot_write(
+    command, tiny_directory, tmp_path, monkeypatch
+):
     for module in ("job", "evaluate.run", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
     monkeypatch.setattr("calib.transfer.convert.existing_scales", lambda *_: (make_scales(), ()))
-    done = fp8kv(*command.split(), tiny_directory, "-o", tmp_path / place)
-    one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
+    for out in (tmp_path / "file" / "out", tmp_path / "dangling"):
+        done = fp8kv(*command.split(), tiny_directory, "-o", out)
+        one_line_error(done, f"cannot write '{out}'", "choose another output")
     assert names(tmp_path) == ["dangling", "file", "tiny-llama"]

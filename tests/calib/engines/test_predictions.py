@@ -1,9 +1,13 @@
-"""`verify` says of every class, config and name what the tables say that the class did."""
+"""What `verify` predicts of hand-made directories, and of every class, config and name in the tables.
+
+`make interop` asks vLLM's and SGLang's own classes about the same.
+"""
 
 import sys
 from pathlib import Path
 
 import pytest
+from scale_directories import simulated
 
 from calib.engines.catalogue import load_catalogue
 from calib.engines.model_classes import TRANSFORMERS
@@ -15,8 +19,29 @@ from calib.files.scale_files import ScaleTensor
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from engine_cases import NAMINGS, QUANTIZATIONS, fixtures
+from scale_cases import CASES, LAYERS, write_case
 
-K_ALONE = "partly: all with K alone"
+
+def words(simulation):
+    """As the table of cases says it."""
+    if simulation.refused:
+        return "refused"
+    loaded = [o.letter for o in simulation.outcomes if o.status == "loaded"]
+    everywhere = [letter for letter in "kvq" if loaded.count(letter) == LAYERS]
+    somewhere = [letter for letter in "kvq" if 0 < loaded.count(letter) < LAYERS]
+    return " ".join(everywhere or somewhere) + (f" in 1 of {LAYERS}" if somewhere else "")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_vllm_is_predicted(case, tmp_path):
+    assert words(simulated(write_case(case, tmp_path / "model"), "vllm")) == case.expected
+
+
+def test_there_are_enough_cases():
+    assert len({case.name for case in CASES}) == len(CASES) >= 40
+
+
+# ---- every class ----
 
 
 def directory(fixture, quantization, naming):
@@ -42,7 +67,7 @@ def directory(fixture, quantization, naming):
     return made
 
 
-def said(simulation):
+def word(simulation):
     if simulation.refused:
         return "refused"
     if any(outcome.status == "unknown" for outcome in simulation.outcomes):
@@ -52,8 +77,8 @@ def said(simulation):
 
 def expected(fate):
     """`verify`'s word for a fate in the tables."""
-    word = fate.partition(":")[0]
-    return {"crash": "refused"}.get(word, word)
+    kind = fate.partition(":")[0]
+    return {"crash": "refused"}.get(kind, kind)
 
 
 def results(classes, name):
@@ -73,7 +98,7 @@ def test_every_architecture_config_and_name(name):
     for fixture in fixtures([]):
         for kind, fates in results(classes, fixture.architecture):
             for naming, fate in fates.items():
-                found = said(simulate(directory(fixture, QUANTIZATIONS[kind], naming), rules))
+                found = word(simulate(directory(fixture, QUANTIZATIONS[kind], naming), rules))
                 cases += 1
                 is_counted = head_counts(text_config(fixture.config), "k")
                 if kind.endswith("attn_head") and expected(fate) in ("loaded", "partly") and not is_counted:

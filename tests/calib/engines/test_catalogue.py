@@ -1,0 +1,131 @@
+"""The catalogue: every rule file, which holds for which version, the copies of scales that backends read."""
+
+import pytest
+from command_line import fp8kv, one_line_error
+from engines_page import PAGE, page
+from pydantic import ValidationError
+from scale_directories import lines_of, model
+
+from calib.engines.catalogue import Engine, find_engine, load_catalogue
+
+
+def test_every_rule_file_is_read():
+    engines = load_catalogue()
+    assert {engine.name for engine in engines.values()} == {
+        *("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"),
+    }
+    assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
+    assert {"vllm-0.4.1", "sglang-0.5.0"} <= engines.keys()
+    ran = [name for name, engine in engines.items() if engine.ran]
+    assert ran == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
+    assert PAGE.read_text() == page(), "make engines-page"
+
+
+def test_rules_that_were_read_promise_nothing_beyond_what_they_were_read_for():
+    for name, rules in load_catalogue().items():
+        reads = {m.kind for m in (*rules.methods.values(), rules.without_method) if m}
+        if rules.reads == "json" or reads != {"none"}:
+            assert rules.classes or rules.architectures, name
+            assert rules.until or rules.classes, f"{name} holds for versions to come"
+        assert rules.since, name
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_newer_file_sets_all_that_the_older_one_sets(name):
+    """A file begins as a copy of the one before; what is lost on the way would be a broken command."""
+    versions = [engine for engine in load_catalogue().values() if engine.name == name and engine.ran]
+    older = [engine.model_dump(exclude_defaults=True).keys() - {"until"} for engine in versions[:-1]]
+    assert all(keys <= versions[-1].model_dump(exclude_defaults=True).keys() for keys in older)
+
+
+def test_vllm_0_33_loads_as_0_32_that_was_run():
+    of_loading = {"reads", "without_config", "unknown", "methods", "remap", "first_remap", "nvfp4", "latent"}
+    old, new = (load_catalogue()[name].model_dump(include=of_loading) for name in ("vllm-0.23", "vllm-0.33"))
+    assert old == new
+    # and so does every class that both versions could be run with
+    before, now = (find_engine("vllm", version).classes for version in ("0.32.0", "0.33.0"))
+    both = {*before.results} & {*now.results}
+    assert len(both) > 150
+    assert {name for name in both if before.results[name] != now.results[name]} == set()
+
+
+@pytest.mark.parametrize(("engine", "least"), [("vllm", 60), ("sglang", 40)])
+def test_the_tables_hold_what_people_serve(engine, least):
+    known = find_engine(engine).classes.results
+    for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"):
+        assert f"{family}ForCausalLM" in known
+    assert len(known) >= least
+
+
+# ---- versions ----
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--engine", "vlm"), "--engine vlm is not one of aphrodite, lmdeploy, sglang"),
+        (("--version", "0.23"), "of which engine? Add --engine"),
+        (("--engine", "vllm", "--version", "0.10"), "no rules hold for vLLM 0.10; there are some for 0.4"),
+        (("--engine", "vllm", "--version", "0.22"), "0.4.2, on ROCm; 0.23 to 0.32; 0.33 and newer"),
+        (("--engine", "vllm", "--version", "9" * 5000), "is not a version such as 0.23.1"),
+        (("--engine", "tgi", "--version", "9"), "no rules hold for TGI 9; there are some for 2.4 to 3.3"),
+        (("--engine", "tensorrt-llm", "--version", "0.1"), "hold for TensorRT-LLM 0.1; there are some for"),
+    ],
+)  # fmt: skip
+def test_an_engine_or_version_without_rules_is_one_line(flags, message, tmp_path):
+    one_line_error(fp8kv("verify", model(tmp_path), *flags), message)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "known"),
+    [
+        ("vllm", "v0.32.0+cpu", True),
+        ("vllm", "0.32", True),
+        ("vllm", "0.33.0", True),
+        ("vllm", "0.23.0", False),
+        ("vllm", "0.32.0rc1", False),
+        ("vllm", "0.32.0.post1", False),
+        ("vllm", "0.32.1", False),
+        ("vllm", "0.33.0.dev20+g0123abc", False),
+        ("vllm", "0.34.0", False),
+        ("sglang", "0.5.23", True),
+        ("sglang", "0.6.0", False),
+        ("sglang", "0.5.23rc1", False),  # before 0.5.23, whose config it does not read
+    ],
+)
+def test_a_version_is_known_where_its_classes_were_run(engine, version, known, tmp_path):
+    done = fp8kv("verify", model(tmp_path), "--engine", engine, "--version", version)
+    assert done.exit_code == (0 if known else 1), done.stderr
+    printed = lines_of(done)
+    assert version in printed
+    if not known and "rc" not in version and "dev" not in version:
+        ran = find_engine(engine, version).classes_version
+        assert f"{version} │ not known │ not known" in printed
+        assert f"not known: its classes were run at {ran} alone" in printed
+
+
+# ---- copies of a scale ----
+
+
+@pytest.mark.parametrize(
+    ("engine", "backend", "write", "read"),
+    [
+        ("vllm", "CPU_ATTN", ("float",), ("float",)),  # tests/interop/check_copies.py runs it
+        ("vllm", "FLASH_ATTN", ("tensor",), ("tensor",)),
+        ("vllm", "FLASHINFER", ("tensor",), ("tensor", "float")),
+        ("vllm", "ROCM_AITER_FA", ("tensor", "cpu"), ("tensor",)),
+        ("sglang", "triton", ("tensor",), ("float",)),
+    ],
+)
+def test_a_backend_reads_its_own_copies(engine, backend, write, read):
+    facts = find_engine(engine).backends[backend]
+    assert (facts.write, facts.read) == (write, read)
+    assert not facts.note.endswith("."), "a note is part of a sentence"
+    assert facts.source.endswith(".py")
+
+
+def test_a_copy_that_the_engine_does_not_have_is_refused():
+    engine = find_engine("sglang").model_dump() | {"classes": None}
+    engine["backends"]["fa3"]["read"] = ["tensor", "cpu"]
+    with pytest.raises(ValidationError, match="backend fa3: cpu is not one of tensor, float"):
+        Engine.model_validate(engine)

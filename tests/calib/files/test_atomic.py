@@ -1,0 +1,223 @@
+"""Output directories are whole or absent, and one run at a time writes each."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from calib.errors import InputError
+from calib.files import atomic
+from calib.files.atomic import atomic_directory, claimed, place_shard
+
+NOBODY = 2**22 + 1  # no process has that number
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def write(out, name="new"):
+    with atomic_directory(out, overwrite=True) as scratch:
+        (scratch / name).write_text("x")
+
+
+@pytest.fixture
+def no_exchange(monkeypatch):
+    """A system on which two names cannot be swapped in one step."""
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+
+
+# ---- whole or absent ----
+
+
+def test_overwriting_replaces_the_whole_directory(tmp_path):
+    write(tmp_path / "out", "stale")
+    write(tmp_path / "out")
+    assert names(tmp_path / "out") == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_directory_is_replaced_where_names_cannot_be_swapped(no_exchange, tmp_path):
+    test_overwriting_replaces_the_whole_directory(tmp_path)
+
+
+def test_an_output_that_was_removed_meanwhile_is_written(tmp_path):
+    out = tmp_path / "out"
+    write(out, "old")
+    with atomic_directory(out, overwrite=True) as scratch:
+        (out / "old").unlink()
+        out.rmdir()
+        (scratch / "new").write_text("x")
+    assert names(out) == ["new"]
+
+
+def test_a_failure_leaves_nothing_and_no_parents_and_a_success_keeps_them(tmp_path):
+    out = tmp_path / "a" / "b" / "out"
+    with pytest.raises(KeyboardInterrupt), atomic_directory(out) as scratch:
+        (scratch / "half").write_text("x")
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(InputError, match=r"cannot write .*No space left.*nothing was left behind"),
+        atomic_directory(out),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert names(tmp_path) == []
+    write(out)
+    assert names(out.parent) == ["out"]
+
+
+def test_a_rename_that_fails_leaves_what_was_there(no_exchange, tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", Path.rename
+    write(out, "kept")
+
+    def failing(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(InputError, match="Input/output error"):
+        write(out)
+    assert names(out) == ["kept"]
+
+
+@pytest.mark.parametrize("suffix", ["partial", "old"])
+def test_what_a_killed_process_left_behind_goes_with_the_next(suffix, tmp_path):
+    left, running = (
+        tmp_path / f".out.{socket.gethostname()}-{process}.{suffix}" for process in (NOBODY, os.getppid())
+    )
+    for directory in (left, running):
+        directory.mkdir()
+        (directory / "half").write_text("x")
+    write(tmp_path / "out")
+    assert names(tmp_path) == [running.name, "out"]
+
+
+def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
+    old = tmp_path / f".out.{socket.gethostname()}-{NOBODY}.old"
+    old.mkdir()
+    (old / "kept").touch()
+    with claimed(tmp_path / "out", overwrite=True):
+        assert names(tmp_path / "out") == ["kept"]
+
+
+# ---- one run at a time ----
+
+
+def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
+    lock, real = tmp_path / ".out.lock", fcntl.flock
+    taken = []
+
+    def flock(descriptor, operation):
+        if not taken:  # its holder ends between our opening and our locking it
+            lock.unlink()
+        taken.append(real(descriptor, operation))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with claimed(tmp_path / "out"):
+        assert len(taken) == 2
+        assert lock.exists()
+        with pytest.raises(InputError, match="another run"), claimed(tmp_path / "out"):
+            pass
+    assert names(tmp_path) == []
+
+
+def test_a_link_to_an_output_is_that_output(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with (
+        claimed(tmp_path / "real"),
+        pytest.raises(InputError, match="another run"),
+        claimed(tmp_path / "link"),
+    ):
+        pass
+    write(tmp_path / "link")
+    assert names(tmp_path / "real") == ["new"]
+    assert names(tmp_path) == ["link", "real"]
+
+
+@pytest.mark.parametrize("place", ["file/out", "dangling", "loop", "/proc/out", "file", "x" * 300])
+def test_where_nothing_can_be_written_is_known_at_once(place, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    out = tmp_path / place
+    with pytest.raises(InputError, match=f"cannot write '{out}'") as caught, claimed(out):
+        pass
+    assert "choose another" in str(caught.value)
+    assert names(tmp_path) == ["dangling", "file", "loop"]
+
+
+def test_processes_that_need_the_same_model_wait_for_it(tmp_path):
+    steps = []
+
+    def second():
+        with claimed(tmp_path / "out", wait=True):
+            steps.append("second")
+
+    waiting = threading.Thread(target=second)
+    with claimed(tmp_path / "out"):
+        waiting.start()
+        waiting.join(timeout=0.3)  # longer than a run is patient that does not wait
+        assert waiting.is_alive()
+        steps.append("first")
+    waiting.join(timeout=30)
+    assert steps == ["first", "second"]
+
+
+def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
+    if (killed := os.fork()) == 0:
+        with claimed(tmp_path / "out"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    assert names(tmp_path) == [".out.lock"]
+    with claimed(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
+# ---- weights ----
+
+
+@pytest.fixture
+def shard(tmp_path):
+    (tmp_path / "source").write_bytes(bytes(range(250)))
+    return tmp_path / "source"
+
+
+def test_across_file_systems_links_become_copies(shard, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    place_shard(shard, tmp_path / "target", set(), "link", lambda *_: None)
+    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
+
+
+@pytest.mark.parametrize("can_clone", [True, False])
+def test_where_the_file_system_can_clone_nothing_is_sent(can_clone, shard, tmp_path, monkeypatch):
+    sent, send = [], os.sendfile
+
+    def clone(read, write, count):
+        if can_clone:
+            return os.write(write, os.read(read, count))
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", clone)
+    monkeypatch.setattr(os, "sendfile", lambda *given: sent.append(send(*given)) or sent[-1])
+    place_shard(shard, tmp_path / "target", set(), "copy", lambda *_: None)
+    assert sent == ([0] if can_clone else [250, 0])
+    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
+
+
+def test_copying_reports_how_far_it_is(shard, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_CHUNK", 100)
+    seen = []
+    place_shard(shard, tmp_path / "target", set(), "copy", lambda *told: seen.append(told))
+    assert seen == [("source", more, 250) for more in (100, 100, 50)]
+    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
