@@ -1,32 +1,31 @@
-"""Names of scale tensors, as each tool writes them."""
+"""Names: of scale tensors, as each tool writes them, and of attention modules in a checkpoint."""
 
 import pytest
 
+from calib.errors import UnsupportedExportError
 from calib.files.names import parse_scale_name
 
 ATTENTION = "model.layers.7.self_attn"
+VISION = [f"vision_tower.vision_model.encoder.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
 
 
 @pytest.mark.parametrize(
     ("name", "letters", "dialect"),
     [
         (f"{ATTENTION}.k_scale", "k", "compressed-tensors"),
-        (f"{ATTENTION}.v_scale", "v", "compressed-tensors"),
         (f"{ATTENTION}.q_scale", "q", "compressed-tensors"),
-        (f"{ATTENTION}.attn.k_scale", "k", "compressed-tensors"),
+        (f"{ATTENTION}.attn.v_scale", "v", "compressed-tensors"),
         (f"{ATTENTION}.kv_scale", "kv", "kv_scale"),
         (f"{ATTENTION}.k_proj.k_scale", "k", "modelopt"),
         (f"{ATTENTION}.v_proj.v_scale", "v", "modelopt"),
         (f"{ATTENTION}.qkv_proj.k_scale", "k", "fused"),
-        (f"{ATTENTION}.qkv_proj.v_scale", "v", "fused"),
         (f"{ATTENTION}.k_proj.output_scale", "k", "quark"),
         (f"{ATTENTION}.q_proj.output_scale", "q", "quark"),
         (f"{ATTENTION}.k_cache.scale", "k", "hy"),
         (f"{ATTENTION}.q.scale", "q", "hy"),
         ("transformer.layers.7.attention.kv_cache_scaling_factor", "kv", "tensorrt-llm"),
         ("transformer.layers.7.attention.v_cache_scaling_factor", "v", "tensorrt-llm"),
-        ("model.language_model.layers.7.self_attn.k_scale", "k", "compressed-tensors"),
-        ("language_model.model.layers.7.self_attn.qkv_proj.k_scale", "k", "fused"),
+        ("language_model.model.layers.7.self_attn.qkv_proj.v_scale", "v", "fused"),
         ("transformer.h.7.attn.k_scale", "k", "compressed-tensors"),
     ],
 )
@@ -41,12 +40,10 @@ def test_a_scale_is_known(name, letters, dialect):
     [
         f"{ATTENTION}.k_proj.weight",
         f"{ATTENTION}.k_proj.weight_scale",
-        f"{ATTENTION}.k_proj.input_scale",
         f"{ATTENTION}.o_proj.output_scale",
         f"{ATTENTION}.k_zero_point",
         f"{ATTENTION}.prob_output_scale",
         "lm_head.k_scale",
-        "k_scale",
         ".k_scale",
         "",
         f"{ATTENTION}.k_scale\n",
@@ -54,3 +51,36 @@ def test_a_scale_is_known(name, letters, dialect):
 )
 def test_what_is_none_is_left_alone(name):
     assert parse_scale_name(name) is None
+
+
+# ---- scales go under the checkpoint's own names, and never under a vision tower's ----
+
+
+@pytest.mark.parametrize(
+    ("prefix", "module"),
+    [
+        ("model.layers.1.self_attn", "model.layers.1.self_attn"),
+        ("language_model.model.layers.1.self_attn", "model.language_model.layers.1.self_attn"),
+        ("transformer.h.1.attn", "transformer.h.1.attn"),
+        ("model.layers.1.self_attn", "model.language_model.layers.1.self_attn"),
+    ],
+)
+def test_the_prefix_is_the_checkpoints_own(prefix, module, make_checkpoint):
+    names = [f"{prefix}.k_proj.weight", f"{prefix.replace('1', '11')}.k_proj.weight", *VISION]
+    assert make_checkpoint(names=names).attention_prefix(module) == prefix
+
+
+def test_a_tower_with_the_same_layer_names_is_never_taken(make_checkpoint):
+    for tower in ("vision_model.model", "audio_tower", "vision_tower.model"):
+        for text in ("language_model.model", "language_model"):
+            names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in (text, tower)]
+            found = make_checkpoint(names=names).attention_prefix("model.layers.0.self_attn")
+            assert found == f"{text}.layers.0.self_attn"
+
+
+def test_a_layer_that_is_missing_or_there_twice_is_an_error(make_checkpoint):
+    with pytest.raises(UnsupportedExportError, match=r"belong to model.layers.7.self_attn"):
+        make_checkpoint().attention_prefix("model.layers.7.self_attn")
+    names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in ("left", "right")]
+    with pytest.raises(UnsupportedExportError, match="left.layers.0.self_attn and right"):
+        make_checkpoint(names=names).attention_prefix("model.layers.0.self_attn")

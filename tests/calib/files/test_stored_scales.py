@@ -9,6 +9,7 @@ from command_line import fp8kv, one_line_error
 from safetensors.torch import save_file
 
 from calib.errors import InputError, NoScalesError
+from calib.files import scale_files
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 
@@ -59,22 +60,36 @@ def test_scales_are_found_by_layer(tmp_path):
     assert found.problems == []
 
 
-def test_what_sees_has_no_cache(tmp_path):
-    eyes = ["vision_tower.encoder.layers.0.self_attn.k_proj", "model.visual.blocks.3.attn.qkv"]
-    ears = ["audio_tower.layers.1.self_attn.k_proj"]
-    names = ["model.language_model.layers.0.self_attn.k_proj", *eyes, *ears]
-    directory = write(tmp_path, {f"{name}.weight": torch.ones(1) for name in names})
-    assert open_model_directory(directory, weights=False).modules == {
-        "model.language_model.layers.0.self_attn"
-    }
-
-
-def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
-    names = [f"{LAYER.format(i)}.q_proj.weight" for i in range(3)]
-    names += [f"{LAYER.format(0)}.k_proj.weight", "model.layers.0.cross.q_proj.weight"]
-    index = dict.fromkeys(names, "model.safetensors")
-    directory = write(tmp_path, {name: torch.ones(1) for name in names[1:]}, index=index)
-    assert open_model_directory(directory, weights=False).modules == {LAYER.format(i) for i in range(3)}
+@pytest.mark.parametrize(
+    ("names", "modules"),
+    [
+        # what sees or hears has no cache
+        (
+            [
+                "model.language_model.layers.0.self_attn.k_proj",
+                "vision_tower.encoder.layers.0.self_attn.k_proj",
+                "model.visual.blocks.3.attn.qkv",
+                "audio_tower.layers.1.self_attn.k_proj",
+            ],
+            {"model.language_model.layers.0.self_attn"},
+        ),
+        # a layer with queries alone shares K and V
+        (
+            [
+                *(f"{LAYER.format(i)}.q_proj" for i in range(3)),
+                f"{LAYER.format(0)}.k_proj",
+                "model.layers.0.cross.q_proj",
+            ],
+            {LAYER.format(i) for i in range(3)},
+        ),
+    ],
+)
+def test_attention_modules_that_cache(names, modules, tmp_path):
+    index = {f"{name}.weight": "model.safetensors" for name in names}
+    # the first is in the index alone
+    tensors = {name: torch.ones(1) for name in [*index][1:]}
+    directory = write(tmp_path, tensors, index=index)
+    assert open_model_directory(directory, weights=False).modules == modules
 
 
 def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
@@ -89,26 +104,28 @@ def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
     ) in str(caught.value)
 
 
-@pytest.mark.parametrize("scale", [0.02, 0.05])
-def test_a_json_file_beside_tensors_holds_the_larger(scale, tmp_path):
+def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
     directory = write(tmp_path, layers(k=0.02, v=0.01))
-    ranks = {"0": {"0": scale, "1": 0.004}, "1": {"0": 0.01, "1": scale}}
-    (directory / "kv_cache_scales.json").write_text(json.dumps({"kv_cache": {"scaling_factor": ranks}}))
-    if scale == 0.02:
-        assert read_scales(directory).layers[0].v == (pytest.approx(0.01),)
-        return
+
+    def write_json(scale):
+        ranks = {"0": {"0": scale, "1": 0.004}, "1": {"0": 0.01, "1": scale}}
+        (directory / "kv_cache_scales.json").write_text(json.dumps({"kv_cache": {"scaling_factor": ranks}}))
+
+    write_json(0.02)
+    assert read_scales(directory).layers[0].v == (pytest.approx(0.01),)
+    write_json(0.05)
     with pytest.raises(InputError, match="of layer 0 .and of 1 more.: 0.02 as .* and 0.05 in kv_"):
         read_scales(directory)
 
 
-@pytest.mark.parametrize("other", [0.5, [0.02, 0.02]], ids=["value", "per head"])
-def test_a_listed_file_may_hold_no_other_value(other, tmp_path):
+def test_a_listed_file_may_hold_no_other_value(tmp_path):
     index = dict.fromkeys(layers(count=1), "model.safetensors")
     index |= {"model.norm.weight": "old.safetensors"}
-    save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
     directory = write(tmp_path, layers(count=1), index=index)
-    with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
-        read_scales(directory)
+    for other in (0.5, [0.02, 0.02]):
+        save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
+        with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
+            read_scales(directory)
 
 
 @pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
@@ -133,18 +150,14 @@ def test_of_several_modules_in_a_layer_each_has_a_value(tmp_path):
 
 def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
     tower = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
-    assert [layer.k for layer in read_scales(write(tmp_path, tower | layers())).layers] == [
-        (pytest.approx(0.02),)
-    ] * 2
+    found = read_scales(write(tmp_path, tower | layers())).layers
+    assert [layer.k for layer in found] == [(pytest.approx(0.02),)] * 2
     with pytest.raises(NoScalesError):
         read_scales(write(tmp_path, tower))
 
 
 def test_no_weight_is_read(tmp_path, monkeypatch):
-    from calib.files import scale_files
-
-    read = []
-    values = scale_files.read_values
+    read, values = [], scale_files.read_values
     monkeypatch.setattr(scale_files, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
     weights = {f"{LAYER.format(0)}.k_proj.weight": torch.ones(64, 64)}
     open_model_directory(write(tmp_path, layers(count=1) | weights), weights=False)
@@ -186,24 +199,15 @@ def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):
     assert any("2 scales are there twice" in problem for problem in problems(write(tmp_path, layers())))
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
-def test_an_index_cannot_lead_out_of_the_directory(name, tmp_path):
-    with pytest.raises(InputError, match="a file outside the directory"):
-        open_model_directory(write(tmp_path, layers(), index={"x": name}), weights=False)
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("config.json", '{"a": NaN}'),
         ("config.json", '{"a": 1, "a": 2}'),
-        ("config.json", "[" * 100_000),
-        ("config.json", '"text"'),
-        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
         ("model.safetensors.index.json", '{"weight_map": []}'),
         ("kv_cache_scales.json", "{}"),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
-        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": 1}}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
         ("kv_cache_scales.json", json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": HUGE}}}})),
@@ -218,12 +222,7 @@ def test_json_that_says_nothing_is_one_line(name, text, tmp_path):
 
 def test_a_directory_without_scales_is_one_line(tmp_path):
     one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
-
-
-def test_a_directory_that_is_none_is_one_line(tmp_path):
     one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
-    (tmp_path / "empty").mkdir()
-    one_line_error(fp8kv("inspect", tmp_path / "empty"), "holds no model")
 
 
 def test_inspect_prints_a_row_per_layer(tmp_path):
@@ -241,21 +240,13 @@ def test_names_cannot_steer_a_terminal(tmp_path):
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture_is_drawn(suffix, tmp_path):
+def test_the_picture_is_drawn_where_it_can_be(tmp_path):
     directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
-    done = fp8kv("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
-    assert done.exit_code == 0
-    assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
-
-
-def test_a_picture_needs_a_known_suffix(tmp_path):
-    directory = write(tmp_path / "model", layers())
+    for suffix in ("png", "svg"):
+        done = fp8kv("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
+        assert done.exit_code == 0
+        assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
     one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
-
-
-def test_a_picture_below_a_file_is_one_line(tmp_path):
-    directory = write(tmp_path / "model", layers())
     (tmp_path / "file").write_text("x")
     done = fp8kv("inspect", directory, "--plot", tmp_path / "file" / "x.png")
     one_line_error(done, f"cannot write '{tmp_path}/file/x.png'", "Not a directory")

@@ -1,0 +1,134 @@
+"""Paths that hold no scales themselves, or lead nowhere: the error says where they are, or what to do."""
+
+import json
+import shutil
+
+import pytest
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.data.loading import dataset_key
+from calib.errors import InputError
+from calib.files.cache_folder import cache_folder
+from calib.files.stored_scales import read_scales
+from calib.formats.directory import local_directory
+from calib.transfer.hidden_paths import _spellings
+
+NOWHERE = "~nobody-of-this-name/x"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def several(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibrated") / "several"
+    formats = ("--format", "vllm", "--format", "tgi", "--format", "json")
+    assert calibrate(model, "-o", out, *formats).exit_code == 0
+    return out
+
+
+# ---- a directory of several formats ----
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect DIR",
+        "verify DIR",
+        "verify ONE --against DIR",
+        "compare DIR ONE",
+        "compare ONE DIR",
+        "merge ONE DIR -o OUT",
+        "repair DIR --stats ONE -o OUT",
+        "repair ONE --stats DIR -o OUT",
+        "convert DIR --to tgi -o OUT",
+        "strip DIR -o OUT",
+        "generate DIR w5",
+        "generate MODEL w5 --scales DIR",
+        "eval MODEL --scales DIR",
+        "calibrate DIR -o OUT",
+    ],
+)
+def test_the_directories_of_several_formats_are_named(command, several, model, tmp_path):
+    places = {"DIR": several, "ONE": several / "vllm", "OUT": tmp_path / "out", "MODEL": model}
+    done = fp8kv(*(places.get(word, word) for word in command.split()))
+    inside = [f"'{several / name}'" for name in ("vllm", "tgi", "json")]
+    one_line_error(done, f"'{several}' ", "several formats", f"give {', '.join(inside)}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_holds_no_model(tmp_path):
+    done = fp8kv("convert", tmp_path, "--to", "tgi", "-o", tmp_path.parent / "out")
+    one_line_error(done, f"'{tmp_path}' has no config.json: it is not a model directory")
+    (tmp_path / "vllm").mkdir()  # no calibration
+    done = fp8kv("inspect", tmp_path)
+    one_line_error(done, "holds no model")
+    assert "formats" not in done.stderr
+
+
+# ---- scales without weights ----
+
+
+@pytest.mark.parametrize("layout", ["json", "fp8kv"])
+def test_scales_without_weights_are_told_from_no_model(layout, model, tmp_path):
+    out, new = tmp_path / "out", tmp_path / "new"
+    assert calibrate(model, "-o", out, "--format", layout).exit_code == 0
+    recipe = out / "fp8kv_calibration.json"
+    for command in (("convert", out, "--to", "vllm"), ("repair", out, "--stats", out), ("strip", out)):
+        one_line_error(
+            fp8kv(*command, "-o", new),
+            f"'{out}' holds a calibration and no model",
+            f"fp8kv calibrate MODEL --recipe {recipe} --format",
+        )
+    # and so it is
+    again = ("calibrate", model, "--recipe", recipe, "--format", "vllm", "--device", "cpu")
+    assert fp8kv(*again, "-o", new).exit_code == 0
+
+
+def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(several / "json" / "kv_cache_scales.json", alone)
+    done = fp8kv("convert", alone, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, "holds kv_cache_scales.json and no model", "copy of the model's directory")
+    # and so it is
+    shutil.copytree(model, tmp_path / "both")
+    shutil.copy(alone / "kv_cache_scales.json", tmp_path / "both")
+    done = fp8kv("convert", tmp_path / "both", "--to", "tgi", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    factors = json.loads((alone / "kv_cache_scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]
+    found = [layer.k[0] for layer in read_scales(tmp_path / "out").layers]
+    assert found == pytest.approx([*factors.values()])
+
+
+# ---- `~name` of a user that does not exist ----
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "calibrate ~ -o {out}",
+        "calibrate {model} -o {out} --dataset ~",
+        "apply ~ {model} -o {out}",
+        "bench ~",
+        "generate {model} hello --scales ~",
+        "eval {model} -o {out} --tasks ~.yaml",
+    ],
+)
+def test_a_user_without_a_home_is_one_line(command, model, tmp_path):
+    words = command.replace("~", NOWHERE).format(model=model, out=tmp_path / "out").split()
+    one_line_error(fp8kv(*words), f"'{NOWHERE}", "this user has no home folder; give a full path")
+    assert not (tmp_path / "out").exists()
+
+
+def test_functions_that_take_paths_say_so_and_caches_take_them_as_they_are(monkeypatch, tmp_path):
+    for function in (dataset_key, local_directory):
+        with pytest.raises(InputError, match="this user has no home folder"):
+            function(NOWHERE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", NOWHERE)
+    assert cache_folder("HF_HUB_CACHE") == tmp_path / NOWHERE
+    assert _spellings(NOWHERE) == [NOWHERE]
