@@ -2,9 +2,9 @@
 
 import ast
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 COMPARISONS = {
@@ -31,10 +31,6 @@ class Mutant:
     line: int
     before: str
     after: str
-
-    def to_json(self) -> dict[str, str | int]:
-        """Return the fields."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before[:40]!r} -> {self.after[:40]!r}"
@@ -70,26 +66,14 @@ def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
 
 def apply(source: str, mutant: Mutant) -> str:
     """Return the source with the mistake."""
-    return _edit(source, mutant, _changed)
-
-
-def enclosing_function(source: str, mutant: Mutant) -> ast.FunctionDef | None:
-    """Return the outermost function that the mutant is in."""
-    node = list(_places(ast.parse(source), mutant.kind))[mutant.index][2]
-    tops = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
-    around = [n for n in tops if n.body[0].lineno <= node.lineno <= (n.end_lineno or 0)]
-    return min(around, key=lambda n: n.lineno, default=None)
-
-
-def _edit(source: str, mutant: Mutant, change: Callable[[ast.AST], ast.AST]) -> str:
     tree = ast.parse(source)
     parent, field, node = list(_places(tree, mutant.kind))[mutant.index]
     assert ast.unparse(node) == mutant.before, f"{mutant.file} is another than the sample was taken of"
     value = getattr(parent, field)
     if isinstance(value, list):
-        value[next(i for i, item in enumerate(value) if item is node)] = change(node)
+        value[next(i for i, item in enumerate(value) if item is node)] = _changed(node)
     else:
-        setattr(parent, field, change(node))
+        setattr(parent, field, _changed(node))
     return ast.unparse(ast.fix_missing_locations(tree))
 
 

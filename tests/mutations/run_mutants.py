@@ -1,48 +1,46 @@
 """How many random mistakes in the shipped code the tests notice.
 
-run_mutants.py                         the committed sample, against all tests that come by each
+run_mutants.py                         the committed sample of mutants
 run_mutants.py --room calib/scales --seed 7 --count 40 --tests tests/calib/scales
-                                       another sample, of one room, against its tests
+                                       another sample, of one room, against these tests
 run_mutants.py --compare OLD NEW       two results beside each other
 
-The tests may be of another checkout (`--tests-of`). A mutant is killed by a test that fails with it and
-passes without it, or by a run that takes far longer than it takes without it.
+A mutant meets the tests that import its module or lie in the folder of its room, two minutes of them. It is
+killed by a test that fails with it and passes without it. The tests may be those of another checkout.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict
 from multiprocessing import get_context
 from pathlib import Path
 
-from mutate import KINDS, Mutant, apply, enclosing_function, find_mutants, sample
+from mutate import KINDS, Mutant, apply, find_mutants, sample
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 SEED, COUNT = 20261125, 150
-SECONDS_OF_TESTS = 90  # of the tests that come by one mutant, at most
-CRASHED = 99
-PYTEST = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "fp8kv_probe", "-p", "no:randomly")
+SECONDS = 120  # of the CPU, for one mutant
+# these look for the code as it is
+WITHOUT = ("tests/runtime/test_mutations.py", "tests/test_architecture.py", "tests/ptx/", "tests/interop/")
 # what is imported before pytest begins is not ours
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-p", "watch_tests")
 PYTEST += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 def main() -> None:
     """Run what the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--room", default="", help="take mutants of paths that begin so")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--count", type=int, default=COUNT)
-    parser.add_argument("--tests", nargs="*", help="these, instead of all tests that come by a mutant")
+    parser.add_argument("--tests", nargs="*", help="files or folders, instead of each mutant's own")
     parser.add_argument("--tests-of", type=Path, default=ROOT, help="a checkout whose tests are used")
     parser.add_argument("--only", type=Path, help="a result: take only mutants that were killed there")
     parser.add_argument("--work", type=Path, default=ROOT / "build/mutants", help="scratch directory")
@@ -52,137 +50,70 @@ def main() -> None:
     if options.compare:
         print(compare(*(json.loads(path.read_text()) for path in options.compare)))
         return
-    mutants = sample(
-        [m for m in find_mutants(ROOT) if m.file.startswith(options.room)], options.count, options.seed
-    )
-    options.work.mkdir(parents=True, exist_ok=True)
-    if options.tests:
-        chosen = dict.fromkeys(range(len(mutants)), options.tests)
-        seconds = dict.fromkeys(chosen, 300.0)
-    else:
-        chosen, seconds = tests_of_mutants(mutants, options)
-    numbers = list(range(len(mutants)))
+    mutants = [mutant for mutant in find_mutants(ROOT) if mutant.file.startswith(options.room)]
+    mutants = sample(mutants, options.count, options.seed)
     if options.only:
-        killed = {row["mutant"] for row in json.loads(options.only.read_text()) if row["outcome"] == "killed"}
-        numbers = [i for i in numbers if str(mutants[i]) in killed]
-    rows = run_all(mutants, numbers, chosen, seconds, options)
+        rows = json.loads(options.only.read_text())
+        killed = {row["mutant"] for row in rows if row["outcome"] == "killed"}
+        mutants = [mutant for mutant in mutants if str(mutant) in killed]
+    rows = run_all(mutants, options)
     (options.work / "result.json").write_text(json.dumps(rows, indent=1))
     print(table(rows))
 
 
-def tests_of_mutants(
-    mutants: list[Mutant], options: argparse.Namespace
-) -> tuple[dict[int, list[str]], dict[int, float]]:
-    """Run all tests once on code that notes who comes by; return the tests of each mutant, and seconds."""
-    tree, notes = options.work / "probed", options.work / "notes"
-    shutil.rmtree(notes, ignore_errors=True)
-    notes.mkdir(parents=True)
-    copy_tree(tree, options.tests_of)
-    for file in {m.file for m in mutants}:
-        probe_file(tree / file, [(i, m) for i, m in enumerate(mutants) if m.file == file])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "fp8kv_probe", "-p", "no:cacheprovider"]
-    xdist = ["--numprocesses", str(options.jobs), "--dist", "worksteal"]
-    with (options.work / "probed.txt").open("w") as output:
-        subprocess.run(
-            [*command, *xdist], cwd=tree, env=environment(tree, notes), stdout=output, stderr=output
-        )
-    durations: dict[str, float] = defaultdict(float)
-    for line in read_notes(notes, "durations"):
-        test, took = line.split("\t")
-        durations[test] += float(took)
-    failed = set(read_notes(notes, "failed"))
-    hits: dict[int, set[str]] = defaultdict(set)
-    for line in read_notes(notes, "hits"):
-        number, test = line.split("\t")
-        hits[int(number)].add(test)
-    chosen, seconds = {}, {}
-    for i, mutant in enumerate(mutants):
-        tests = selected(mutant, hits[i], durations) - failed
-        by_file: dict[str, list[str]] = defaultdict(list)
-        for test in tests:
-            by_file[test.partition("::")[0]].append(test)
-        order = sorted(by_file, key=lambda file: sum(durations[test] for test in by_file[file]))
-        total, chosen[i] = 0.0, []
-        for test in (test for file in order for test in sorted(by_file[file])):
-            if total < SECONDS_OF_TESTS:
-                chosen[i].append(test)
-                total += durations[test]
-        seconds[i] = total
-    return chosen, seconds
+def tests_of(mutant: Mutant, tree: Path) -> list[str]:
+    """Return the test files of a mutant's module: those named after it, those that import it, its room's."""
+    path = Path(mutant.file)
+    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    room, name = module.rpartition(".")[::2]
+    imports = re.compile(rf"\b{re.escape(module)}\b|\bfrom {re.escape(room)} import .*\b{name}\b")
+    folder = "tests/" + "/".join(path.parent.parts).replace("fp8kv_runtime", "runtime")
+    files = sorted(str(file.relative_to(tree)) for file in tree.glob("tests/**/test_*.py"))
+    files = [file for file in files if not file.startswith(WITHOUT)]
+    importing = {file for file in files if imports.search((tree / file).read_text())}
+    in_room = {file for file in files if file.startswith(folder.removesuffix("/kernels") + "/")}
+    named = {file for file in importing | in_room if name.strip("_") in Path(file).stem}
+    return sorted(importing | in_room, key=lambda file: (file not in named, file not in importing, file))
 
 
-def selected(mutant: Mutant, hits: set[str], durations: dict[str, float]) -> set[str]:
-    """Return the tests that came by; of what ran in a fixture or at import, all of the file or the room."""
-    tests = set()
-    for name in hits:
-        test, _, phase = name.rpartition(" ")
-        if phase == "(setup)":
-            file = test.partition("::")[0]
-            tests |= {t for t in durations if t.startswith(file + "::")}
-        elif test in durations:
-            tests.add(test)
-    if not tests or "" in hits:
-        room, *inner = Path(mutant.file).parent.parts
-        place = "/".join(["tests", "runtime" if room == "fp8kv_runtime" else "calib", *inner])
-        tests |= {t for t in durations if t.startswith(place if inner != ["kernels"] else "tests/runtime")}
-    return tests
-
-
-def probe_file(path: Path, mutants: list[tuple[int, Mutant]]) -> None:
-    """Put a probe at the head of each function that a mutant is in, unless Triton compiles it."""
-    source = path.read_text()
-    lines = source.split("\n")
-    probes: dict[int, list[int]] = defaultdict(list)
-    for i, mutant in mutants:
-        function = enclosing_function(source, mutant)
-        if function and not any("jit" in line for line in lines[function.lineno - 4 : function.lineno]):
-            first = function.body[0]
-            probes[first.lineno].append(i)
-    for number in sorted(probes, reverse=True):
-        line = lines[number - 1]
-        calls = "; ".join(f"__import__('fp8kv_probe').hit({i})" for i in probes[number])
-        if line.strip().startswith(('"""', 'r"""')):
-            # before a docstring a call is harmless, but for who reads the docstring
-            calls = f"{calls}; "
-            lines[number - 1] = line[: len(line) - len(line.lstrip())] + calls + line.lstrip()
-        else:
-            lines.insert(number - 1, line[: len(line) - len(line.lstrip())] + calls)
-    path.write_text("\n".join(lines))
-
-
-def run_all(
-    mutants: list[Mutant],
-    numbers: list[int],
-    chosen: dict[int, list[str]],
-    seconds: dict[int, float],
-    options: argparse.Namespace,
-) -> list[dict[str, object]]:
+def run_all(mutants: list[Mutant], options: argparse.Namespace) -> list[dict[str, object]]:
     """Run the tests of each mutant, in as many copies of the tree as there are jobs."""
-    for job in range(options.jobs):
-        copy_tree(options.work / f"tree{job}", options.tests_of)
     context = get_context("spawn")
-    names = context.Queue()
+    trees = context.Queue()
     for job in range(options.jobs):
-        names.put(job)
+        trees.put(copy_tree(options.work / f"tree{job}", options.tests_of))
     rows = []
-    with context.Pool(options.jobs, initializer=start_worker, initargs=(names, options.work)) as pool:
-        tasks = [(mutants[i], chosen[i], seconds[i]) for i in numbers]
-        for row in pool.imap_unordered(run_one, tasks):
+    with context.Pool(options.jobs, initializer=start_worker, initargs=(trees,)) as pool:
+        for row in pool.imap_unordered(run_one, [(mutant, options.tests) for mutant in mutants]):
             rows.append(row)
-            print(
-                f"{len(rows)}/{len(numbers)} {row['outcome']:9} {row['seconds']:6} s  {row['mutant']}",
-                flush=True,
-            )
+            place = f"{len(rows)}/{len(mutants)}"
+            print(f"{place} {row['outcome']:9}{row['seconds']:6} s  {row['mutant']}", flush=True)
     return sorted(rows, key=lambda row: str(row["mutant"]))
 
 
-def start_worker(names, work: Path) -> None:
+def copy_tree(target: Path, tests_of: Path) -> Path:
+    """Copy the tracked files of the checkout with the tests, and the shipped code of this one."""
+    shutil.rmtree(target, ignore_errors=True)
+    for root, is_of_code in ((ROOT, True), (tests_of, False)):
+        for name in subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines():
+            if name.startswith(("calib/", "fp8kv_runtime/")) == is_of_code and (root / name).is_file():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, target / name)
+    return target.resolve()
+
+
+def start_worker(trees) -> None:
     """Import what takes long, once; every run is forked from here."""
-    global TREE, NOTES
-    job = names.get()
-    TREE, NOTES = work / f"tree{job}", work / f"notes{job}"
-    NOTES.mkdir(exist_ok=True)
-    os.environ.update(environment(TREE, NOTES))
+    global TREE
+    TREE = trees.get()
+    os.environ |= {"FP8KV_FAILED": str(TREE / "failed"), "FP8KV_SECONDS": str(SECONDS)}
+    os.environ |= {"PYTHONPATH": f"{TREE}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRITON_INTERPRET": "1",
+        "COLUMNS": "200",
+    }
     os.chdir(TREE)
     sys.path[:0] = [str(HERE), str(TREE)]
     import datasets  # noqa: F401
@@ -195,104 +126,60 @@ def start_worker(names, work: Path) -> None:
     import triton  # noqa: F401
 
 
-def run_one(task: tuple[Mutant, list[str], float]) -> dict[str, object]:
+def run_one(task: tuple[Mutant, list[str] | None]) -> dict[str, object]:
     """Return what the tests say to one mutant."""
-    mutant, tests, seconds = task
-    path = TREE / mutant.file
-    source, start = path.read_text(), time.time()
-    path.write_text(apply(source, mutant))
-    unreliable: list[str] = []
+    mutant, tests = task
+    tests = tests or tests_of(mutant, TREE)
+    path, start, unreliable = TREE / mutant.file, time.time(), []
+    source = path.read_text()
     try:
         while True:
-            failed, code = forked([*tests, *without(unreliable)], 60 + 4 * seconds)
-            if code in (0, 5):
+            path.write_text(apply(source, mutant))
+            failed, code = forked([*tests, *(f"--deselect={test}" for test in unreliable)])
+            path.write_text(source)
+            if not failed and code in (0, 2, 5) and "no tests ran" not in output():
                 outcome = "survived"
                 break
             # a test that fails without the mutant too says nothing; nor does a run that cannot begin
-            path.write_text(source)
-            _, alone = forked(failed or ["--collect-only", *tests], 300)
+            _, alone = forked(failed or ["--collect-only", *tests])
             outcome = "killed"
             if alone == 0:
                 break
-            assert failed, f"pytest cannot run {tests}:\n{(NOTES / 'output').read_text()[-2000:]}"
+            assert failed, f"pytest cannot run {tests}:\n{output()[-2000:]}"
             unreliable += failed
-            path.write_text(apply(source, mutant))
     finally:
         path.write_text(source)
     cause = (failed or [f"exit status {code}"])[0] if outcome == "killed" else ""
     return {
-        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "by": cause, "tests": len(tests),
+        "mutant": str(mutant), "kind": mutant.kind, "outcome": outcome, "by": cause,
         "seconds": round(time.time() - start, 1), "unreliable": unreliable,
     }  # fmt: skip
 
 
-def without(tests: list[str]) -> list[str]:
-    """Return pytest's arguments that leave these tests out."""
-    return [f"--deselect={test}" for test in tests]
-
-
-def forked(tests: list[str], limit: float) -> tuple[list[str], int]:
-    """Run tests in a fork of this process; return those that failed, and the exit status of pytest."""
-    for path in NOTES.iterdir():
-        path.unlink()
-    if not tests:
-        return [], 5
+def forked(arguments: list[str]) -> tuple[list[str], int]:
+    """Run pytest in a fork of this process; return the tests that failed, and the exit status."""
+    (TREE / "failed").write_text("")
     pid = os.fork()
     if pid == 0:
-        os.setsid()
-        output = os.open(NOTES / "output", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        with (TREE / "output").open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         import pytest
 
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        code = CRASHED
+        sys.stdout, sys.stderr, code = sys.__stdout__, sys.__stderr__, 99
         try:
-            code = int(pytest.main([*PYTEST, *tests]))
+            code = int(pytest.main([*PYTEST, *arguments]))
         finally:
             traceback.print_exc()
             sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(code)
-    deadline = time.time() + limit
-    while time.time() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return read_notes(NOTES, "failed"), os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return [], 124
+    _, status = os.waitpid(pid, 0)
+    return (TREE / "failed").read_text().splitlines(), os.waitstatus_to_exitcode(status)
 
 
-def environment(tree: Path, notes: Path) -> dict[str, str]:
-    """Return the variables that tests of a copied tree run with."""
-    return {
-        **os.environ,
-        "PYTHONPATH": f"{tree}:{HERE}",
-        "FP8KV_PROBE": str(notes),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TRITON_INTERPRET": "1",
-        "COLUMNS": "200",
-    }
-
-
-def copy_tree(target: Path, tests_of: Path) -> None:
-    """Copy the tracked files of this checkout, with the tests of another."""
-    shutil.rmtree(target, ignore_errors=True)
-    for root, inner in ((ROOT, False), (tests_of, True)):
-        for name in subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines():
-            if name.startswith("tests/") == inner and (root / name).is_file():
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(root / name, target / name)
-
-
-def read_notes(directory: Path, kind: str) -> list[str]:
-    """Return the lines that all processes noted."""
-    return [line for path in directory.glob(f"{kind}.*") for line in path.read_text().splitlines()]
+def output() -> str:
+    """Return what the last run printed."""
+    return (TREE / "output").read_text()
 
 
 def table(rows: list[dict[str, object]]) -> str:
