@@ -104,6 +104,7 @@ LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn
 	tgi-to-vllm heads-to-modelopt
 
 interop interop-%: export HF_HUB_OFFLINE = 1
+interop interop-%: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/support:$(CURDIR)/benchmarks
 interop: interop-scales interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
 
 interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
@@ -130,29 +131,29 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	$(INTEROP)/bin/python tests/interop/check_caches.py
 	$(INTEROP)/bin/python tests/interop/check_backends.py
-	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
-	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
 	$(BIN)/python tests/interop/write_queries.py $(OUT)/queries
 	$(INTEROP)/bin/python tests/interop/check_queries.py $(OUT)/queries
-	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
 	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
 	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
 	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
 	$(BIN)/python tests/interop/write_latents.py $(OUT)/stressed-latents
 	$(INTEROP)/bin/python tests/interop/check_mla.py baked $(OUT)/stressed-latents
-	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
 		$(OUT)/stressed-latents
 
 interop-classes-cuda: $(CUDA_BUILD)/.installed ## the classes of a vLLM that is built for GPUs alone, against its file
-	$(CUDA_BUILD)/bin/python tests/interop/vllm_classes.py --check
+	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_classes.py --check
 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
@@ -183,8 +184,8 @@ interop-models: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_served.py $(BIN)/fp8kv \
 		$(OUT)/twin $(OUT)/twin-fp8kv $(OUT)/tensor-kv/vllm
 
-VLLM_CLASSES := $(INTEROP)/bin/python tests/interop/vllm_classes.py
-SGLANG_CLASSES := PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/sglang_classes.py
+VLLM_CLASSES := $(INTEROP)/bin/python tools/engine_classes/vllm_classes.py
+SGLANG_CLASSES := PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tools/engine_classes/sglang_classes.py
 
 # a class takes SGLang seconds: those that people serve most, and one of each fate
 CHECKED_IN_SGLANG := $(addsuffix ForCausalLM,Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next \
@@ -193,7 +194,7 @@ CHECKED_IN_SGLANG := $(addsuffix ForCausalLM,Llama Mistral Mixtral Qwen2 Qwen2Mo
 
 engines: export HF_HUB_OFFLINE = 1
 engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of engines: which scales each model class loads
-	$(BIN)/python tests/interop/write_architectures.py
+	$(BIN)/python tools/engine_classes/write_architectures.py
 	$(VLLM_CLASSES)
 	$(SGLANG_CLASSES)
 	$(BIN)/python tools/engines_page.py
@@ -201,7 +202,7 @@ engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of en
 # a vLLM without a build for CPUs: its classes from its build for CUDA, 10 GB on the disk
 engines-cuda: export HF_HUB_OFFLINE = 1
 engines-cuda: $(VENV)/.installed $(CUDA_BUILD)/.installed ## the same for a vLLM that is built for GPUs alone; none is needed
-	$(CUDA_BUILD)/bin/python tests/interop/vllm_classes.py
+	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_classes.py
 	$(CUDA_BUILD)/bin/python tests/interop/check_backends.py
 	$(BIN)/python tools/engines_page.py
 

@@ -6,7 +6,6 @@ Triton reader refuses an A100 when it is made, which was read.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
@@ -14,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fake_gpu
 import torch
@@ -34,7 +31,7 @@ HEADS = 3
 LATENTS = ((512, 64), (576, 192), (256, 32), (256, 64))
 # a model type of which vLLM caches K and V of heads, though it is of latent attention
 EXPANDED = "minicpm3"
-ARCHITECTURES = Path(__file__).parent / "architectures"
+ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
 FLAG = "--kv-cache-dtype "
 # where bytes are stored: their type in Triton
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}

@@ -3,12 +3,9 @@
 And attention over them beside vLLM's own reader; and proof that a changed constant is noticed.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cache_writers as writers
 import latent_writer

@@ -11,8 +11,6 @@ import no_pictures  # noqa: F401 (before an engine)
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from calib.engines.catalogue import find_engine
 from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place

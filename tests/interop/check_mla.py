@@ -34,8 +34,6 @@ from engine_cases import (
     write,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales

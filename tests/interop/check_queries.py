@@ -11,11 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine import OPTIONS, join_group, set_environment
+from vllm_process import OPTIONS, join_group, set_environment
 
 set_environment()
 
@@ -60,7 +58,7 @@ def attend(layer, query, key, value, output_shape=None, **_):
     return (weights @ v).transpose(0, 1).reshape(tokens, -1)
 
 
-MIXTRAL = Path(__file__).parent / "architectures" / "MixtralForCausalLM.json"
+MIXTRAL = Path(__file__).parents[2] / "tools/engine_classes/architectures/MixtralForCausalLM.json"
 # their experts compute otherwise after some of the other classes (why was not found out)
 FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 SEEN: dict[str, dict[str, list[float]]] = {}

@@ -22,8 +22,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_classes import load
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from calib.serving.plugin import ScalesNotUsedError, register_sglang
 
 PROJECTIONS = "{module}.{x}_proj.{x}_scale"

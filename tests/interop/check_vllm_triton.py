@@ -6,15 +6,12 @@ written apart agree on FP8 blocks, on prompts and on decode; and that `--attenti
 """
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 # Triton looks when it is imported
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import simulated_triton
 import torch

@@ -1,30 +1,15 @@
 """vLLM in this process: serving, or only loading."""
 
-import os
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
 import torch_kernels
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
+from vllm_process import OPTIONS, join_group, set_environment
 
 from calib.engines.catalogue import Engine, find_engine
 from calib.engines.outcome import Place
 
 ONE_GPU = Place()
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # the engine in this process, where its layers can be looked at
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-OPTIONS = {"enforce_eager": True, "max_model_len": 128, "num_gpu_blocks_override": 8}
 
 
 def installed_engine() -> Engine:
@@ -38,12 +23,6 @@ def installed_engine() -> Engine:
 def kernels() -> str:
     """Whose kernels serve an FP8 cache on this CPU."""
     return "torch's (no AVX-512)" if torch_kernels.is_needed() else "vLLM's"
-
-
-def set_environment() -> None:
-    """Set what vLLM reads when it is imported."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def start(directory: Path, **options):
@@ -73,15 +52,3 @@ def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> t
     with set_current_vllm_config(config):
         join_group(place.ranks, rank)
         return get_model(vllm_config=config)
-
-
-def join_group(ranks: int, rank: int) -> None:
-    """Enter the group of processes that hold the model, once."""
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-
-    if not torch.distributed.is_initialized():
-        meeting = Path(os.environ.get("RENDEZVOUS") or Path(tempfile.mkdtemp(), "rendezvous"))
-        # as vLLM's worker does: with AVX-512 ranks share memory under this name
-        os.environ["VLLM_DIST_IDENT"] = meeting.parent.name
-        init_distributed_environment(ranks, rank, f"file://{meeting}", 0, "gloo")
-        ensure_model_parallel_initialized(ranks, 1)

@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
 
 from calib.engines.outcome import Place
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import ENVIRONMENT
+from vllm_process import ENVIRONMENT
 
 SECONDS = 300
 # a plugin of its own: FP8 kernels for CPUs without, and a fault: scales twice as large, all copies

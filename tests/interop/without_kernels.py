@@ -9,7 +9,7 @@ import sys
 from unittest.mock import MagicMock
 
 import torch
-from engine import set_environment
+from vllm_process import set_environment
 
 _CHOOSES = re.compile(r"(?:init|choose)_\w+_linear_kernel")
 _LAYERS = "vllm.model_executor.layers.quantization"

@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
-
 from command_line import calibrate
 from families import save_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 FORMATS = ("vllm", "modelopt", "sglang")
 _CAUSAL = (
@@ -29,7 +26,7 @@ FAMILIES = (*(f"{name}ForCausalLM" for name in _CAUSAL), "GPT2LMHeadModel", *_SE
 
 def write_source(architecture: str, directory: Path) -> None:
     """A random model of the family, as a checkpoint."""
-    file = Path(__file__).parent / "architectures" / f"{architecture}.json"
+    file = Path(__file__).parents[2] / f"tools/engine_classes/architectures/{architecture}.json"
     fields = json.loads(file.read_text())
     del fields["fp8kv_attention"]
     torch.manual_seed(0)

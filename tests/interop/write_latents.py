@@ -9,13 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-from write_families import write_source
-
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
-
 from command_line import calibrate, fp8kv
 from families import save_model
+from transformers import AutoModelForCausalLM
+from write_families import write_source
 
 
 def sharpen(directory: Path) -> None:

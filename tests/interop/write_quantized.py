@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
-
 from coded_forms import Form
 from coded_weights import awq, fp8, packed
 from command_line import calibrate, fp8kv

@@ -11,13 +11,10 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
-
 from families import save_model
 from realistic import give_realistic_weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from calib.capture.capabilities import RUN
 from calib.capture.loop import calibrate
@@ -25,7 +22,7 @@ from calib.data import make_batches
 from calib.errors import Fp8kvError
 from calib.recipe import load_recipe
 
-ARCHITECTURES = Path(__file__).parent / "architectures"
+ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
 TOKENS = [1, *torch.randint(3, 110, (47,), generator=torch.Generator().manual_seed(5)).tolist()]
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "qkv"})
 

@@ -120,7 +120,7 @@ CONTRADICTED = {"vllm": {"SarvamMLAForCausalLM"}, "sglang": set()}
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
     classes = find_engine(engine).classes
-    for file in (Path(__file__).parents[2] / "interop" / "architectures").glob("*.json"):
+    for file in (Path(__file__).parents[3] / "tools/engine_classes/architectures").glob("*.json"):
         config = json.loads(file.read_text())
         was_run = file.stem in classes.results
         if not was_run or "kv_lora_rank" not in config or "index_topk" in config:

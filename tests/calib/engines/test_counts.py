@@ -18,7 +18,7 @@ from calib.files.stored_scales import read_scales
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-ARCHITECTURES = Path(__file__).parents[2] / "interop" / "architectures"
+ARCHITECTURES = Path(__file__).parents[3] / "tools/engine_classes/architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
 # of a model with 4 query heads and 2 KV heads: K, V, Q, and what is said; none: nothing is wrong

@@ -15,11 +15,11 @@ from typing import Any
 import no_pictures  # noqa: F401 (before vLLM)
 import plain_configs
 import torch
-from engine import OPTIONS, join_group, set_environment
 from engine_cases import Quantization, fixtures, write
 from engine_fates import NOT_FP8, Held, Pair, Scale
 from engine_tables import main
 from torch import nn
+from vllm_process import OPTIONS, join_group, set_environment
 
 set_environment()
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
