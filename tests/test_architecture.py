@@ -1,11 +1,9 @@
-"""Imports keep to their contracts, names are plain, functions are small, `--help` is light."""
+"""Names are plain, files and functions small, `--help` is light; `make check` asks for the contracts."""
 
 import ast
-import os
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from house import ROOT, room_graph, sources, top_level_imports
@@ -13,16 +11,9 @@ from house_picture import PICTURES, draw, needed_edges
 from plain_words import class_homes, offences
 
 
-def test_imports_keep_to_the_contracts():
-    tool = Path(sys.executable).with_name("lint-imports")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run([tool, "--no-cache"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
-def test_the_picture_of_the_house_is_fresh(picture):
-    assert picture.read_text() == draw(room_graph(), PICTURES[picture]), "run `make house`"
+def test_the_pictures_of_the_house_are_fresh():
+    for picture, kind in PICTURES.items():
+        assert picture.read_text() == draw(room_graph(), kind), f"{picture.name}: run `make house`"
 
 
 def test_the_picture_leaves_out_what_a_longer_way_explains():
@@ -34,25 +25,19 @@ def test_the_command_line_imports_nothing_heavy_before_a_command_runs():
     light = {"typer", "calib", *sys.stdlib_module_names}
     for file in (ROOT / "calib" / "commands").glob("*.py"):
         assert set(top_level_imports(file)) <= light, file
+    code = (
+        "import sys, cli, calib.commands.app, calib, calib.choices\n"
+        "print(*{'torch', 'transformers', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("module", ["cli", "calib.commands.app", "calib", "calib.choices"])
-def test_importing_is_light(module):
-    code = f"import sys, {module}; print(*{{'torch', 'transformers', 'rich'}} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == ""
-
-
-@pytest.mark.parametrize(
-    "module", ["calib.files.model_directory", "calib.files.stored_scales", "calib.engines.verification"]
-)
-def test_scales_are_read_and_verified_without_torch(module):
-    code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import {module}"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_calib_works_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import calib.job, fp8kv_runtime.hf"
+def test_scales_are_read_and_verified_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "import calib.files.model_directory, calib.files.stored_scales, calib.engines.verification"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -79,7 +64,4 @@ def test_files_and_functions_stay_small():
 
 def test_names_and_docstrings_are_plain():
     assert [f"{file}:{line}: {text}" for file in sources() for line, text in offences(file)] == []
-
-
-def test_a_class_name_occurs_once():
     assert {name: files for name, files in class_homes(sources()).items() if len(files) > 1} == {}

@@ -1,4 +1,4 @@
-"""Packages that the shipped code imports are declared, each by itself."""
+"""Packages that the shipped code imports are declared, each by itself; the base needs no extra."""
 
 import ast
 import re
@@ -18,6 +18,7 @@ ENGINES = {"vllm", "sglang"}
 BY_THE_HUB = {"httpx"}
 
 
+@pytest.fixture(scope="module")
 def imported():
     """Third-party packages, by the names of their distributions."""
     files = [f for name in SHIPPED for f in (ROOT / name).rglob("*.py")]
@@ -37,44 +38,31 @@ def declared(text):
     return {name.lower().replace("_", "-") for name in re.findall(r'"([\w-]+)>=', text)}
 
 
-@pytest.fixture(scope="module")
-def shipped_dependencies():
+def test_what_is_imported_is_declared_and_what_is_not_declared_is_noticed(imported):
     text = (ROOT / "pyproject.toml").read_text()
-    return text[text.index("dependencies = [") : text.index("\ndev = ")]
+    text = text[text.index("dependencies = [") : text.index("\ndev = ")]
+    assert imported <= declared(text)
+    for name in ("numpy", "pyarrow", "lm-eval", "PyYAML"):
+        without = re.sub(rf'"{name}>=', '"', text, flags=re.IGNORECASE)
+        assert imported - declared(without) == {name.lower()}
 
 
-def test_what_is_imported_is_declared(shipped_dependencies):
-    assert imported() <= declared(shipped_dependencies)
-
-
-@pytest.mark.parametrize("name", ["numpy", "pyarrow", "lm-eval", "PyYAML"])
-def test_a_dependency_that_is_not_declared_is_noticed(name, shipped_dependencies):
-    without = re.sub(rf'"{name}>=', '"', shipped_dependencies, flags=re.IGNORECASE)
-    assert imported() - declared(without) == {name.lower()}
-
-
-def test_the_base_needs_no_extra():
+def test_jobs_and_evaluations_need_neither_an_extra_nor_triton():
     code = (
-        "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf'))\n"
-        "import calib.job, calib.evaluate.run, calib.scales.plot, calib.commands.app"
+        "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf', 'triton'))\n"
+        "import calib.job, calib.evaluate.run, calib.scales.plot, calib.commands.app, fp8kv_runtime.hf"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect", "OUT", "--plot", "scales.png"],
-        ["eval", "MODEL", "-o", "REPORT"],
-        ["calibrate", "MODEL", *SMALL, "--evaluate", "-o", "NEW"],
-    ],
-    ids=["a plot", "a report", "a calibration's report"],
-)
-def test_what_draws_names_its_extra_at_once(arguments, tiny_directory, tmp_path, monkeypatch):
+def test_what_draws_names_its_extra_at_once(tiny_directory, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert fp8kv("calibrate", tiny_directory, *SMALL, "-o", out).exit_code == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    paths = {"MODEL": tiny_directory, "OUT": out, "REPORT": tmp_path / "a", "NEW": tmp_path / "b"}
-    done = fp8kv(*(paths.get(each, each) for each in arguments))
-    one_line_error(done, "needs matplotlib: pip install 'fp8kv[report]'")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "tiny-llama"}
+    for arguments in (
+        ("inspect", out, "--plot", "scales.png"),
+        ("eval", tiny_directory, "-o", tmp_path / "report"),
+        ("calibrate", tiny_directory, *SMALL, "--evaluate", "-o", tmp_path / "new"),
+    ):
+        one_line_error(fp8kv(*arguments), "needs matplotlib: pip install 'fp8kv[report]'")
+        assert {path.name for path in tmp_path.iterdir()} == {"out", "tiny-llama"}

@@ -1,6 +1,7 @@
 """A command ends in one line however often it is told to, and so does what it forks, at once."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -8,10 +9,52 @@ from contextlib import suppress
 
 import pytest
 import typer
+from command_line import CLI, calibrate
 
+from calib.capture.resume import Share
 from calib.commands import running
 from calib.commands.running import run
 from calib.errors import InputError
+from calib.files.atomic import atomic_directory
+
+
+def heed_interrupts():
+    # a shell's background jobs, this test among them, are told to ignore SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path):
+    endless = ("--samples", "20000", "--seq-len", "64", "--batch-size", "1", "--dataset", "random")
+    screen, stderr = pty.openpty()  # the bar is drawn on terminals only
+    command = [*CLI, "calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *endless]
+    running = subprocess.Popen(command, stderr=stderr, preexec_fn=heed_interrupts)
+    os.close(stderr)  # so that reading ends, with EIO, when the process does
+    shown = b""
+    while b"tokens/s" not in shown:
+        shown += os.read(screen, 4096)
+    running.send_signal(signal.SIGINT)
+    with suppress(OSError):
+        while chunk := os.read(screen, 4096):
+            shown += chunk
+    running.wait(timeout=60)
+    assert running.returncode == 130
+    assert b"interrupted; nothing was written" in shown.splitlines()[-1]
+    assert b"Traceback" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
+
+
+def test_sigterm_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path, monkeypatch):
+    read = Share.read
+
+    def stopped(share):
+        read(share, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Share, "read", stopped)
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--batch-size", "1")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == "fp8kv: terminated; nothing was written"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -19,7 +62,7 @@ def test_a_forked_child_dies_of_sigterm_whenever_it_comes():
     ends = []
 
     def work():
-        for _ in range(100):
+        for _ in range(10):
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -29,35 +72,44 @@ def test_a_forked_child_dies_of_sigterm_whenever_it_comes():
             ends.append(os.waitpid(child, 0)[1])
 
     run(work)
-    assert ends == [signal.SIGTERM] * 100
+    assert ends == [signal.SIGTERM] * 10
 
 
 @pytest.mark.parametrize(
-    ("first", "status", "said"),
-    [(signal.SIGTERM, 2, "terminated"), (signal.SIGINT, 130, "interrupted")],
+    ("first", "more", "status", "said"),
+    [
+        (signal.SIGTERM, signal.SIGINT, 2, "terminated"),
+        (signal.SIGINT, signal.SIGTERM, 130, "interrupted"),
+    ],
 )
-@pytest.mark.parametrize("more", [signal.SIGTERM, signal.SIGINT])
-def test_cleaning_up_is_not_disturbed_by_more_signals(first, status, said, more, capsys):
-    done = []
+def test_a_stopped_run_cleans_up_undisturbed_and_says_what_it_wrote(
+    first, more, status, said, tmp_path, capsys, monkeypatch
+):
+    written, done = running._written, []
 
-    def work():
+    def stop():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             os.kill(os.getpid(), first)
         finally:
             if first == signal.SIGTERM:
+                os.kill(os.getpid(), first)
                 os.kill(os.getpid(), more)
             done.append("cleaned up")
 
-    with pytest.MonkeyPatch.context() as patch:
-        written = running._written
-        # while the last line is made
-        patch.setattr(running, "_written", lambda: os.kill(os.getpid(), more) or written())
+    def write_and_stop():
+        with atomic_directory(tmp_path / "out"):
+            pass
+        stop()
+
+    # while the last line is made
+    monkeypatch.setattr(running, "_written", lambda: os.kill(os.getpid(), more) or written())
+    for work, names in ((write_and_stop, f"written: '{tmp_path / 'out'}'"), (stop, "nothing was written")):
         with pytest.raises(typer.Exit) as ended:
             run(work)
-    assert ended.value.exit_code == status
-    assert done == ["cleaned up"]
-    assert capsys.readouterr().err == f"fp8kv: {said}; nothing was written\n"
+        assert ended.value.exit_code == status
+        assert done.pop() == "cleaned up"
+        assert capsys.readouterr().err == f"fp8kv: {said}; {names}\n"
 
 
 def test_a_command_that_lost_its_exception_can_still_be_ended():
@@ -75,7 +127,7 @@ def test_a_command_that_lost_its_exception_can_still_be_ended():
     assert done.returncode == -signal.SIGTERM
 
 
-def test_sigterm_while_an_error_is_told_is_one_line_too(capsys, monkeypatch):
+def test_sigterm_while_an_error_is_told_is_one_line_too(monkeypatch):
     fail = running._fail
     told = []
 
