@@ -47,6 +47,10 @@ def refusal(variable):
     return f"set {variable} to a folder that you can write"
 
 
+def denied(path):
+    return cache_refusal(PermissionError(errno.EACCES, "Permission denied", str(path)))
+
+
 def test_the_built_in_model(no_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
     done = fp8kv("calibrate", "builtin:smollm2", "--dataset", "random", "-o", tmp_path / "out")
@@ -75,12 +79,14 @@ def test_datasets(no_folder, monkeypatch, home):
         hub_rows.find_split(recipe)
 
 
-def test_compiled_kernels(no_folder, monkeypatch, capsys):
+def test_compiled_kernels_but_no_other_folder(no_folder, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(no_folder / "triton"))
     with pytest.raises(typer.Exit) as ended:
         run(lambda: FileCacheManager("0" * 64))
     assert ended.value.exit_code == 2
     assert refusal("TRITON_CACHE_DIR") in capsys.readouterr().err
+    with pytest.raises(NotADirectoryError):
+        run((no_folder / "folder").mkdir)
 
 
 def test_causes_that_form_a_circle_come_to_an_end():
@@ -89,30 +95,21 @@ def test_causes_that_form_a_circle_come_to_an_end():
     assert cache_refusal(first) is None
 
 
-def test_another_error_of_the_system_is_of_no_cache(no_folder):
-    with pytest.raises(NotADirectoryError):
-        run((no_folder / "folder").mkdir)
-
-
-@pytest.mark.parametrize("variable", FOLDERS)
-@pytest.mark.parametrize("is_set", [True, False])
-def test_each_folder_has_its_variable(variable, is_set, home, monkeypatch):
-    if is_set:
-        monkeypatch.setenv(variable, str(home / "elsewhere"))
-    folder = home / ("elsewhere" if is_set else FOLDERS[variable])
-    assert f"set {variable} to" in cache_refusal(
-        PermissionError(errno.EACCES, "Permission denied", str(folder / "made-here"))
-    )
+def test_each_folder_has_its_variable(home, monkeypatch):
+    for variable, default in FOLDERS.items():
+        assert refusal(variable) in denied(home / default / "made-here")
+    for variable in FOLDERS:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, str(home / "elsewhere"))
+            assert refusal(variable) in denied(home / "elsewhere" / "made-here")
 
 
 def test_a_variable_that_is_set_goes_before_those_for_its_parts(home, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(home / "elsewhere"))
     for part in ("hub", "datasets", "modules"):
-        refused = PermissionError(errno.EACCES, "Permission denied", str(home / "elsewhere" / part))
-        assert "set HF_HOME to" in cache_refusal(refused)
+        assert refusal("HF_HOME") in denied(home / "elsewhere" / part)
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "elsewhere" / "hub"))
-    refused = PermissionError(errno.EACCES, "Permission denied", str(home / "elsewhere" / "hub"))
-    assert "set HF_HUB_CACHE to" in cache_refusal(refused)
+    assert refusal("HF_HUB_CACHE") in denied(home / "elsewhere" / "hub")
 
 
 def test_a_full_disk_has_no_file_name_but_belongs_to_the_cache_that_was_written():

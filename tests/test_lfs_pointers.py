@@ -14,34 +14,27 @@ ADVICE = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its r
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "config.json", "tokenizer.json", "model.safetensors.index.json"],
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "model.safetensors.index.json"]
 )
 def test_in_place_of_a_file_of_the_model(name, tiny_directory, tmp_path):
     (tiny_directory / name).write_text(POINTER)
-    done = fp8kv(
-        *("calibrate", tiny_directory, "-o", tmp_path / "out", "--dataset", "builtin:python-docs"),
-        *("--samples", 4, "--seq-len", 32),
-    )
+    flags = ("--dataset", "builtin:python-docs", "--samples", 4, "--seq-len", 32)
+    done = fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *flags)
     one_line_error(done, f"'{tiny_directory / name}' {ADVICE}")
 
 
-def test_in_place_of_a_file_that_is_not_read(tiny_directory, tmp_path):
-    """Many repositories hold the same weights in forms that their readers do not pull."""
+def test_in_place_of_text(tiny_directory, tmp_path):
+    for kind in (".jsonl", ".json", ".parquet", ".txt"):
+        file = tmp_path / f"text{kind}"
+        file.write_text(POINTER)
+        done = fp8kv("calibrate", tiny_directory, *SMALL, "--dataset", file, "-o", tmp_path / "out")
+        one_line_error(done, f"'{file}' {ADVICE}")
+
+
+def test_in_place_of_files_of_a_calibration_but_not_of_files_that_are_not_read(tiny_directory, tmp_path):
+    # many repositories hold the same weights in forms that their readers do not pull
     for name in ("pytorch_model.bin", "tokenizer.model"):
         (tiny_directory / name).write_text(POINTER)
-    assert calibrate(tiny_directory, "-o", tmp_path / "out").exit_code == 0
-
-
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet", ".txt"])
-def test_in_place_of_text(kind, tiny_directory, tmp_path):
-    file = tmp_path / f"text{kind}"
-    file.write_text(POINTER)
-    done = fp8kv("calibrate", tiny_directory, *SMALL, "--dataset", file, "-o", tmp_path / "out")
-    one_line_error(done, f"'{file}' {ADVICE}")
-
-
-def test_in_place_of_a_file_of_a_calibration(tiny_directory, tmp_path):
     out = tmp_path / "out"
     assert calibrate(tiny_directory, "-o", out).exit_code == 0
     statistics, scales = (out / name for name in (STATS_FILE, SCALES_SHARD))

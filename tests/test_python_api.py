@@ -19,7 +19,7 @@ from calib.scales.observers import AbsMax
 
 DATA = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
 NAMES = {"Path": Path, "calib": calib, "torch": torch, "rt": fp8kv_runtime, "copy": copy}
-NAMES["AbsMax"] = AbsMax
+NAMES |= {"AbsMax": AbsMax, "pickle": pickle}
 
 
 @pytest.fixture(scope="module")
@@ -43,48 +43,32 @@ def typed(tmp_path_factory):
 
 WRONG = {
     'calib.run(3, recipe)': "model must be str or Path, got 3",
-    'calib.run(None, recipe)': "model must be str or Path, got None",
-    'calib.run(b"m", recipe)': "model must be str or Path, got b'm'",
     'calib.run(model, recipe, "o")': "model must be str or Path, got a LlamaForCausalLM",
     'calib.run(directory, recipe, model)': "output must be str, Path or None, got a Llama",
     'calib.run(directory, recipe, "")': "a path is empty",
-    'calib.run("", recipe, "o")': "a path is empty",
     'calib.run(directory, recipe, "~nobody-of-this-name/o")': "has no home folder",
     'calib.run(directory, "tensor-absmax", "o")': "recipe must be Recipe, got 'tensor-absmax'; "
     "calib.load_recipe makes one",
-    'calib.run(directory, {"strategy": "tensor"})': "recipe must be Recipe, got a dict",
     'calib.run(directory, calib.Recipe)': "recipe must be Recipe, got the class Recipe",
     'calib.run(directory, recipe, "o", overwrite="no")': "overwrite must be bool, got 'no'",
     'calib.run(directory, recipe, "o", progress="bar")': "progress must be Progress, got 'bar'",
     'calib.load_recipe(5)': "source must be str, Path or None, got 5",
-    'calib.load_recipe(["a", "b"])': "source must be str, Path or None, got a list",
-    'calib.load_recipe("")': "a path is empty",
-    'calib.load_recipe("tensor-absmx")': "did you mean 'tensor-absmax'?",
-    'calib.load_recipe(Path("tensor-absmx.yaml"))': "cannot read recipe 'tensor-absmx.yaml'",
     'calib.load_recipe(None, "strategy=tensor")': "overrides must be dict or None, got 'strat",
     'calib.load_recipe(None, {5: 3})': "a key of overrides must be str, got 5",
-    'calib.load_recipe(None, {"strategy": "per_head"})': "did you mean 'attn_head'?",
-    'calib.load_recipe(None, {"data.sampels": 3})': "did you mean 'samples'?",
     'calib.Recipe(stratgy="tensor")': "unknown key 'stratgy' (did you mean 'strategy'?); legal",
-    'calib.Recipe(data={"sampels": 3})': "unknown key 'data.sampels' (did you mean 'samples'?)",
     'type(recipe.data)(sampels=3)': "unknown key 'sampels' (did you mean 'samples'?); legal",
     'calib.Recipe(strategy="per_head")': "strategy: Input should be 'tensor', 'attn_head' or "
     "'channel', got 'per_head' (did you mean 'attn_head'?)",
     'calib.Recipe(export={"formats": ["vlm"]})': "got 'vlm' (did you mean 'vllm'?)",
     'calib.Recipe(export={"formats": "vllm"})': "export.formats: Input should be a valid tuple",
+    # a suggestion is of what may have been meant
+    'calib.Recipe(device="gpu")': "device: Input should be 'auto', 'cpu' or 'cuda', got 'gpu'$",
     'calib.Recipe(observer="mse")': "observer: Input should be a valid dictionary",
-    'calib.Recipe(data=None)': "data: Input should be a valid dictionary",
-    'calib.Recipe(headroom="lots")': "headroom: Input should be a valid number",
-    'calib.Recipe(headroom=-1)': "headroom: Input should be greater than or equal to 0.0625",
     'calib.Recipe(data={"samples": "many"})': "data.samples: Input should be a valid integer",
-    'calib.Recipe(data={"samples": True})': "data.samples: needs a number, not true",
-    'recipe.model_copy(update={"stratgy": "tensor"})': "did you mean 'strategy'?",
     'recipe.model_copy(update={"strategy": "per_head"})': "did you mean 'attn_head'?",
     'recipe.data.model_copy(update={"samples": 0})': "samples: Input should be greater",
     'setattr(recipe, "strategy", "channel")': "strategy cannot be set, a recipe is frozen",
-    'setattr(recipe.data, "sampels", 3)': "sampels cannot be set, a recipe is frozen",
     'calib.calibrate(model, 5, recipe)': "loader of batches, also for a single one, got 5",
-    'calib.calibrate(model, "text", recipe)': "batches must be a list or loader of batches",
     'calib.calibrate(model, ["text"], recipe)': "batch 0: token ids must be whole numbers",
     'calib.calibrate(model, [rows.float()], recipe)': "must be whole numbers [B, T]",
     'calib.calibrate(model, [rows, -rows], recipe)': "batch 1: token id",
@@ -92,11 +76,7 @@ WRONG = {
     'calib.calibrate(model, [], recipe)': "there is nothing to calibrate on",
     'calib.calibrate(directory, [rows], recipe)': "model must be PreTrainedModel, got PosixPath",
     'calib.calibrate(torch.nn.Linear(2, 2), [rows], recipe)': "must be PreTrainedModel, got a Lin",
-    'calib.calibrate(model, [rows], None)': "recipe must be Recipe, got None",
     'calib.scales_for(model, 5)': "loader of batches, also for a single one, got 5",
-    'calib.scales_for("m", [rows])': "model must be Module, got 'm'",
-    'calib.scales_for([rows], model)': "model must be Module, got a list",
-    'calib.scales_for(model, ["text"])': "batch 0: token ids must be whole numbers",
     'calib.scales_for(model, [rows], format="vlm")': "got 'vlm' (did you mean 'vllm'?)",
     'calib.scales_for(model, [rows], format=None)': "format must be 'vllm', 'aphrodite', ",
     'calib.scales_for(model, [rows], strategy="per_head")': "strategy must be 'tensor', "
@@ -104,26 +84,20 @@ WRONG = {
     'calib.scales_for(model, [rows], recipe="attn_head-absmax")': "calib.load_recipe makes one",
     'calib.scales_for(model, [rows], gather="no")': "gather must be bool, got 'no'",
     'calib.load_stats(5)': "path must be str or Path, got 5",
-    'calib.load_stats([out])': "path must be str or Path, got a list",
     'calib.load_stats("nope")': "'nope' does not exist",
-    'calib.load_stats("")': "a path is empty",
     'calib.load_scales(None)': "directory must be str or Path, got None",
-    'calib.load_scales("nope")': "'nope' does not exist",
     'calib.load_scales(folder)': "has no fp8kv_stats.safetensors",
     'calib.save_stats(out, stats)': "stats must be KVStats, got PosixPath(",
     'calib.save_stats(scales, "s")': "stats must be KVStats, got a KVScales; calib.load_stats",
     'calib.save_stats(stats, None)': "path must be str or Path, got None",
-    'calib.save_stats(stats, folder)': "cannot write '",
     'calib.save_stats(stats, "no/such/folder/s.safetensors")': "cannot write 'no/such/folder",
     'calib.derive_scales(str(out), recipe)': "stats must be KVStats, got '",
-    'calib.derive_scales(recipe, stats)': "stats must be KVStats, got a Recipe",
     'calib.derive_scales(stats, "attn_head-absmax")': "recipe must be Recipe, got 'attn_head-",
     'stats.scales(strategy="tensor", observer="absmax")': "observer must be Observer, got 'absm",
     'stats.scales(strategy="tensor", observer=AbsMax)': "observer must be Observer, got the class",
     'stats.merge("x")': "stats must be KVStats, got 'x'",
     'stats.join(scales)': "later must be KVStats, got a KVScales",
     'calib.LayerScales(0, k=1.0, v=1.0)': "k must be Tensor, got 1.0",
-    'calib.LayerScales(0, torch.tensor(1.0), torch.tensor(1.0))': "k scale must be finite, pos",
     'calib.LayerScales("0", torch.ones(1), torch.ones(1))': "layer_idx must be int, got '0'",
     'calib.KVScales("per_head", "e4m3fn", scales.layers)': "did you mean 'attn_head'?",
     'calib.KVScales("tensor", "e4m3", scales.layers)': "did you mean 'e4m3fn'?",
@@ -138,59 +112,41 @@ def test_a_mistake_is_one_line(call, typed, tmp_path, monkeypatch):
     with pytest.raises(InputError) as caught:
         eval(call, dict(typed))
     message = str(caught.value)
-    assert WRONG[call] in message
+    assert WRONG[call] in f"{message}$"
     assert "\n" not in message
     assert len(message) < 500
     assert caught.value.__cause__ is None
     assert [*tmp_path.iterdir()] == []
 
 
-SAME = {
-    "a run by str": (
-        'calib.run(str(directory), recipe, "by-str").tokens',
-        'calib.run(Path(directory), recipe, Path("by-path")).tokens',
-    ),
-    "a recipe's file": (
-        'calib.load_recipe(str(out / "fp8kv_calibration.json"))',
-        'calib.load_recipe(out / "fp8kv_calibration.json")',
-    ),
-    "data from a Path": ('calib.Recipe(data={"dataset": "a.txt"})',
-                         'calib.Recipe(data={"dataset": Path("a.txt")})'),
-    "a bundled recipe": ('calib.load_recipe("qkv-attn_head")',
-                         'calib.load_recipe(Path("qkv-attn_head"))'),
-    "settings as keywords": (
-        'calib.Recipe(strategy="attn_head", data={"samples": 3})',
-        'calib.load_recipe(None, {"strategy": "attn_head", "data.samples": 3})',
-    ),
-    "a recipe pickled": ("recipe", "pickled(recipe)"),
-    "a recipe copied": ("recipe", "copy.deepcopy(recipe)"),
-    "a recipe from its own JSON": (
-        "recipe", "type(recipe).model_validate_json(recipe.model_dump_json())"),
-    "a recipe with another value": (
-        'recipe.model_copy(update={"strategy": "channel"}).data.model_fields_set',
-        'recipe.data.model_fields_set'),
-    "scales": ('calib.load_scales(str(out))', 'calib.derive_scales(stats, recipe)'),
-    "scales by the file of statistics": (
-        'calib.load_scales(out / "fp8kv_stats.safetensors")', 'calib.load_scales(out)'),
-    "statistics": ('calib.load_stats(str(out))', "stats"),
-    "saved statistics": (
-        'calib.save_stats(stats, "s.safetensors") or calib.load_stats("s.safetensors")', "stats"),
-    "a home folder": (
-        'calib.save_stats(stats, "~/h.safetensors") or calib.load_stats("h.safetensors")', "stats"),
-    "one tensor": ("measured([rows])", "measured(batches(rows))"),
-    "rows": ("measured([rows.tolist()])", "measured(batches(rows))"),
-    "a dict": ('measured([{"input_ids": rows}])', "measured(batches(rows))"),
-    "a generator": ("measured(row for row in [rows])", "measured(batches(rows))"),
-    "a table of numpy": ("measured([rows.numpy()])", "measured(batches(rows))"),
-    "rows of numpy's numbers": ("measured([[*row.numpy()] for row in rows])", "measured(rows)"),
-    "rows of single tensors": ("measured([[*row] for row in rows])", "measured(rows)"),
-    "one row at a time": ("measured(rows)", "measured(row for row in rows)"),
-    "padded rows": (
-        'measured([{"input_ids": rows, "attention_mask": (rows > 40).long()}])',
-        "measured([[row[row > 40].tolist() for row in rows]])",
-    ),
-    "a whole number of headroom": ("calib.Recipe(headroom=2)", "calib.Recipe(headroom=2.0)"),
-}  # fmt: skip
+SAME = [
+    ('calib.run(str(directory), recipe, "by-str").tokens',
+     'calib.run(Path(directory), recipe, Path("by-path")).tokens'),
+    ('calib.load_recipe(str(out / "fp8kv_calibration.json"))',
+     'calib.load_recipe(out / "fp8kv_calibration.json")'),
+    ('calib.Recipe(data={"dataset": "a.txt"})', 'calib.Recipe(data={"dataset": Path("a.txt")})'),
+    ('calib.load_recipe("qkv-attn_head")', 'calib.load_recipe(Path("qkv-attn_head"))'),
+    ('calib.Recipe(strategy="attn_head", data={"samples": 3})',
+     'calib.load_recipe(None, {"strategy": "attn_head", "data.samples": 3})'),
+    ("recipe", "pickle.loads(pickle.dumps(recipe))"),
+    ("recipe", "copy.deepcopy(recipe)"),
+    ("recipe", "type(recipe).model_validate_json(recipe.model_dump_json())"),
+    ('recipe.model_copy(update={"strategy": "channel"}).data.model_fields_set',
+     "recipe.data.model_fields_set"),
+    ("calib.load_scales(str(out))", "calib.derive_scales(stats, recipe)"),
+    ('calib.load_scales(out / "fp8kv_stats.safetensors")', "calib.load_scales(out)"),
+    ('calib.save_stats(stats, "s.safetensors") or calib.load_stats("s.safetensors")', "stats"),
+    ('calib.save_stats(stats, "~/h.safetensors") or calib.load_stats("h.safetensors")', "stats"),
+    ("measured([rows])", "measured(batches(rows))"),
+    ("measured([rows.tolist()])", "measured(batches(rows))"),
+    ('measured([{"input_ids": rows}])', "measured(batches(rows))"),
+    ("measured([rows.numpy()])", "measured(batches(rows))"),
+    ("measured([[*row.numpy()] for row in rows])", "measured(rows)"),
+    ("measured([[*row] for row in rows])", "measured(rows)"),
+    ("measured(rows)", "measured(row for row in rows)"),
+    ('measured([{"input_ids": rows, "attention_mask": (rows > 40).long()}])',
+     "measured([[row[row > 40].tolist() for row in rows]])"),
+]  # fmt: skip
 
 
 def comparable(value):
@@ -205,8 +161,8 @@ def comparable(value):
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_both_ways_to_type_it_are_one(case, typed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ways", SAME, ids=lambda ways: ways[0])
+def test_both_ways_to_type_it_are_one(ways, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -214,11 +170,10 @@ def test_both_ways_to_type_it_are_one(case, typed, tmp_path, monkeypatch):
         return make_batches(rows.tolist(), len(rows), pad_id=0)
 
     names = typed | {
-        "pickled": lambda value: pickle.loads(pickle.dumps(value)),
         "measured": lambda given: calib.calibrate(typed["model"], given, typed["recipe"]),
         "batches": batches,
     }
-    one, other = (comparable(eval(call, names)) for call in SAME[case])
+    one, other = (comparable(eval(call, names)) for call in ways)
     assert one == other
 
 
@@ -239,30 +194,19 @@ def test_a_warning_names_the_line_that_asked(typed):
     assert {warning.filename for warning in caught} == {__file__}
 
 
-@pytest.mark.parametrize("package", [calib, fp8kv_runtime], ids=lambda package: package.__name__)
-def test_completion_shows_the_public_names_and_no_other(package):
-    for name in package.__all__:
-        getattr(package, name)
-    assert dir(package) == sorted(package.__all__)
-
-
-def test_a_suggestion_is_of_what_may_have_been_meant():
-    with pytest.raises(InputError, match=r"'cuda', got 'gpu'$"):
-        calib.Recipe(device="gpu")
-
-
-def test_a_name_that_is_none_says_so_as_python_does():
+def test_completion_shows_the_public_names_and_no_other():
+    for package in (calib, fp8kv_runtime):
+        for name in package.__all__:
+            getattr(package, name)
+        assert dir(package) == sorted(package.__all__)
     with pytest.raises(AttributeError, match="module 'calib' has no attribute 'convrt'"):
         calib.convrt  # noqa: B018
 
 
 RUNTIME = {
     "rt.fp8_attention(model, str(out))": "scales must be as calib.load_scales returns them, got '",
-    "rt.fp8_attention(model, None)": "as calib.load_scales returns them, got NoneType",
-    "rt.fp8_attention(model, {})": "as calib.load_scales returns them, got dict",
     "rt.fp8_attention(str(directory), scales)": "model must be a transformers model, got '",
     "rt.fp8_attention(model, scales, block_size=0)": "a whole number from 1 on, got 0",
-    'rt.fp8_attention(model, scales, block_size="64")': "a whole number from 1 on, got '64'",
     'rt.fp8_attention(model, scales, backend="tritn")': "one of auto, triton, torch, got 'tritn'",
 }
 

@@ -70,39 +70,26 @@ def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
     assert names(built(source, "wheel", tmp_path / "wheel")) == names(wheel)
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "calib")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("bin/fp8kv",), (sys.executable, "-m", "calib"), (sys.executable, "-m", *TORCHRUN)],
-    ids=["fp8kv", "python -m calib", "torchrun -m calib"],
-)
-def test_the_wheel_runs_beside_files_of_the_same_names(command, site, work):
-    program = [str(site / command[0]), *command[1:]]
-    done = subprocess.run(
-        [*program, "recipes"], cwd=work, env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+def printed(work, *command, path=None):
+    """Standard output of a command that is run in a user's directory."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"PYTHONPATH": str(path)} if path else {}
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in RECIPES)
+    return done.stdout
 
 
-def test_every_command_of_the_wheel_starts(site, work):
+def test_every_command_of_the_wheel_runs_beside_files_of_the_same_names(site, work):
     scripts = {path.name for path in (site / "bin").iterdir()}
     assert scripts == {"fp8kv", "fp8kv-calibrate", "fp8kv-eval"}
     for name in scripts:
-        done = subprocess.run(
-            [site / "bin" / name, "--version"], cwd=work,
-            env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.stdout.startswith("fp8kv "), done.stderr
+        assert printed(work, site / "bin" / name, "--version", path=site).startswith("fp8kv ")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    for program in ((site / "bin" / "fp8kv",), (*torchrun, "-m", "calib")):
+        shown = printed(work, *program, "recipes", path=site)
+        assert all(name in shown for name in RECIPES)
 
 
 def test_a_checkout_has_cli_py(work):
-    done = subprocess.run(
-        [sys.executable, ROOT / "cli.py", "recipes", "tensor-absmax"], cwd=work,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout == (ROOT / "recipes" / "tensor-absmax.yaml").read_text()
+    shown = printed(work, sys.executable, ROOT / "cli.py", "recipes", "tensor-absmax")
+    assert shown == (ROOT / "recipes" / "tensor-absmax.yaml").read_text()

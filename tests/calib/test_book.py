@@ -33,24 +33,26 @@ def book(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def calibrated(model, book, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out") / "scales"
-    lengths = ("--samples", 12, "--seq-len", 32)
-    done = fp8kv("calibrate", model, "--dataset", book, "-o", out, *lengths, *CPU)
+def calibrated(model, book, out, *flags):
+    done = fp8kv("calibrate", model, "--dataset", book, "-o", out, *map(str, flags), *CPU)
     assert done.exit_code == 0, done.stderr
-    return out, done.stdout
+    return done.stdout, json.loads((out / "fp8kv_calibration.json").read_text())
 
 
-def test_summary_card_and_report_say_what_was_read_and_what_was_not(calibrated):
-    out, printed = calibrated
+@pytest.fixture(scope="module")
+def first(model, book, tmp_path_factory):
+    """The directory of a calibration on a part of the book, what it printed and its report."""
+    out = tmp_path_factory.mktemp("out") / "scales"
+    return out, *calibrated(model, book, out, "--samples", 12, "--seq-len", 32)
+
+
+def test_summary_card_and_report_say_what_was_read_and_what_was_not(first):
+    out, printed, report = first
     left = WORDS - 12 * 32
     line = f"documents: 1, samples: 12; 384 tokens read, {left:,} left unread"
     assert line in " ".join(printed.split())
-    report = json.loads((out / "fp8kv_calibration.json").read_text())
-    facts = {name: report["dataset"][name] for name in ("documents", "samples", "tokens")}
-    assert facts == {"documents": 1, "samples": 12, "tokens": 384}
-    assert report["dataset"]["unread_tokens"] == left
+    facts = {name: report["dataset"][name] for name in ("documents", "samples", "tokens", "unread_tokens")}
+    assert facts == {"documents": 1, "samples": 12, "tokens": 384, "unread_tokens": left}
     assert line in report["expected"]
     card = (out / "README.md").read_text()
     assert f"in 12 samples (documents: 1; {left} tokens were left unread)" in card
@@ -61,9 +63,7 @@ def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_pat
     longer = tmp_path / "longer.txt"
     longer.write_text(" ".join([book.read_text()] * 4))
     flags = ("--samples", 4000, "--seq-len", 16, "--until", 1, "--batch-size", 64)
-    done = fp8kv("calibrate", model, "--dataset", longer, "-o", tmp_path / "out", *flags, *CPU)
-    assert done.exit_code == 0, done.stderr
-    dataset = json.loads((tmp_path / "out/fp8kv_calibration.json").read_text())["dataset"]
+    dataset = calibrated(model, longer, tmp_path / "out", *flags)[1]["dataset"]
     assert 8192 <= dataset["tokens"] < 4 * WORDS == dataset["tokens"] + dataset["unread_tokens"]
     assert dataset["samples"] == dataset["tokens"] / 16
     assert dataset["documents"] == 1
@@ -71,21 +71,17 @@ def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_pat
     assert record.tokens == dataset["tokens"]  # what was left unread is new to the scales
 
 
-def test_merged_runs_add_what_they_left(calibrated, model, book, tmp_path):
+def test_merged_runs_add_what_they_left(first, model, book, tmp_path):
     flags = ("--seed", 1, "--samples", 5, "--seq-len", 40)
-    done = fp8kv("calibrate", model, "--dataset", book, "-o", tmp_path / "b", *flags, *CPU)
+    second = calibrated(model, book, tmp_path / "b", *flags)[1]["dataset"]
+    done = fp8kv("merge", first[0], tmp_path / "b", "-o", tmp_path / "both")
     assert done.exit_code == 0, done.stderr
-    runs = (calibrated[0], tmp_path / "b")
-    done = fp8kv("merge", *runs, "-o", tmp_path / "both")
-    assert done.exit_code == 0, done.stderr
-    files = (run / "fp8kv_calibration.json" for run in (*runs, tmp_path / "both"))
-    first, second, both = (json.loads(file.read_text())["dataset"] for file in files)
+    both = json.loads((tmp_path / "both/fp8kv_calibration.json").read_text())["dataset"]
     for name in ("documents", "samples", "tokens", "unread_tokens"):
-        assert both[name] == first[name] + second[name] > 0
+        assert both[name] == first[2]["dataset"][name] + second[name] > 0
 
 
-def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
-    scales, _ = calibrated
+def test_the_rest_of_a_book_is_held_out(first, model, book):
     small = {"evaluation.samples": 6, "evaluation.seq_len": 32, "device": "cpu"}
     recipe = load_recipe(None, {"data.dataset": str(book), **small})
     checkpoint = find_model(str(model))
@@ -93,9 +89,9 @@ def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
     suite, _ = inputs.fit_suite(config, recipe.evaluation, None)
     recipe = inputs.complete_recipe(recipe, suite)
     setup = Setup(load_model(checkpoint, config, recipe.dtype, recipe.device), load_tokenizer(checkpoint))
-    readers, _ = find_readers([scales], checkpoint.path)
+    readers, _ = find_readers([first[0]], checkpoint.path)
     text, warnings = inputs.load_text(setup, recipe, suite, readers)
-    read = load_recipe(str(scales / "fp8kv_calibration.json")).data
+    read = load_recipe(str(first[0] / "fp8kv_calibration.json")).data
     known = load_data(read, setup.tokenizer, None).samples
     assert text.data.samples[:12] == known
     held_out = [document.tolist() for document in text.documents]
@@ -112,18 +108,14 @@ def places_of(ids, words):
     return set(range(start, start + 32))
 
 
-def test_a_book_is_evaluated_on(calibrated, model, book, tmp_path):
-    lengths = ("--samples", 4, "--seq-len", 32)
-    flags = ("--variants", "none,tensor", "-o", tmp_path / "report")
-    done = fp8kv("eval", model, "--dataset", book, "--scales", calibrated[0], *lengths, *flags, *CPU)
+def test_a_book_is_evaluated_on_unless_it_is_too_short_to_hold_anything_out(first, model, book, tmp_path):
+    lengths = ("--samples", 4, "--seq-len", 32, *CPU)
+    flags = ("--variants", "none", "-o", tmp_path / "report")
+    done = fp8kv("eval", model, "--dataset", book, "--scales", first[0], *lengths, *flags)
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert (report["data"]["documents"], report["data"]["tokens"]) == (4, 4 * 32)
     assert any("are pieces of fewer documents (1)" in line for line in report["warnings"])
-
-
-def test_a_book_that_is_too_short_to_hold_anything_out_is_refused(model, tmp_path):
     (tmp_path / "short.txt").write_text(" ".join(f"w{3 + j}" for j in range(90)))
-    flags = ("--samples", 4, "--seq-len", 32, *CPU)
-    done = fp8kv("eval", model, "--dataset", tmp_path / "short.txt", *flags)
+    done = fp8kv("eval", model, "--dataset", tmp_path / "short.txt", *lengths)
     one_line_error(done, "has 3 samples, and 16 are needed, 12 of them to calibrate on")

@@ -7,6 +7,7 @@ from command_line import fp8kv, one_line_error
 from families import save_model
 from quantized_models import edit_json
 
+from calib.capture.resume import Share
 from calib.scales.stats_file import load_stats
 
 CPU = ("--device", "cpu")
@@ -27,8 +28,8 @@ def words(number, count, first=3, vocabulary=120):
     return " ".join(f"w{first + (7 * number + j * j + j) % vocabulary}" for j in range(count))
 
 
-def calibrated(model, data, *flags):
-    out = model.parent / "out"
+def calibrated(model, data, *flags, out="out"):
+    out = model.parent / out
     done = fp8kv("calibrate", model, "--dataset", data, "-o", out, *CPU, *flags)
     return done, out
 
@@ -48,24 +49,22 @@ def assert_said_everywhere(done, out, *phrases):
     return report
 
 
-def test_two_tokens_are_refused_and_nothing_is_written(model, tmp_path):
-    data = dataset(tmp_path / "d.jsonl", [words(0, 60)])
-    flags = ("--samples", 1, "--seq-len", 2)
-    done, out = calibrated(model, data, *flags)
+def test_few_tokens_are_refused_unless_flag_or_recipe_allow_them(model, tmp_path):
+    data = dataset(tmp_path / "d.jsonl", [words(0, 80)])
+    done, out = calibrated(model, data, "--samples", 1, "--seq-len", 2)
     one_line_error(done, "2 tokens, 2 of them different, are too few", "--allow-few-tokens")
+    # first tokens that are left out do not count
+    done, _ = calibrated(model, data, "--set", "data.skip_first=20")
+    one_line_error(done, "60 tokens, ", "are too few")
     assert not out.exists()
-    done, out = calibrated(model, data, *flags, "--allow-few-tokens")
+    done, out = calibrated(model, data, "--samples", 1, "--seq-len", 2, "--allow-few-tokens")
     report = assert_said_everywhere(done, out, "only 2 tokens were read", "only 2 different tokens")
     assert report["recipe"]["data"]["allow_few_tokens"] is True
     assert report["dataset"]["distinct_tokens"] == 2
-
-
-def test_a_recipe_may_allow_it(model, tmp_path):
-    data = dataset(tmp_path / "d.jsonl", [words(0, 60)])
     recipe = tmp_path / "few.yaml"
     recipe.write_text(f"data: {{dataset: {data}, samples: 1, seq_len: 9, allow_few_tokens: true}}\n")
-    done = fp8kv("calibrate", model, "--recipe", recipe, "-o", tmp_path / "out", *CPU)
-    assert_said_everywhere(done, tmp_path / "out", "only 9 tokens were read")
+    done = fp8kv("calibrate", model, "--recipe", recipe, "-o", tmp_path / "by-recipe", *CPU)
+    assert_said_everywhere(done, tmp_path / "by-recipe", "only 9 tokens were read")
 
 
 def test_a_tokenizer_of_another_class_is_seen(model, tmp_path):
@@ -103,33 +102,23 @@ def test_unknown_words_are_seen(model, tmp_path):
     assert report["dataset"]["unknown_tokens"] == 12 * 30
 
 
-def test_samples_that_are_alike_are_seen(model, tmp_path):
+def test_samples_that_are_alike_are_seen_and_others_are_not_doubted(model, tmp_path):
     """Also where they differ behind `seq_len`, as chats behind one long system prompt do."""
     lines = [words(0, 120) + " " + words(i, 60, first=9) for i in range(20)]
     flags = ("--seq-len", 100, "--samples", 20)
-    done, out = calibrated(model, dataset(tmp_path / "d.jsonl", lines), *flags)
+    done, out = calibrated(model, dataset(tmp_path / "alike.jsonl", lines), *flags)
     report = assert_said_everywhere(done, out, "20 samples are alike: 1,900 of 2,000 tokens repeat")
     assert report["dataset"]["unrepeated_tokens"] == 100
-
-
-def test_a_text_that_is_enough_is_not_doubted(model, tmp_path):
-    data = dataset(tmp_path / "d.jsonl", [words(i, 80, first=3 + i) for i in range(30)])
-    done, out = calibrated(model, data)
+    data = dataset(tmp_path / "enough.jsonl", [words(i, 80, first=3 + i) for i in range(30)])
+    done, out = calibrated(model, data, out="enough")
     assert done.exit_code == 0, done.stderr
     warnings = json.loads((out / "fp8kv_calibration.json").read_text())["warnings"]
     text = load_stats(out).text
     assert (text.tokens, text.samples, text.words) == (2400, 30, 2400)
-    assert not [line for line in warnings if "tokens were" in line or "alike" in line], warnings
+    assert not [line for line in warnings if "tokens were" in line or "samples are alike" in line], warnings
 
 
-def test_first_tokens_that_are_left_out_do_not_count(model, tmp_path):
-    data = dataset(tmp_path / "d.jsonl", [words(0, 80)])
-    done, _ = calibrated(model, data, "--set", "data.skip_first=20")
-    one_line_error(done, "60 tokens, ", "are too few")
-
-
-@pytest.mark.parametrize("how", ["layerwise", "resumed"])
-def test_counts_are_right_however_the_text_was_read(how, model, tmp_path, monkeypatch):
+def test_counts_are_right_however_the_text_was_read(model, tmp_path, monkeypatch):
     data = dataset(tmp_path / "d.jsonl", [words(i // 2, 40 + i // 2) for i in range(16)])
     flags = ["--batch-size", 2, "--set", "data.skip_first=3", "--set", "save_minutes=0"]
     done, out = calibrated(model, data, *flags)
@@ -137,23 +126,20 @@ def test_counts_are_right_however_the_text_was_read(how, model, tmp_path, monkey
     expected = load_stats(out).text
     assert expected.tokens == load_stats(out).tokens == sum(2 * (37 + i) for i in range(8))
     assert expected.unrepeated_tokens < expected.tokens
-    if how == "layerwise":
-        flags += ["--offload", "layerwise"]
-    else:
-        from calib.capture.resume import Share
+    done, out = calibrated(model, data, *flags, "--offload", "layerwise", out="layerwise")
+    assert done.exit_code == 0, done.stderr
+    assert load_stats(out).text == expected
+    read = Share.read
 
-        read = Share.read
+    def stopped(share):
+        read(share, 3)
+        raise KeyboardInterrupt
 
-        def stopped(share):
-            read(share, 3)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Share, "read", stopped)
-        done, _ = calibrated(model, data, *flags, "--overwrite")
-        assert done.exit_code == 130, done.stderr
-        monkeypatch.setattr(Share, "read", read)
-        flags += ["--resume"]
-    done, out = calibrated(model, data, *flags, "--overwrite")
+    with monkeypatch.context() as patch:
+        patch.setattr(Share, "read", stopped)
+        done, _ = calibrated(model, data, *flags, out="resumed")
+    assert done.exit_code == 130, done.stderr
+    done, out = calibrated(model, data, *flags, "--resume", out="resumed")
     assert done.exit_code == 0, done.stderr
     assert load_stats(out).text == expected
 
@@ -162,12 +148,10 @@ def test_a_merge_counts_what_all_runs_have_read(model, tmp_path):
     runs = []
     for name, first in (("a", 3), ("b", 40)):
         lines = [words(i, 40, first=first, vocabulary=25) for i in range(12)]
-        data = dataset(tmp_path / f"{name}.jsonl", lines)
-        flags = ("-o", tmp_path / name, *CPU)
-        done = fp8kv("calibrate", model, "--dataset", data, *flags)
+        done, out = calibrated(model, dataset(tmp_path / f"{name}.jsonl", lines), out=name)
         assert "only 480 tokens were read" in done.stdout
         assert "different tokens occur" in done.stdout
-        runs.append(tmp_path / name)
+        runs.append(out)
     done = fp8kv("merge", *runs, "-o", tmp_path / "merged")
     report = assert_said_everywhere(done, tmp_path / "merged", "only 960 tokens were read")
     assert "different tokens occur" not in done.stdout
@@ -176,10 +160,9 @@ def test_a_merge_counts_what_all_runs_have_read(model, tmp_path):
     assert one.distinct_tokens + two.distinct_tokens == report["dataset"]["distinct_tokens"]
     assert both == one.join(two)
     # a third run, and the merged one again
-    done = fp8kv("calibrate", model, "--dataset", "random", "--samples", 9, "--seq-len", 64,
-                 "-o", tmp_path / "c", *CPU)  # fmt: skip
+    done, out = calibrated(model, "random", "--samples", 9, "--seq-len", 64, out="c")
     assert done.exit_code == 0, done.stderr
-    done = fp8kv("merge", tmp_path / "merged", tmp_path / "c", "-o", tmp_path / "all")
+    done = fp8kv("merge", tmp_path / "merged", out, "-o", tmp_path / "all")
     assert done.exit_code == 0, done.stderr
     assert "tokens were read" not in done.stdout
     assert load_stats(tmp_path / "all").text.tokens == 960 + 576

@@ -4,13 +4,7 @@ import json
 
 import pytest
 import torch
-from families import (
-    HYBRIDS,
-    SHARED_KV,
-    save_model,
-    tiny_model,
-    tiny_vision_language_model,
-)
+from families import HYBRIDS, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
@@ -18,18 +12,29 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.files.names import STATS_FILE
 from calib.job import default_output, run
 from calib.progress import Progress
-from calib.recipe import load_recipe, recipe_names
+from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
+SCALES = "model-fp8kv-scales.safetensors"
 
 
 def recipe(**changes):
     return load_recipe(None, {**SMALL, **{k.replace("__", "."): v for k, v in changes.items()}})
 
 
-def test_an_output_holds_what_the_design_says(tiny_directory, tmp_path):
-    result = run(str(tiny_directory), recipe(strategy="attn_head"), tmp_path / "out")
+@pytest.fixture(scope="module")
+def source(tiny_llama, tmp_path_factory):
+    return save_model(tiny_llama, tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def result(source, tmp_path_factory):
+    asked = recipe(strategy="attn_head", observer__name="mse", targets="qkv")
+    return run(str(source), asked, tmp_path_factory.mktemp("first") / "out")
+
+
+def test_an_output_holds_what_the_design_says(result):
     assert {path.name for path in result.output.iterdir()} == {
         "README.md",
         "config.json",
@@ -38,7 +43,7 @@ def test_an_output_holds_what_the_design_says(tiny_directory, tmp_path):
         STATS_FILE,
         "generation_config.json",
         "model-00001-of-00001.safetensors",
-        "model-fp8kv-scales.safetensors",
+        SCALES,
         "model.safetensors.index.json",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -52,36 +57,42 @@ def test_an_output_holds_what_the_design_says(tiny_directory, tmp_path):
     assert f"vllm serve {result.output}" in (result.output / "README.md").read_text()
 
 
-def test_written_scales_are_amax_over_448(tiny_directory, tmp_path):
-    out = run(str(tiny_directory), recipe(strategy="attn_head"), tmp_path / "out").output
-    written = load_file(out / "model-fp8kv-scales.safetensors")
-    layers = load_stats(out).layers
+def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(result, source, tmp_path):
+    saved = load_recipe(str(result.output / "fp8kv_calibration.json"))
+    again = run(str(source), saved, tmp_path / "again")
+    for name in (SCALES, STATS_FILE):
+        assert (result.output / name).read_bytes() == (again.output / name).read_bytes()
+    other = run(str(source), recipe(observer__name="mse", data__seed=1), tmp_path / "other")
+    assert (result.output / STATS_FILE).read_bytes() != (other.output / STATS_FILE).read_bytes()
+
+
+def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replaces_them(source, tmp_path):
+    steps, stages = [], []
+    progress = Progress(lambda *stage: stages.append(stage), steps.append)
+    asked = recipe(strategy="attn_head", data__batch_size=4)
+    first = run(str(source), asked, tmp_path / "first", progress=progress).output
+    assert stages == [("load", None, ""), ("calibrate", 192, "tokens"), ("write", None, "")]
+    assert steps == [128, 64]
+    written, layers = load_file(first / SCALES), load_stats(first).layers
     assert len(written) == 6
     for name, layer in layers.items():
         for which in "kv":
             expected = getattr(layer, which).amax.amax(-1) / 448
             assert torch.equal(written[f"{name}.{which}_scale"].flatten(), expected)
-            assert torch.equal(getattr(load_scales(out).layers[name], which), expected)
+            assert torch.equal(getattr(load_scales(first).layers[name], which), expected)
+    twice = recipe(strategy="attn_head", headroom=2.0)
+    again = run(str(first), twice, tmp_path / "again").output
+    replaced = load_file(again / SCALES)
+    assert written.keys() == replaced.keys()
+    assert all(torch.equal(replaced[name], 2 * scale) for name, scale in written.items())
+    index, before = (
+        json.loads((out / "model.safetensors.index.json").read_text())["weight_map"] for out in (again, first)
+    )
+    assert set(index) == set(before)
 
 
-@pytest.mark.parametrize("observer", ["absmax", "mse"])
-def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(observer, tiny_directory, tmp_path):
-    first = run(str(tiny_directory), recipe(observer__name=observer, targets="qkv"), tmp_path / "first")
-    saved = load_recipe(str(first.output / "fp8kv_calibration.json"))
-    second = run(str(tiny_directory), saved, tmp_path / "second")
-    for name in ("model-fp8kv-scales.safetensors", STATS_FILE):
-        assert (first.output / name).read_bytes() == (second.output / name).read_bytes()
-
-
-def test_another_seed_gives_other_scales(tiny_directory, tmp_path):
-    outs = [run(str(tiny_directory), recipe(data__seed=s), tmp_path / f"{s}").output for s in (1, 2)]
-    files = [(out / STATS_FILE).read_bytes() for out in outs]
-    assert files[0] != files[1]
-
-
-def test_several_formats_fill_a_directory_each(tiny_directory, tmp_path):
-    formats = list(FORMATS)
-    result = run(str(tiny_directory), recipe(export__formats=formats), tmp_path / "out")
+def test_several_formats_fill_a_directory_each(source, tmp_path):
+    result = run(str(source), recipe(export__formats=list(FORMATS)), tmp_path / "out")
     assert {path.name for path in result.output.iterdir()} == set(FORMATS)
     json_files = {path.name for path in (result.output / "json").iterdir()}
     own = {"README.md", "fp8kv_calibration.json", STATS_FILE}
@@ -91,37 +102,17 @@ def test_several_formats_fill_a_directory_each(tiny_directory, tmp_path):
     assert result.directories["tgi"] == result.output / "tgi"
 
 
-def test_channel_scales_are_for_our_runtime(tiny_directory, tmp_path):
-    result = run(str(tiny_directory), recipe(strategy="channel", export__formats=["fp8kv"]), tmp_path / "out")
-    scales = load_scales(result.output).layers["model.layers.0.self_attn"]
-    assert scales.k.shape == (2, 16)
-
-
-def test_a_hybrid_model_gets_scales_for_its_attention_layer(tmp_path):
-    source = save_model(tiny_model("qwen3_next", **HYBRIDS["qwen3_next"]), tmp_path / "hybrid")
-    out = run(str(source), recipe(), tmp_path / "out").output
-    written = load_file(out / "model-fp8kv-scales.safetensors")
+def test_layers_without_a_cache_of_their_own(tmp_path):
+    hybrid = save_model(tiny_model("qwen3_next", **HYBRIDS["qwen3_next"]), tmp_path / "hybrid")
+    written = load_file(run(str(hybrid), recipe(), tmp_path / "one").output / SCALES)
     assert sorted(written) == [f"model.layers.1.self_attn.{w}_scale" for w in "kv"]
-
-
-def test_a_layer_that_shares_kv_gets_its_owners_scales_for_the_engine(tmp_path):
-    source = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "shared")
-    result = run(str(source), recipe(), tmp_path / "out")
+    shared = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "shared")
+    result = run(str(shared), recipe(), tmp_path / "two")
     assert [row.layer_idx for row in result.layers] == [0, 1]
     assert any("shares the cache of model.layers.1.self_attn" in w for w in result.warnings)
-    written = load_file(result.output / "model-fp8kv-scales.safetensors")
+    written = load_file(result.output / SCALES)
     owner, sharer = (written[f"model.layers.{i}.self_attn.k_scale"] for i in (1, 2))
     assert torch.equal(owner, sharer)
-
-
-def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path):
-    first = run(str(tiny_directory), recipe(), tmp_path / "first").output
-    again = run(str(first), recipe(headroom=2.0), tmp_path / "again").output
-    one, two = (load_file(out / "model-fp8kv-scales.safetensors") for out in (first, again))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(two[name], one[name] * 2) for name in one)
-    index = json.loads((again / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(json.loads((first / "model.safetensors.index.json").read_text())["weight_map"])
 
 
 @pytest.mark.parametrize(
@@ -129,15 +120,15 @@ def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path
     [
         ({"strategy": "attn_head", "export__formats": ["tgi"]}, UnsupportedExportError, "--reduce"),
         ({"data__dataset": "./gone.jsonl"}, InputError, "gone.jsonl"),
-        ({"data__seq_len": 999}, InputError, "256 positions"),
+        ({"data__seq_len": 999}, InputError, "--seq-len 999 is longer than the model's 256 positions"),
     ],
 )
 def test_what_must_fail_fails_before_the_weights_are_read(
-    changes, error, message, tiny_directory, tmp_path, monkeypatch
+    changes, error, message, source, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("calib.job.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
-        run(str(tiny_directory), recipe(**changes), tmp_path / "out")
+        run(str(source), recipe(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -148,29 +139,18 @@ def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch
         run(str(source), recipe(export__formats=["trtllm"]), tmp_path / "out")
 
 
-def test_progress_counts_every_token(tiny_directory, tmp_path):
-    stages, steps = [], []
-    progress = Progress(lambda *stage: stages.append(stage), steps.append)
-    run(str(tiny_directory), recipe(data__batch_size=4), tmp_path / "out", progress=progress)
-    assert stages == [("load", None, ""), ("calibrate", 192, "tokens"), ("write", None, "")]
-    assert steps == [128, 64]
+def test_the_default_output_is_named_after_model_and_strategy():
+    for model, directory in {
+        "builtin:smollm2": "smollm2-fp8kv-tensor",
+        "Qwen/Qwen2.5-7B-Instruct": "Qwen2.5-7B-Instruct-fp8kv-tensor",
+        "./models/mine/": "mine-fp8kv-tensor",
+    }.items():
+        assert str(default_output(model, recipe().strategy)) == directory
 
 
-@pytest.mark.parametrize(
-    ("model", "directory"),
-    [
-        ("builtin:smollm2", "smollm2-fp8kv-tensor"),
-        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct-fp8kv-tensor"),
-        ("./models/mine/", "mine-fp8kv-tensor"),
-    ],
-)
-def test_default_output(model, directory):
-    assert str(default_output(model, recipe().strategy)) == directory
-
-
-def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_path):
+def test_the_default_length_is_cut_to_the_models_positions(source, tmp_path):
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
-    result = run(str(tiny_directory), load_recipe(None, short), tmp_path / "out")
+    result = run(str(source), load_recipe(None, short), tmp_path / "out")
     assert result.tokens == 2 * 256
     assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in (result.warnings[0])
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
@@ -178,23 +158,10 @@ def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_p
     assert result.warnings[0] in saved["warnings"]
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_bundled_recipe_asks_for_no_length(name, tiny_directory, tmp_path):
-    changes = {"data.dataset": "random", "data.split": None, "data.samples": 2, "device": "cpu"}
-    result = run(str(tiny_directory), load_recipe(name, changes), tmp_path / "out")
-    assert result.tokens == 2 * 256
-
-
-def test_a_length_of_the_users_own_recipe_is_refused(tiny_directory, tmp_path):
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text("data: {dataset: random, seq_len: 2048}\ndevice: cpu\n")
-    with pytest.raises(InputError, match="--seq-len 2048 is longer than the model's 256 positions"):
-        run(str(tiny_directory), load_recipe(str(recipe)), tmp_path / "out")
-
-
 def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
     source = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
-    warnings = run(str(source), recipe(), tmp_path / "out").warnings
-    assert [
-        each for each in warnings if "PaliGemma's positions from 1" in each and "vLLM does neither" in each
-    ]
+    (said,) = (
+        each for each in run(str(source), recipe(), tmp_path / "out").warnings if "PaliGemma's pos" in each
+    )
+    assert "positions from 1" in said
+    assert "vLLM does neither" in said

@@ -13,40 +13,35 @@ from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
 BOMB = "a: &a [x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
 )
-BUNDLED = [
-    "amd-fnuz",
-    "attn_head-absmax",
-    "attn_head-mse",
-    "legacy-json",
-    "qkv-attn_head",
-    "random-tokens",
-    "tensor-absmax",
-    "tgi-kv_scale",
-]
 
 
-def test_the_catalogue():
-    assert recipe_names() == BUNDLED
-
-
-@pytest.mark.parametrize("name", BUNDLED)
-def test_a_bundled_recipe_says_what_its_name_says(name):
-    recipe = load_recipe(name)
-    assert recipe.description
-    assert recipe.strategy == ("attn_head" if "attn_head" in name else "tensor")
-    assert recipe.observer.name == ("mse" if "mse" in name else "absmax")
-    assert recipe.fp8_dtype == ("e4m3fnuz" if "fnuz" in name else "e4m3fn")
-    assert recipe.targets == ("qkv" if "qkv" in name else "kv")
-    assert yaml.safe_load(recipe_text(name))["description"] == recipe.description
+def test_a_bundled_recipe_says_what_its_name_says():
+    assert recipe_names() == [
+        "amd-fnuz",
+        "attn_head-absmax",
+        "attn_head-mse",
+        "legacy-json",
+        "qkv-attn_head",
+        "random-tokens",
+        "tensor-absmax",
+        "tgi-kv_scale",
+    ]
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        assert recipe.description
+        assert recipe.strategy == ("attn_head" if "attn_head" in name else "tensor"), name
+        assert recipe.observer.name == ("mse" if "mse" in name else "absmax"), name
+        assert recipe.fp8_dtype == ("e4m3fnuz" if "fnuz" in name else "e4m3fn"), name
+        assert recipe.targets == ("qkv" if "qkv" in name else "kv"), name
+        assert yaml.safe_load(recipe_text(name))["description"] == recipe.description
+        # so that a model of fewer positions can be calibrated
+        assert "seq_len" not in recipe.data.model_fields_set, name
 
 
 def test_the_default_is_the_recommended_recipe_of_the_field():
     recipe = load_recipe(None)
-    assert (recipe.data.dataset, recipe.data.samples, recipe.data.seq_len) == (
-        "HuggingFaceH4/ultrachat_200k",
-        512,
-        2048,
-    )
+    data = (recipe.data.dataset, recipe.data.samples, recipe.data.seq_len)
+    assert data == ("HuggingFaceH4/ultrachat_200k", 512, 2048)
     named = load_recipe("tensor-absmax").model_dump()
     differing = {k for k, v in recipe.model_dump().items() if named[k] != v}
     assert differing == {"description", "data"}  # the named one spells its split out
@@ -58,33 +53,23 @@ def test_overrides_win_over_the_file(tmp_path):
     recipe = load_recipe(str(tmp_path / "mine.yaml"), {"data.samples": 9, "headroom": 1.5})
     assert (recipe.strategy, recipe.data.samples, recipe.data.seed) == ("attn_head", 9, 3)
     assert recipe.headroom == 1.5
+    with pytest.raises(InputError, match="'strategy.x' cannot be set"):
+        load_recipe(str(tmp_path / "mine.yaml"), {"strategy.x": 1})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "stratgy: tensor",
-            r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here",
-        ),
+        ("stratgy: tensor", r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here"),
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\)"),
-        (
-            "strategy: per_head",
-            r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got",
-        ),
+        ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
-        (
-            "evaluation: {seq_len: 15}",
-            "evaluation.seq_len: Input should be greater than or equal to 16",
-        ),
-        ("headroom: -1", "headroom: Input should be greater than or equal to 0.0625"),
+        ("evaluation: {seq_len: 15}", "evaluation.seq_len: Input should be greater than or equal to 16"),
         ("headroom: 1.0e-30", "headroom: Input should be greater than or equal to 0.0625"),
         ("data: {seed: 18446744073709551616}", "data.seed: Input should be less than"),
         ("data: {batch_size: big}", "data.batch_size: .*a valid integer, .*, or 'auto', got 'big'"),
         ("data: {batch_size: 0}", "batch_size: .*be greater than 0, or 'auto', got 0"),
         ("data: {until: yes}", "data.until: needs a number, not true"),
-        ("headroom: on", "headroom: needs a number, not true"),
-        ("data: {skip_first: true}", "data.skip_first: needs a number, not true"),
         ("export: {formats: []}", "at least 1 item"),
         ("version: 2", "version: Input should be less than or equal to 1"),
         ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
@@ -95,14 +80,12 @@ def test_overrides_win_over_the_file(tmp_path):
         ("data: {seed: 1, samples: 2, seed: 3}", "'seed' is given twice"),
         ("description: 2026-99-99", "cannot read recipe .*: month must be in 1..12"),
         ("headroom: " + "9" * 5000, "cannot read recipe"),
-        ("description: " + "[" * 100_000, "cannot read recipe .*: nested too deep"),
+        ("description: " + "[" * 1_000, "cannot read recipe .*: nested too deep"),
         (BOMB, "cannot read recipe .*: more than 20 aliases"),
-        ("strategy: [" + "x, " * 50_000 + "]", r"strategy: .*got \['x', 'x'.*\.\.\."),
+        ("strategy: [" + "x, " * 1_000 + "]", r"strategy: .*got \['x', 'x'.*\.\.\."),
         ("evaluation: {fail_if: ['kl>nan']}", "evaluation.fail_if.0: .*'kl>nan'.*finite number"),
         ("evaluation: {fail_if: [speed>3]}", "evaluation.fail_if.0: .*METRIC one of kl"),
         ("evaluation: {variants: [tensr]}", "evaluation.variants.0: Input should be 'bf16'.*tensr"),
-        ("evaluation: {variants: [reference]}", "should be 'bf16', .*got 'reference'"),
-        ("evaluation: {suite: slow}", "evaluation.suite: Input should be 'quick' or 'full'"),
         ("evaluation: {kl_budget: .inf}", "kl_budget: Input should be a finite number"),
     ],
 )
@@ -117,11 +100,7 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
 def test_an_anchor_is_no_bomb(tmp_path):
     (tmp_path / "mine.yaml").write_text("data: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
-    assert (recipe.data.samples, recipe.evaluation.samples, recipe.evaluation.suite) == (
-        7,
-        7,
-        "full",
-    )
+    assert (recipe.data.samples, recipe.evaluation.samples, recipe.evaluation.suite) == (7, 7, "full")
 
 
 @pytest.mark.parametrize(
@@ -129,12 +108,10 @@ def test_an_anchor_is_no_bomb(tmp_path):
     [
         ("a=[1", "--set 'a=\\[1': .*expected ',' or '\\]'"),
         ("data={seed: 1, seed: 2}", "--set .*'seed' is given twice"),
-        ("a=" + "[" * 100_000, "nested too deep"),
+        ("a=" + "[" * 1_000, "nested too deep"),
         ("seed=" + "9" * 5000, "--set 'seed=999.*too many digits"),
-        ("seed=2026-99-99", "month must be in"),
         ("noequals", "--set takes KEY=VALUE"),
         ("=1", "--set takes KEY=VALUE"),
-        ("", "--set takes KEY=VALUE"),
     ],
 )
 def test_what_set_cannot_read_is_one_line(pair, message):
@@ -144,28 +121,17 @@ def test_what_set_cannot_read_is_one_line(pair, message):
     assert len(str(caught.value)) < 1000
 
 
-def test_a_name_that_is_not_bundled_is_answered_with_the_nearest():
+def test_a_name_that_is_not_bundled_and_a_file_that_does_not_exist():
     with pytest.raises(InputError, match=r"did you mean 'attn_head-mse'\?"):
         load_recipe("attn-head-mse")
-
-
-def test_a_file_that_does_not_exist():
     with pytest.raises(InputError, match=r"cannot read recipe 'gone.yaml'"):
         load_recipe("gone.yaml")
 
 
-def test_setting_a_key_below_a_value_is_an_error():
-    with pytest.raises(InputError, match="'strategy.x' cannot be set"):
-        load_recipe("tensor-absmax", {"strategy.x": 1})
-
-
-def test_a_saved_calibration_is_a_recipe(tmp_path):
+def test_a_saved_calibration_is_a_recipe_that_does_not_change(tmp_path):
     recipe = load_recipe("attn_head-mse", {"data.samples": 5})
     saved = tmp_path / "fp8kv_calibration.json"
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
-
-
-def test_a_recipe_does_not_change():
     with pytest.raises(ValueError, match="frozen"):
         Recipe().strategy = "attn_head"

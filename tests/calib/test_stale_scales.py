@@ -109,50 +109,50 @@ def expected(places, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
-@pytest.mark.parametrize("factor", [1 / 400, 1.0], ids=["other", "equal"])
-@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
 @pytest.mark.parametrize("command", OF_FILES)
-def test_the_index_decides_or_two_values_are_refused(
-    command, file, factor, index, places, expected, tmp_path
-):
-    directory = stale(places, tmp_path, file, factor, index=index)
-    done = run(OF_FILES[command], places, directory, tmp_path / "out")
-    if index or factor == 1:
-        assert results(done, tmp_path / "out") == expected(OF_FILES[command], index)
-        return
+def test_the_index_decides_or_two_values_are_refused(command, places, expected, tmp_path):
+    listed = stale(places, tmp_path / "listed", "zz.safetensors", 1 / 400, index=True)
+    done = run(OF_FILES[command], places, listed, tmp_path / "out")
+    assert results(done, tmp_path / "out") == expected(OF_FILES[command], True)
+    unlisted = stale(places, tmp_path / "unlisted", "aa.safetensors", 1 / 400, index=False)
+    done = run(OF_FILES[command], places, unlisted, tmp_path / "out")
     name, value = "'model.layers.0.self_attn.k_scale'", read_scales(places["GOOD"]).layers[0].k[0]
-    own, other = f"{value:.6g} as {name} in {SCALES}", f"{value / 400:.6g} as {name} in {file}"
+    own, other = f"{value:.6g} as {name} in {SCALES}", f"{value / 400:.6g} as {name} in aa.safetensors"
     one_line_error(done, "two values for the K scale of layer 0 (and of 1 more)", own, other)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
-@pytest.mark.parametrize("factor", [1 / 400, 1.0], ids=["other", "equal"])
-@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(file, factor, index, places, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "factor", "index"),
+    [("aa.safetensors", 1 / 400, True), ("zz.safetensors", 1 / 400, False), ("aa.safetensors", 1.0, False)],
+)
+def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(
+    file, factor, index, places, expected, tmp_path
+):
     directory = stale(places, tmp_path, file, factor, index=index)
     verified = fp8kv("verify", directory, "--engine", "vllm", "--json")
     inspected = fp8kv("inspect", directory, "--json")
     assert (verified.exit_code, inspected.exit_code) == (1, 0)
-    expected = [f"{file} holds 4 scales and is not in the index"]
+    wanted = [f"{file} holds 4 scales and is not in the index"]
     if not index:
-        expected = ["two values for the K scale of layer 0"] if factor != 1 else []
-        expected.append("4 scales are there twice")
+        wanted = ["two values for the K scale of layer 0"] if factor != 1 else []
+        wanted.append("4 scales are there twice")
     shown = json.loads(inspected.stdout)
     for problems in (shown["problems"], json.loads(verified.stdout)["problems"]):
-        assert all(any(start in line for line in problems) for start in expected), problems
+        assert all(any(start in line for line in problems) for start in wanted), problems
     own = [list(layer.k) for layer in read_scales(places["GOOD"]).layers]
     # equal ones are the same; of two others the larger is shown, which clips nothing
     assert [layer["k"] for layer in shown["layers"]] == own
+    if index or factor == 1:
+        done = run(OF_FILES["convert"], places, directory, tmp_path / "out")
+        assert results(done, tmp_path / "out") == expected(OF_FILES["convert"], index)
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 @pytest.mark.parametrize("command", OF_STATISTICS)
-def test_statistics_know_no_stale_file(command, index, places, expected, tmp_path):
-    directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=index)
+def test_statistics_know_no_stale_file(command, places, expected, tmp_path):
+    directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=False)
     done = run(OF_STATISTICS[command], places, directory, tmp_path / "out")
-    assert results(done, tmp_path / "out") == expected(OF_STATISTICS[command], index)
+    assert results(done, tmp_path / "out") == expected(OF_STATISTICS[command], False)
 
 
 def test_statistics_take_no_scales_beside_them(places, tmp_path):
@@ -163,52 +163,46 @@ def test_statistics_take_no_scales_beside_them(places, tmp_path):
     one_line_error(done, "statistics to make scales of, and others in zz.safetensors; take away")
 
 
-@pytest.mark.parametrize("where", [(), ("--in-place",)], ids=["output", "in place"])
-def test_an_old_json_file_is_left_behind(where, places, tmp_path):
+def test_an_old_json_file_is_left_behind(places, tmp_path):
     model = shutil.copytree(places["MODEL"], tmp_path / "model")
     scales = {"model_type": "llama", "kv_cache": {"scaling_factor": {"0": {"0": 9.0, "1": 9.0}}}}
     (model / "kv_cache_scales.json").write_text(json.dumps(scales))
-    flags = where or ("-o", tmp_path / "out")
-    assert fp8kv("apply", places["GOOD"], model, *flags).exit_code == 0
-    made = model if where else tmp_path / "out"
-    assert not (made / "kv_cache_scales.json").exists()
     kept = [(layer.k, layer.v) for layer in read_scales(places["GOOD"]).layers]
-    assert [(layer.k, layer.v) for layer in read_scales(made).layers] == kept
+    for flags, made in ((("-o", tmp_path / "out"), tmp_path / "out"), (("--in-place",), model)):
+        assert fp8kv("apply", places["GOOD"], model, *flags).exit_code == 0
+        assert not (made / "kv_cache_scales.json").exists()
+        assert [(layer.k, layer.v) for layer in read_scales(made).layers] == kept
 
 
-@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-@pytest.mark.parametrize("command", ["bake MODEL --scales GOOD --for fp8 -o OUT", "stress MODEL -o OUT"])
-def test_scales_beside_a_single_file_of_weights_are_the_models(command, file, places, tmp_path):
+def test_scales_beside_a_single_file_of_weights_are_the_models(places, tmp_path):
     model = shutil.copytree(places["MODEL"], tmp_path / "model")
-    shutil.copyfile(places["GOOD"] / SCALES, model / file)
-    done = run(command, {**places, "MODEL": model}, model, tmp_path / "out")
-    one_line_error(done, "has KV scales ('model.layers.0.self_attn.k_scale'), which would not fit")
+    shutil.copyfile(places["GOOD"] / SCALES, model / "zz.safetensors")
+    for command in ("bake MODEL --scales GOOD --for fp8 -o OUT", "stress MODEL -o OUT"):
+        done = run(command, {**places, "MODEL": model}, model, tmp_path / "out")
+        one_line_error(done, "has KV scales ('model.layers.0.self_attn.k_scale'), which would not fit")
 
 
 @pytest.mark.parametrize("offload", ["none", "layerwise"])
-@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-def test_weights_that_the_index_does_not_list_are_not_measured(file, offload, places, tmp_path):
+def test_weights_that_the_index_does_not_list_are_not_measured(offload, places, tmp_path):
     model = shutil.copytree(places["GOOD"], tmp_path / "model")
     weights = load_file(model / "model-00001-of-00001.safetensors")
-    save_file({name: 3 * x for name, x in weights.items()}, model / file, {"format": "pt"})
+    for file in ("aa.safetensors", "zz.safetensors"):
+        save_file({name: 3 * x for name, x in weights.items()}, model / file, {"format": "pt"})
     assert calibrate(model, "-o", tmp_path / "out", "--offload", offload).exit_code == 0
     own, wanted = load_file(tmp_path / "out" / SCALES), load_file(places["GOOD"] / SCALES)
     assert own == wanted
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["of the baked", "of the model before"])
-def test_scales_of_the_model_before_it_was_baked(own, places, tmp_path):
+def test_scales_of_the_model_before_it_was_baked_are_refused(places, tmp_path):
     baked, made = tmp_path / "baked", tmp_path / "made"
     assert run(OF_STATISTICS["bake"], places, places["GOOD"], baked).exit_code == 0
     assert calibrate(baked, "-o", made).exit_code == 0
-    if not own:
-        before = {name: x / 16 for name, x in load_file(places["GOOD"] / SCALES).items()}
-        save_file(before, made / SCALES)
+    assert fp8kv("verify", made, "--engine", "vllm").exit_code == 0
+    assert run(OF_FILES["convert"], places, made, tmp_path / "out").exit_code == 0
+    before = {name: x / 16 for name, x in load_file(places["GOOD"] / SCALES).items()}
+    save_file(before, made / SCALES)
     verified = fp8kv("verify", made, "--engine", "vllm")
+    assert verified.exit_code == 1
+    assert "its weights are baked for fp8" in " ".join(verified.stdout.split())
     converted = run(OF_FILES["convert"], places, made, tmp_path / "out")
-    if own:
-        assert (verified.exit_code, converted.exit_code) == (0, 0), converted.stderr
-    else:
-        assert verified.exit_code == 1
-        assert "its weights are baked for fp8" in " ".join(verified.stdout.split())
-        one_line_error(converted, "baked for fp8, which puts K scales near 1, and these are 0.0")
+    one_line_error(converted, "baked for fp8, which puts K scales near 1, and these are 0.0")

@@ -18,19 +18,8 @@ from generation import PROMPT
 
 REFUSED = {"mllama": "the code of Mllama", "minimax": "has a cache class of its own, MiniMaxCache"}
 RUNNING = ["zaya", "inkling_text", "deepseek_v2", "falcon_h1"]
-TEXT = ("--dataset", "random", "--samples", "3", "--seq-len", "24", "--variants", "none,e5m2")
+TEXT = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--variants", "none")
 GENERATE = (PROMPT, "--max-new-tokens", 3)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Save the model of a family; return its directory."""
-
-    def save(family):
-        directory = tmp_path_factory.mktemp(family)
-        return save_model(made(family), directory)
-
-    return save
 
 
 def made(family):
@@ -50,8 +39,8 @@ def made(family):
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_later_commands_cannot_do_is_said_at_once(family, saved, tmp_path):
-    model, out = saved(family), tmp_path / "out"
+def test_what_later_commands_cannot_do_is_said_at_once(family, tmp_path):
+    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
     done = calibrate(model, "-o", out)
     assert done.exit_code == 0, done.stderr
     assert "fp8kv generate" not in done.stdout
@@ -70,8 +59,8 @@ def test_what_later_commands_cannot_do_is_said_at_once(family, saved, tmp_path):
 
 
 @pytest.mark.parametrize("family", RUNNING)
-def test_all_commands_run_it(family, saved, tmp_path):
-    model, out = saved(family), tmp_path / "out"
+def test_all_commands_run_it(family, tmp_path):
+    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
     for command in (
         ("generate", model, *GENERATE, "--scales", "none", "--compare"),
         *([] if family == "falcon_h1" else [("eval", model, *TEXT)]),
