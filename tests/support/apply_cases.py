@@ -1,5 +1,6 @@
-"""`fp8kv apply` on a tiny Llama and on edited copies of it."""
+"""Commands on a tiny Llama, on edited copies of it, and on its scales."""
 
+import json
 import shutil
 
 import torch
@@ -18,6 +19,17 @@ FITTING = [
 ]
 
 
+def ran(*command):
+    """What a command prints that succeeds."""
+    done = fp8kv(*command)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
 def calibrated(model, out, *flags):
     done = calibrate(model, "-o", out, *flags)
     assert done.exit_code == 0, done.stderr
@@ -29,8 +41,7 @@ def scales(directory):
 
 
 def applied(measured, model, out, *flags):
-    done = fp8kv("apply", measured, model, "-o", out, *flags)
-    assert done.exit_code == 0, done.stderr
+    ran("apply", measured, model, "-o", out, *flags)
     return out
 
 
@@ -68,3 +79,20 @@ def rescale_values(tensors, factor=1.5, channels=slice(None)):
     """Factors per channel from V to the output projection."""
     for layer in LAYERS:
         tensors[ATTENTION.format(layer, "v")][channels] *= factor
+
+
+def damage(directory, out, changes):
+    """A copy of an output whose scales, by name, are changed; None takes one away."""
+    shutil.copytree(directory, out)
+    path, index = out / "model-fp8kv-scales.safetensors", out / "model.safetensors.index.json"
+    tensors, document = load_file(path), json.loads(index.read_text())
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name], document["weight_map"][name]
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, path, {"format": "pt"})
+    index.write_text(json.dumps(document))
+    return out

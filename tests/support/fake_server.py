@@ -18,7 +18,10 @@ SECRET = "sk-very-secret"
 
 
 class FakeServer:
-    """Answers as vLLM does; tests change what they want to be wrong."""
+    """Answers as vLLM does, without a model as if all tokens were as likely.
+
+    Tests change what they want to be wrong.
+    """
 
     def __init__(self, model=None, scales=None):
         self.model, self.scales = model, scales
@@ -44,9 +47,11 @@ class FakeServer:
     @torch.inference_mode()
     def complete(self, body):
         ids = torch.tensor([body["prompt"]])
-        fp8 = fp8_attention(self.model, self.scales, backend="torch")
-        with fp8 if self.scales else nullcontext():
-            logits = self.model(input_ids=ids).logits[0].float()
+        fp8 = fp8_attention(self.model, self.scales, backend="torch") if self.scales else nullcontext()
+        with fp8:
+            logits = (
+                self.model(input_ids=ids).logits[0].float() if self.model else torch.zeros(ids.numel(), 128)
+            )
         logprobs = (logits + self.noise * torch.randn_like(logits)).log_softmax(-1)
         top = logprobs[-1].max().item()
         choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [top]}}

@@ -1,9 +1,12 @@
-"""Marks of checkpoints that quantisation tools have written, beside the model they began with."""
+"""Marks of a model beside those of an edited or quantised one: the same K and V, or it is said why not."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from apply_cases import ATTENTION, FITTING, copy, rescale_values, smooth
+from coded_forms import FORMS
+from families import LATENT, save_model, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.files.model_directory import open_model_directory
@@ -11,10 +14,184 @@ from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 from calib.same_model.marks import take_marks
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized"
-MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
 # as benchmarks/peers/tiny_llama.py makes them
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+def marks_of(directory, layers=3, name="model.layers.{}.self_attn"):
+    return take_marks(open_model_directory(directory), [name.format(i) for i in range(layers)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def marks(model):
+    return marks_of(model)
+
+
+def scaled(name, factor, rows=slice(None)):
+    def edit(tensors):
+        tensors[f"model.{name}.weight"][rows] *= factor
+
+    return edit
+
+
+def blended(name, share):
+    """Each row with a little of the one before it."""
+
+    def edit(tensors):
+        weight = tensors[f"model.{name}.weight"]
+        weight += share * weight.roll(1, 0)
+
+    return edit
+
+
+def norm_and_all_but_queries(tensors):
+    tensors["model.layers.1.input_layernorm.weight"] /= 100
+    for letter in "kv":
+        tensors[ATTENTION.format(1, letter)] *= 100
+
+
+def output_upside_down(tensors):
+    tensors[ATTENTION.format(0, "o")] = tensors[ATTENTION.format(0, "o")].flip(0)
+
+
+def bias(tensors):
+    tensors["model.layers.0.self_attn.v_proj.bias"] = torch.ones(32)
+
+
+HALF = slice(None, None, 2)
+SELF = "layers.1.self_attn"
+EDITS = [
+    (scaled("layers.1.input_layernorm", 1.5, HALF), "^norms differ, and 'layers.1.self_attn"),
+    (scaled("layers.1.post_attention_layernorm", 1.5, HALF), "^norms differ, and 'layers.1.mlp"),
+    (scaled("layers.1.post_attention_layernorm", 100), "^norms differ, and a row of 'layers.1.mlp.gate_proj"),
+    (norm_and_all_but_queries, f"^norms differ, and a row of '{SELF}.q_proj.weight' is 0.01 times"),
+    (scaled(f"{SELF}.q_proj", 10), f"^a row of '{SELF}.q_proj.weight' is .* times what it was$"),
+    (scaled(f"{SELF}.k_proj", 1.1), "k_proj.weight' is 1.10 times what it was$"),
+    (scaled(f"{SELF}.v_proj", 0.8), "v_proj.weight' is 0.80 times .*, as where AWQ moves factors"),
+    (scaled(f"{SELF}.o_proj", 1.35), f"'{SELF}.o_proj.weight' is 1.35 times"),
+    (output_upside_down, "^'layers.0.self_attn.o_proj.weight' is .* from what it was"),
+    (
+        blended(f"{SELF}.k_proj", 0.02),
+        rf"^'{SELF}.k_proj.weight' is \d+% from what it was, more than rounding$",
+    ),
+    (blended("layers.2.mlp.up_proj", 0.1), "^'layers.2.mlp.up_proj.weight' is .* from what it was"),
+    (blended("embed_tokens", 0.1), "'embed_tokens.weight' differs, which quantisation leaves alone$"),
+    (bias, "'layers.0.self_attn.v_proj.bias' is only in the second"),
+    (scaled("norm", 1.1), "'norm.weight' differs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"), EDITS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_another_model_of_the_same_sizes_is_refused(edit, message, model, marks, tmp_path):
+    with pytest.raises(OtherWeightsError, match=message):
+        compare_marks(marks, marks_of(copy(model, tmp_path / "other", edit)))
+
+
+def test_tensors_that_one_side_lacks_or_that_have_another_shape_are_refused(model, marks, tmp_path):
+    def without_bias_of_zeros(tensors):
+        tensors["model.layers.0.self_attn.v_proj.bias"] = torch.zeros(32)
+
+    other = marks_of(copy(model, tmp_path / "other", without_bias_of_zeros))
+    assert compare_marks(marks, other) == compare_marks(other, marks)
+    del other.tensors["norm.weight"]
+    with pytest.raises(OtherWeightsError, match="'norm.weight' is only in the model that was measured"):
+        compare_marks(marks, other)
+    name = "layers.1.self_attn.k_proj.weight"
+    narrow = marks.tensors | {name: marks.tensors[name].model_copy(update={"shape": [32, 32]})}
+    with pytest.raises(OtherWeightsError, match=r"k_proj.weight' is \[32, 64\] there and \[32, 32\] here"):
+        compare_marks(marks, marks.model_copy(update={"tensors": narrow}))
+
+
+def smooth_and_rescale(tensors):
+    rescale_values(tensors, 1.2)
+    smooth(tensors)
+
+
+@pytest.mark.parametrize("form", [None, *FITTING])
+def test_quantised_weights_fit_also_behind_smoothed_norms_but_no_rescaled_values(
+    form, model, marks, tmp_path
+):
+    def edited(name, edit):
+        directory = copy(model, tmp_path / name, edit)
+        return marks_of(FORMS[form].quantise(directory, tmp_path / f"{name}-plain") if form else directory)
+
+    same = compare_marks(marks, edited("same", lambda tensors: None))
+    assert same.layers_with_moved_factors == 0
+    assert same.largest_error > 0 if form else same.largest_error == 0
+    assert compare_marks(marks, edited("smooth", smooth)).layers_with_moved_factors == 3
+    for name, edit in {
+        "smaller": lambda tensors: rescale_values(tensors, 0.5),
+        "rescaled": smooth_and_rescale,
+    }.items():
+        with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
+            compare_marks(marks, edited(name, edit))
+
+
+@pytest.mark.parametrize("form", ["compressed-fp8-channel", "compressed-int8"])
+def test_another_model_behind_codes_of_eight_bits(form, model, marks, tmp_path):
+    other = copy(model, tmp_path / "other", blended("layers.1.self_attn.k_proj", 0.1))
+    with pytest.raises(OtherWeightsError, match=r"^'layers.1.self_attn.k_proj.weight' .* more than"):
+        compare_marks(marks, marks_of(FORMS[form].quantise(other, tmp_path / "plain")))
+
+
+def test_each_head_of_many_is_looked_at(tmp_path):
+    options = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8, "num_hidden_layers": 1}
+    many = save_model(tiny_model("llama", **options), tmp_path / "many")
+    for head in (1, 6, 15):
+        rows = slice(8 * head, 8 * head + 8)
+        other = copy(many, tmp_path / f"{head}", scaled("layers.0.self_attn.v_proj", 4, rows))
+        with pytest.raises(OtherWeightsError, match=r"a row of 'layers.0.self_attn.v_proj.weight' is 4.00"):
+            compare_marks(marks_of(many, 1), marks_of(other, 1))
+
+
+# the weight that makes V, or the latent and k_pe; and rows of it
+CACHED = {
+    "phi3": ("self_attn.qkv_proj", slice(96, None)),
+    "gemma2": ("self_attn.v_proj", HALF),
+    "olmo2": ("self_attn.v_proj", HALF),
+    "mixtral": ("self_attn.v_proj", HALF),
+    "starcoder2": ("self_attn.v_proj", HALF),
+    "gpt_neox": ("attention.query_key_value", HALF),
+    "qwen3": ("self_attn.k_norm", HALF),
+    "minicpm3": ("self_attn.kv_a_proj_with_mqa", slice(0, 16)),
+    "deepseek_v3": ("self_attn.kv_a_proj_with_mqa", slice(16, 24)),
+}
+
+
+@pytest.mark.parametrize("family", CACHED)
+def test_every_family_has_marks_of_what_makes_k_and_v(family, tmp_path):
+    model = save_model(tiny_model(family, **LATENT.get(family, {})), tmp_path / "model")
+    above = "gpt_neox" if family == "gpt_neox" else "model"
+    weight, rows = CACHED[family]
+    module = f"{above}.layers.{{}}.{weight.partition('.')[0]}"
+    marks = marks_of(model, name=module)
+    copied = marks_of(copy(model, tmp_path / "copy"), name=module)
+    assert compare_marks(marks, copied).largest_error == 0
+
+    def larger(tensors):
+        tensors[f"{above}.layers.1.{weight}.weight"][rows] *= 1.2
+
+    with pytest.raises(OtherWeightsError, match=f"'layers.1.{weight}.weight'"):
+        compare_marks(marks, marks_of(copy(model, tmp_path / "other", larger), name=module))
+
+
+def test_a_vocabulary_may_have_grown(tmp_path):
+    model = save_model(tiny_model("llama", vocab_size=300), tmp_path / "model")
+
+    def grow(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:20]])
+
+    grown = copy(model, tmp_path / "grown", grow, {"vocab_size": 320})
+    assert compare_marks(marks_of(model), marks_of(grown)).largest_error == 0
 
 
 def began_with(directory, **shape):
@@ -24,31 +201,25 @@ def began_with(directory, **shape):
         max_position_embeddings=256, initializer_range=0.2, **shape,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return take_marks(open_model_directory(directory), MODULES)
+    return marks_of(directory, 2)
 
 
 def written(package, case):
     (directory,) = GOLDEN.glob(f"{package}-*/{case}")
-    return take_marks(open_model_directory(directory), MODULES)
+    return marks_of(directory, 2)
 
 
-@pytest.mark.parametrize(
-    ("case", "moved", "error"),
-    [
+def test_checkpoints_of_quantisation_tools_beside_the_model_they_began_with(tmp_path):
+    base = began_with(tmp_path / "narrow", **SHAPE)
+    for case, moved, error in (
         ("fp8", 0, 0.03),
         ("w4a16", 0, 0.1),
         ("w4a16-awq", 2, 0.1),
         ("w8a8-smoothquant", 2, 0.02),
-    ],
-)
-def test_llm_compressor(case, moved, error, tmp_path):
-    found = compare_marks(began_with(tmp_path, **SHAPE), written("llmcompressor", case))
-    assert found.layers_with_moved_factors == moved
-    assert 0.005 < found.largest_error < error
-    assert found.largest_factor < 0.05
-
-
-def test_an_awq_that_rescaled_values(tmp_path):
-    base, found = began_with(tmp_path, **WIDE), written("gptqmodel", "awq-w4")
+    ):
+        found = compare_marks(base, written("llmcompressor", case))
+        assert found.layers_with_moved_factors == moved, case
+        assert 0.005 < found.largest_error < error, case
+        assert found.largest_factor < 0.05, case
     with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
-        compare_marks(base, found)
+        compare_marks(began_with(tmp_path / "wide", **WIDE), written("gptqmodel", "awq-w4"))

@@ -1,17 +1,59 @@
-"""`fp8kv verify --served`: servers that are wrong, slow or away, and what must stay secret."""
+"""What a server answers: wrong answers, keys that must stay secret, servers that are slow."""
 
-import json
-import logging
 import time
+from itertools import chain
 
 import pytest
-from command_line import one_line_error
-from fake_server import SECRET, facts, verify
+from fake_server import SECRET, FakeServer, running
 
 from calib.errors import InputError
 from calib.serving.client import Server
 
-NAN = float("nan")
+TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
+
+
+@pytest.fixture
+def fake():
+    """A server without a model, to which all tokens are as likely."""
+    return FakeServer()
+
+
+def ask(fake, name=None, texts=TEXTS):
+    with running(fake) as url:
+        server = Server(url)
+        return server.ask(server.choose_model(name).id, texts)
+
+
+def refuses(fake, *phrases, name=None):
+    with pytest.raises(InputError) as found:
+        ask(fake, name)
+    for phrase in phrases:
+        assert phrase in str(found.value)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_each_text_is_asked_for_twice_at_most_a_token_more(fake):
+    answers = ask(fake)
+    (path, nothing), (_, trial), *asked = fake.requests
+    assert (path, nothing) == ("/v1/models", None)
+    assert [body["prompt"] for _, body in asked] == [ids for ids in TEXTS for _ in range(2)]
+    assert all(body == trial | {"prompt": body["prompt"]} for _, body in asked)
+    assert {path for path, _ in fake.requests[1:]} == {"/v1/completions"}
+    settings = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "prompt_logprobs": 0}
+    assert trial == {"model": "m", "prompt": TEXTS[0]} | settings
+    assert (answers.prompts, answers.of_prompt, answers.requests) == (TEXTS, True, 8)
+    assert [*map(len, answers.first)] == [*map(len, answers.again)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("prompt_logprobs", ["ignored", "refused"])
+def test_without_logprobs_of_prompts_three_parts_of_each_text_are_asked_for(prompt_logprobs, fake):
+    fake.prompt_logprobs = prompt_logprobs
+    answers = ask(fake)
+    assert answers.prompts == [ids[:n] for ids in TEXTS for n in (2, 4, 8)]
+    assert not answers.of_prompt
+    assert [*map(len, answers.first)] == [1] * 9
+    assert all("prompt_logprobs" not in body for _, body in fake.requests[2:])
 
 
 def no_logprobs(path, answer):
@@ -50,115 +92,70 @@ def holding(positions):
     return lambda path, answer: {"data": [model]} if "models" in path else answer
 
 
+def status(number, where="/v1"):
+    return lambda path, answer: (number, b"") if where in path else answer
+
+
+STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
 WRONG = {
-    "no logprobs": (no_logprobs, "gives no logprobs", "fp8kv stress"),
-    "other count": (other_count, "read 131 tokens where 127 were sent", "--model"),
-    "other tokens": (other_tokens, "read 5 tokens where 127 were sent", "another tokeniser"),
-    "NaN": (saying(NAN), "something else than expected"),
-    "boolean": (saying(True), "something else than expected"),
-    "string": (saying("-1.5"), "something else than expected"),
-    "positive": (saying(0.5), "something else than expected"),
-    "counts in words": (counting("127"), "something else than expected"),
-    "counts to true": (counting(True), "something else than expected"),
-    "length in words": (holding("129"), "something else than expected"),
-    "negative length": (holding(-1), "something else than expected"),
-    "no JSON": (lambda *_: (200, b"<html>hello"), "v1/models answers something else"),
-    "other JSON": (lambda *_: [1, 2], "something else than expected"),
-    "deep JSON": (lambda *_: (200, b"[" * 100_000), "something else than expected"),
-    "not found": (lambda *_: (404, b""), "HTTP 404", "such as http://localhost:8000"),
-    "redirect": (lambda *_: (307, b""), "HTTP 307"),
-    "unauthorised": (lambda *_: (401, b""), "HTTP 401", "give its key in FP8KV_API_KEY"),
-    "broken": (lambda *_: (500, b""), "HTTP 500"),
-    "refuses": (
-        lambda path, answer: (400, b"") if "completions" in path else answer,
-        "HTTP 400 to token ids as a prompt",
-    ),
-    "refuses all": (lambda *_: (400, b""), "v1/models answers HTTP 400; see the server's log"),
-    "no models": (lambda *_: {"data": []}, "serves no model; load one", "http://localhost:8000"),
+    "no logprobs": (no_logprobs, "gives no logprobs, of prompts or of generated tokens", "fp8kv stress"),
+    "other count": (other_count, "read 131 tokens where 8 were sent", "another tokeniser", "--model"),
+    "other tokens": (other_tokens, "read 5 tokens where 8 were sent"),
+    "counts in words": (counting("8"), STRANGE),
+    "counts to true": (counting(True), STRANGE),
+    "length in words": (holding("129"), STRANGE),
+    "negative length": (holding(-1), STRANGE),
+    "no JSON": (lambda *_: (200, b"<html>hello"), f"v1/models {STRANGE}"),
+    "other JSON": (lambda *_: [1, 2], STRANGE),
+    "deep JSON": (lambda *_: (200, b"[" * 100_000), STRANGE),
+    "not found": (status(404), "HTTP 404; see the server's log", "such as http://localhost:8000"),
+    "redirect": (status(307), "HTTP 307"),
+    "unauthorised": (status(401), "HTTP 401; give its key in FP8KV_API_KEY"),
+    "refuses prompts": (status(400, "completions"), "HTTP 400 to token ids as a prompt, with logprobs"),
+    "refuses fields": (status(422, "completions"), "HTTP 422 to token ids as a prompt"),
+    "refuses all": (status(400), "v1/models answers HTTP 400; see the server's log"),
+    "no models": (lambda *_: {"data": []}, "serves no model; load one there", "http://localhost:8000"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.server_logprobs.load_model", lambda *_: pytest.fail("loaded"))
-    change, *phrases = WRONG[name]
-    fake.change = change
-    one_line_error(verify(fake, directory), *phrases)
+def test_wrong_answers_are_one_line(name, fake):
+    fake.change, *phrases = WRONG[name]
+    refuses(fake, *phrases)
 
 
-@pytest.mark.parametrize("logprob", [NAN, True, "-1.5", 0.5])
-def test_logprobs_of_generated_tokens_are_checked_too(logprob, fake, directory):
-    fake.prompt_logprobs, fake.change = "ignored", saying(logprob)
-    one_line_error(verify(fake, directory), "something else than expected")
+@pytest.mark.parametrize("prompt_logprobs", ["given", "ignored"])
+def test_logprobs_are_numbers_up_to_0_or_a_rounding_above(prompt_logprobs, fake):
+    fake.prompt_logprobs = prompt_logprobs
+    for logprob in (float("nan"), True, "-1.5", 0.5):
+        fake.change = saying(logprob)
+        refuses(fake, STRANGE)
+    fake.change = saying(0.001)
+    assert {*chain(*ask(fake).first)} == {0.001}
 
 
-def test_a_server_without_models_has_no_names_to_offer(fake, directory):
-    fake.models = []
-    for flags in ((), ("--served-name", "x")):
-        done = verify(fake, directory, *flags)
-        one_line_error(done, "serves no model")
-        assert "--served-name" not in done.stderr
+def test_an_answer_of_more_than_64_mib_is_cut_off(fake, monkeypatch):
+    monkeypatch.setattr("calib.serving.client._MAX_BYTES", 1000)
+    fake.change = lambda path, answer: (200, b" " * 300_000 + b"{}") if "completions" in path else answer
+    refuses(fake, STRANGE)
 
 
-def test_several_models(fake, directory):
+def test_one_of_several_models_is_chosen_by_name(fake):
     fake.models = [*fake.models, {"id": "other"}]
-    one_line_error(verify(fake, directory), "serves 2 models", "--served-name", "'m', 'other'")
-    one_line_error(verify(fake, directory, "--served-name", "x"), "no model 'x'", "'m', 'other'")
-    assert verify(fake, directory, "--served-name", "m").exit_code == 0
+    refuses(fake, "serves 2 models; give --served-name, one of: 'm', 'other'")
+    refuses(fake, "serves no model 'x'; give --served-name, one of: 'm', 'other'", name="x")
+    assert ask(fake, "m").requests == 8
     fake.models = [*fake.models[:1], {"id": "alias", "root": "/m"}]
-    assert verify(fake, directory).exit_code == 0
+    assert ask(fake).requests == 8
+    fake.models = []
+    assert "--served-name" not in refuses(fake, "serves no model", name="x")
 
 
-@pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
-def test_a_key_that_is_refused(variable, status, fake, directory, monkeypatch):
+@pytest.mark.parametrize(("number", "variable"), [(401, "FP8KV_API_KEY"), (403, "OPENAI_API_KEY")])
+def test_a_key_that_is_refused(variable, number, fake, monkeypatch):
     monkeypatch.setenv(variable, SECRET)
-    fake.change = lambda *_: (status, b"")
-    done = verify(fake, directory)
-    one_line_error(done, f"HTTP {status}", f"refuses the key in {variable}")
-    assert SECRET not in done.output
-
-
-def test_a_slow_server(fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.5)
-    fake.wait = lambda number: time.sleep(3 if number > 2 else 0)
-    start = time.monotonic()
-    one_line_error(verify(fake, directory), "took more than the 1.5 s", "try again")
-    assert time.monotonic() - start < 10
-    # two texts are enough, and a third that was asked for once does not count
-    fake.wait = lambda number: time.sleep(3 if number > 7 + fake.before else 0)
-    fake.before = len(fake.requests)
-    found = facts(verify(fake, directory, "--json"))
-    assert (found["nearer"], found["logprobs"]) == ("scales", 253)
-
-
-def test_a_server_that_never_ends_an_answer(fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.5)
-    fake.drip = 0.3  # less than any wait for one byte
-    start = time.monotonic()
-    one_line_error(verify(fake, directory), "took more than the 1.5 s")
-    assert time.monotonic() - start < 10
-
-
-@pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
-@pytest.mark.parametrize("echo", [False, True])
-def test_keys_and_prompts_are_in_no_output(variable, echo, fake, directory, monkeypatch, capfd, caplog):
-    monkeypatch.setenv(variable, SECRET)
-    asked = [("words of the prompt", json.dumps([1, 2]))]
-
-    def repeat(path, answer):
-        said = json.dumps([fake.requests[-1], fake.headers[-1:], asked]).encode()
-        return (500, said) if "completions" in path else answer
-
-    fake.change = repeat if echo else fake.change
-    with caplog.at_level(logging.DEBUG):
-        done = verify(fake, directory, "--debug")
-    assert isinstance(done.exception, InputError) if echo else done.exit_code == 0
-    assert {headers["Authorization"] for headers in fake.headers} == {f"Bearer {SECRET}"}
-    seen = "".join([done.output, str(done.exception), *capfd.readouterr(), caplog.text])
-    prompt = fake.requests[1][1]["prompt"]
-    for secret in (SECRET, "words of the prompt", ", ".join(map(str, prompt[:5]))):
-        assert secret not in seen
+    fake.change = status(number)
+    assert SECRET not in refuses(fake, f"HTTP {number}; it refuses the key in {variable}")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_keys_and_prompts_are_in_no_output(variable, echo, fake, directory, monk
         ("http://LOCALHOST", ["openai's", "ours"]),
     ],
 )
-def test_a_key_of_openai_goes_nowhere_in_the_clear(url, keys, monkeypatch):
+def test_a_key_of_openai_goes_nowhere_in_the_clear_and_ours_comes_first(url, keys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "openai's")
     for key in keys:
         said = Server(url)._headers.get("Authorization")
@@ -178,15 +175,31 @@ def test_a_key_of_openai_goes_nowhere_in_the_clear(url, keys, monkeypatch):
         monkeypatch.setenv("FP8KV_API_KEY", "ours")
 
 
-def test_our_key_comes_first(fake, directory, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "another")
-    monkeypatch.setenv("FP8KV_API_KEY", SECRET)
-    verify(fake, directory)
-    assert {headers["Authorization"] for headers in fake.headers} == {f"Bearer {SECRET}"}
+def test_a_key_that_is_none(monkeypatch):
+    for extra in ("\nHost: x", "é"):
+        monkeypatch.setenv("FP8KV_API_KEY", f"{SECRET}{extra}")
+        with pytest.raises(InputError, match="FP8KV_API_KEY holds characters that no key has") as found:
+            Server("http://localhost")
+        assert SECRET not in str(found.value)
 
 
-def test_a_key_that_is_none(fake, directory, monkeypatch):
-    monkeypatch.setenv("FP8KV_API_KEY", f"{SECRET}\nHost: x")
-    done = verify(fake, directory)
-    one_line_error(done, "FP8KV_API_KEY holds characters that no key has")
-    assert SECRET not in done.output
+def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.0)
+    # the first request is for the models, the second a trial; each text is asked for twice
+    fake.wait = lambda number: time.sleep(2 if number == 6 else 0)
+    start = time.monotonic()
+    refuses(fake, "/v1/completions took more than the 1 s that there are for all requests; try again")
+    assert time.monotonic() - start < 8
+    # a third text that was asked for once does not count
+    fake.requests.clear()
+    fake.wait = lambda number: time.sleep(2 if number == 8 else 0)
+    answers = ask(fake)
+    assert (answers.prompts, *map(len, (answers.first, answers.again))) == (TEXTS[:2], 2, 2)
+
+
+def test_a_server_that_never_ends_an_answer(fake, monkeypatch):
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.8)
+    fake.drip = 0.2  # less than any wait for one byte
+    start = time.monotonic()
+    refuses(fake, "took more than the 0.8 s")
+    assert time.monotonic() - start < 8

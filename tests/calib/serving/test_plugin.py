@@ -90,10 +90,10 @@ def test_registering_imports_the_standard_library_alone():
     assert json.loads(done.stdout) == ["calib"]
 
 
-@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
-def test_the_entry_points_lead_to_functions(group):
-    (point,) = [p for p in entry_points(group=group) if p.name == "fp8kv"]
-    assert callable(point.load())
+def test_the_entry_points_lead_to_functions():
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        (point,) = [p for p in entry_points(group=group) if p.name == "fp8kv"]
+        assert callable(point.load())
 
 
 class Attention(nn.Module):
@@ -111,23 +111,14 @@ class Attention(nn.Module):
 def test_layers_of_vllm():
     old = Attention("model.layers.2.self_attn.attn")
     del old._k_scale_cpu  # vLLM 0.23 has none
-    model = nn.ModuleList(
-        [
-            Attention("model.layers.0.self_attn.attn"),
-            Attention("model.layers.1.self_attn.attn", "auto"),
-            Attention("visual.blocks.0.attn", kind="encoder_only"),
-            nn.Linear(2, 2),
-            old,
-        ]
+    vision, linear = Attention("visual.blocks.0.attn", kind="encoder_only"), nn.Linear(2, 2)
+    first, in_16_bits = (
+        Attention(f"model.layers.{i}.self_attn.attn", x) for i, x in enumerate(["fp8", "auto"])
     )
-    found = list(plugin.vllm_layers(model))
+    found = list(plugin.vllm_layers(nn.ModuleList([first, in_16_bits, vision, linear, old])))
     assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False), (2, True)]
     assert found[0].k == {"_k_scale": (0.5,), "_k_scale_float": (0.5,), "_k_scale_cpu": (0.5,)}
-    assert found[0].v == {
-        "_v_scale": (0.25, 0.75),
-        "_v_scale_float": (0.75,),
-        "_v_scale_cpu": (0.75,),
-    }
+    assert found[0].v == {"_v_scale": (0.25, 0.75), "_v_scale_float": (0.75,), "_v_scale_cpu": (0.75,)}
     assert found[0].q == {"_q_scale": (1.0,), "_q_scale_float": (1.0,)}
     assert [*found[2].k] == ["_k_scale", "_k_scale_float"]
 
@@ -147,26 +138,20 @@ HELD = {**SCALES, "q": [0.125, 0.375]}
 COPIES = [f"_{x}_scale{kind}" for x in "kvq" for kind in ("", "_float", "_cpu")][:-1]
 
 
-@pytest.mark.parametrize("heads", [1, 2], ids=["per layer", "per head"])
-@pytest.mark.parametrize("fnuz", [False, True], ids=["e4m3fn", "fnuz"])
-@pytest.mark.parametrize("copy", COPIES)
-def test_every_copy_of_a_scale_is_compared_and_named(copy, fnuz, heads, tmp_path):
-    def layers(factor=2 if fnuz else 1):
-        held = {x: [factor * y for y in values[:heads]] for x, values in HELD.items()}
-        model = nn.ModuleList([Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)])
-        return model, plugin.vllm_layers(model)
-
+@pytest.mark.parametrize(("heads", "fnuz"), [(1, True), (2, False)], ids=["per layer, fnuz", "per head"])
+def test_every_copy_of_a_scale_is_compared_and_named(fnuz, heads, tmp_path):
+    held = {x: [(2 if fnuz else 1) * y for y in values[:heads]] for x, values in HELD.items()}
     file = {x: values if heads > 1 else values[:1] for x, values in SCALES.items()}
     names = {f"model.layers.{i}.self_attn.{x}_scale": file[x] for i in range(3) for x in file}
-    place = Place(fnuz=fnuz)
-    model, intact = layers()
-    assert problems_of(intact, tmp_path, names, place) == []
-    model, spoiled = layers()
-    held = getattr(model[1], copy)
-    setattr(model[1], copy, torch.ones_like(held) if isinstance(held, torch.Tensor) else 1.0)
-    assert problems_of(spoiled, tmp_path, names, place) == [
-        f"{copy[1].upper()}'s copy {copy} is at 1.0: the engine dropped the file's scale in layer 1"
-    ]
+    for copy in (None, *COPIES):
+        model = nn.ModuleList([Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)])
+        problems = []
+        if copy:
+            value = getattr(model[1], copy)
+            setattr(model[1], copy, torch.ones_like(value) if isinstance(value, torch.Tensor) else 1.0)
+            letter, problem = copy[1].upper(), "is at 1.0: the engine dropped the file's scale in layer 1"
+            problems = [f"{letter}'s copy {copy} {problem}"]
+        assert problems_of(plugin.vllm_layers(model), tmp_path, names, Place(fnuz=fnuz)) == problems
 
 
 class RadixAttention(nn.Module):
@@ -184,9 +169,16 @@ def of_sglang(model):
     ]
 
 
-def test_layers_of_sglang_without_a_place_are_at_1():
-    model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, None, None)])
-    assert of_sglang(model) == [(0, (0.5,), (0.25,)), (1, (1.0,), (1.0,))]
+def test_layers_of_sglang():
+    placeless = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, None, None)])
+    assert of_sglang(placeless) == [(0, (0.5,), (0.25,)), (1, (1.0,), (1.0,))]
+    mla = nn.Module()  # of whose two layers one counts
+    mla.attn_mqa, mla.attn_mha = RadixAttention(0, 0.5, 0.25), RadixAttention(0, None, None)
+    beside = nn.Module()  # a model of transformers
+    beside.attention_instances = {0: RadixAttention(0, 0.5, 0.25)}
+    for module in (nn.ModuleList([mla]), beside):
+        assert of_sglang(module) == [(0, (0.5,), (0.25,))]
+    assert [*plugin.sglang_attention(nn.ModuleList([beside]))] == ["0.attn.0"]
 
 
 def test_the_number_that_sglang_leaves_empty_is_named(tmp_path):
@@ -202,23 +194,8 @@ def test_the_number_that_sglang_leaves_empty_is_named(tmp_path):
     ]
 
 
-def test_of_the_two_layers_of_mla_in_sglang_one_counts():
-    layer = nn.Module()
-    layer.attn_mqa, layer.attn_mha = RadixAttention(0, 0.5, 0.25), RadixAttention(0, None, None)
-    assert of_sglang(nn.ModuleList([layer])) == [(0, (0.5,), (0.25,))]
-
-
-def test_layers_of_sglang_beside_a_model_of_transformers():
-    model = nn.Module()
-    model.attention_instances = {0: RadixAttention(0, 0.5, 0.25)}
-    assert of_sglang(model) == [(0, (0.5,), (0.25,))]
-    assert [*plugin.sglang_attention(nn.ModuleList([model]))] == ["0.attn.0"]
-
-
-GOOD, BAD = (
-    ScalesInForce(used=2, total=2),
-    ScalesInForce(used=1, total=2, problems=["K is at 1.0 in layer 0"]),
-)
+GOOD = ScalesInForce(used=2, total=2)
+BAD = ScalesInForce(used=1, total=2, problems=["K is at 1.0 in layer 0"])
 
 
 @pytest.mark.parametrize(
@@ -296,13 +273,11 @@ def test_without_its_engine_a_plugin_says_so(ends, monkeypatch):
     ends(plugin.register_sglang, "ModuleNotFoundError")
 
 
-def test_a_runner_that_has_no_method_is_left_alone(ends, monkeypatch, runner):
+def test_a_runner_that_has_no_method_is_left_alone(ends, monkeypatch, runner, caplog):
     monkeypatch.setattr(sys.modules[RUNNER], "GPUModelRunner", type("GPUModelRunner", (), {}))
     ends(plugin.register_vllm, "no attribute 'load_model'")
-
-
-def test_a_module_that_nobody_may_import_is_left_alone(monkeypatch, runner, caplog):
-    monkeypatch.setitem(sys.modules, RUNNER, None)
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, RUNNER, None)  # which nobody may import
     plugin.register_vllm()
     assert not caplog.records
 

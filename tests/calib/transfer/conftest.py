@@ -1,24 +1,27 @@
-"""A tiny Llama, its calibration, and the pack of that, for the tests of `fp8kv apply` and `fp8kv pack`."""
+"""A tiny Llama, calibrations of it, and a pack, which no test changes."""
 
 import pytest
 from apply_cases import calibrated
-from command_line import fp8kv
 from families import save_model, tiny_model
+from pack_cases import packed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def measured(model, tmp_path_factory):
     return calibrated(model, tmp_path_factory.mktemp("measured") / "out")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def per_head(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("measured") / "per_head"
+    return calibrated(model, out, "--strategy", "attn_head", "--targets", "qkv")
+
+
+@pytest.fixture(scope="session")
 def pack(measured, tmp_path_factory):
-    path = tmp_path_factory.mktemp("pack") / "pack"
-    done = fp8kv("pack", measured, "-o", path)
-    assert done.exit_code == 0, done.stderr
-    return path
+    return packed(measured, tmp_path_factory.mktemp("pack") / "pack")

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model
+from apply_cases import ran
+from command_line import fp8kv, one_line_error
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
@@ -31,8 +31,7 @@ def texts(tmp_path_factory):
 
 
 def calibrated(model, dataset, out, *options):
-    done = fp8kv("calibrate", model, "--dataset", dataset, "-o", out, *LENGTHS, *COLLECTED, *options)
-    assert done.exit_code == 0, done.stderr
+    ran("calibrate", model, "--dataset", dataset, "-o", out, *LENGTHS, *COLLECTED, *options)
     return out
 
 
@@ -53,8 +52,7 @@ def assert_joined(merged, halves):
 
 def test_two_runs_are_one(model, texts, halves, tmp_path):
     calibrated(model, texts / "all.jsonl", tmp_path / "whole")
-    done = fp8kv("merge", *halves, "-o", tmp_path / "merged")
-    assert done.exit_code == 0, done.stderr
+    done = ran("merge", *halves, "-o", tmp_path / "merged")
     assert "statistics of 240 tokens" in done.stdout
     for file in ("fp8kv_stats.safetensors", "model-fp8kv-scales.safetensors"):
         expected, found = (load_file(tmp_path / name / file) for name in ("whole", "merged"))
@@ -68,6 +66,9 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     third = calibrated(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
     again = fp8kv("merge", tmp_path / "merged", third, "-o", tmp_path / "again", "--json")
     assert json.loads(again.stdout)["tokens"] == 240 + 96
+    # but not with what it has read already
+    done = fp8kv("merge", tmp_path / "again", halves[1], "-o", tmp_path / "no")
+    one_line_error(done, "have read the same data; merging them adds nothing")
 
 
 def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeypatch):
@@ -87,19 +88,6 @@ def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeyp
     assert all("of 240 tokens" in line for line in grew)
 
 
-def test_a_model_with_one_other_tensor_is_another(model, texts, halves, tmp_path):
-    shutil.copytree(model, tmp_path / "tuned")
-    file = tmp_path / "tuned/model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
-    save_file(tensors, file, {"format": "pt"})
-    tuned = calibrated(tmp_path / "tuned", texts / "b.jsonl", tmp_path / "out")
-    done = fp8kv("merge", halves[0], tuned, "-o", tmp_path / "merged")
-    one_line_error(done, "is of another model or revision than")
-    done = fp8kv("merge", *halves, "-o", tmp_path / "merged", "--model", tmp_path / "tuned")
-    one_line_error(done, "is of another model or revision than")
-
-
 def test_no_run_is_replaced_by_what_is_made_of_it(halves):
     for run in halves:
         before = (run / STATS_FILE).read_bytes()
@@ -114,13 +102,14 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
     one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
     one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_stats.safetensors; give a calibration's output")
-    trained = tiny_model("llama")
-    with torch.no_grad():
-        trained.model.norm.weight += 0.5
-        trained.get_input_embeddings().weight += 0.5
-    other = save_model(trained, tmp_path / "other")
-    revision = calibrated(other, texts / "b.jsonl", tmp_path / "revision")
+    # one tensor of another size, which is not sampled for marks
+    tuned = shutil.copytree(model, tmp_path / "tuned")
+    tensors = load_file(tuned / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
+    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
+    revision = calibrated(tuned, texts / "b.jsonl", tmp_path / "revision")
     one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
+    one_line_error(fp8kv("merge", a, b, *out, "--model", tuned), "is of another model or revision than")
     changed = shutil.copytree(b, tmp_path / "changed")
     report = json.loads((changed / "fp8kv_calibration.json").read_text())
     marks = report["marks"]["tensors"]
@@ -131,17 +120,14 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     options = ("--set", "means=false")
     plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
     one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")
-    one_line_error(fp8kv("merge", a, b, *out, "--model", other), "is of another model or revision than")
-    broken = b / "fp8kv_stats.safetensors"
-    whole = broken.read_bytes()
-    broken.write_bytes(whole[:-50])
-    one_line_error(fp8kv("merge", a, b, *out), "cannot read statistics")
-    broken.write_bytes(whole)
-    assert not (tmp_path / "merged").exists()
     options = ("--set", "data.skip_first=1")
     skipped = calibrated(model, texts / "b.jsonl", tmp_path / "skipped", *options)
-    message = "captured with different data.skip_first (0, 1)"
+    message = "captured with different data.skip_first (0, 1); calibrate both with the same"
     one_line_error(fp8kv("merge", a, skipped, *out), message)
+    broken = shutil.copytree(b, tmp_path / "broken")
+    (broken / STATS_FILE).write_bytes((b / STATS_FILE).read_bytes()[:-50])
+    one_line_error(fp8kv("merge", a, broken, *out), "cannot read statistics")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
@@ -151,8 +137,7 @@ def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
     (b / STATS_FILE).unlink()
     save_stats(stats.replace_tensors(tensors, stats.counts()), b / STATS_FILE)
     for order in ((a, b), (b, a)):
-        done = fp8kv("merge", *order, "-o", tmp_path / "merged", "--overwrite")
-        assert done.exit_code == 0, done.stderr
+        ran("merge", *order, "-o", tmp_path / "merged", "--overwrite")
         merged = load_stats(tmp_path / "merged")
         assert merged.tensors().keys() == tensors.keys()
         assert merged.tokens == 240
@@ -173,8 +158,7 @@ def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
     file = twin / "fp8kv_calibration.json"
     dataset = json.loads(file.read_text())["dataset"]
     edit_json(file, dataset=dataset | {"fingerprint": "0" * 64})
-    done = fp8kv("merge", odd, twin, "-o", tmp_path / "merged")
-    assert done.exit_code == 0, done.stderr
+    done = ran("merge", odd, twin, "-o", tmp_path / "merged")
     assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
 
 
@@ -192,8 +176,7 @@ def test_another_number_of_threads_is_named(halves, tmp_path):
     one = with_threads(halves[0], 1, tmp_path / "one")
     for count, warned, kept in ((1, False, 1), (2, True, None), (None, False, None)):
         other = with_threads(halves[1], count, tmp_path / f"other-{count}")
-        done = fp8kv("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
-        assert done.exit_code == 0, done.stderr
+        done = ran("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
         warnings = [line for line in json.loads(done.stdout)["warnings"] if "threads" in line]
         assert len(warnings) == warned
         report = json.loads((tmp_path / f"merged-{count}/fp8kv_calibration.json").read_text())
@@ -202,21 +185,11 @@ def test_another_number_of_threads_is_named(halves, tmp_path):
             assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]
 
 
-def test_data_that_a_merge_has_read_already_is_not_counted_twice(tiny_directory, tmp_path):
-    for seed in "12":
-        calibrate(tiny_directory, "-o", tmp_path / seed, "--seed", seed)
-    assert fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "12").exit_code == 0
-    done = fp8kv("merge", tmp_path / "12", tmp_path / "2", "-o", tmp_path / "122")
-    one_line_error(done, "have read the same data")
-
-
-@pytest.mark.parametrize("place", ["file/out", "dangling"])
-def test_where_nothing_can_be_written_is_known_before_statistics_are_read(
-    place, halves, tmp_path, monkeypatch
-):
+def test_where_nothing_can_be_written_is_known_before_statistics_are_read(halves, tmp_path, monkeypatch):
     monkeypatch.setattr(stats_file, "load_progress", lambda _: pytest.fail("statistics were read"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
-    done = fp8kv("merge", *halves, "-o", tmp_path / place)
-    one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
+    for place in ("file/out", "dangling"):
+        done = fp8kv("merge", *halves, "-o", tmp_path / place)
+        one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]

@@ -5,22 +5,24 @@ import re
 import shlex
 import shutil
 
+import pytest
 import yaml
-from apply_cases import applied, calibrated, copy, refused, scales
-from coded_forms import FORMS
+from apply_cases import applied, calibrated, copy, ran, refused, scales
 from command_line import fp8kv, one_line_error
-from pack_cases import manifest, packed, report_of
+from pack_cases import FILES, manifest, packed, report_of
 from quantized_models import edit_json
 
+from calib.capture.directory_scales import open_scales
+from calib.files.atomic import claimed
+from calib.models.config import load_config
+from calib.models.load import load_model
+from calib.models.sources import find_model
+from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
-
-FILES = {
-    *("README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"),
-    "kv_cache_scales.json",
-}
+from calib.transfer.pack import license_of
 
 
-def test_a_pack_holds_all_but_weights(measured, pack):
+def test_a_pack_holds_all_but_weights(model, measured, pack, tmp_path):
     assert {file.name for file in pack.iterdir()} == FILES
     same = ("checkpoint", "dataset", "versions", "recipe", "layers", "marks", "warnings")
     assert [report_of(pack)[key] for key in same] == [report_of(measured)[key] for key in same]
@@ -31,12 +33,8 @@ def test_a_pack_holds_all_but_weights(measured, pack):
         larger = max(layer["k_scale"], layer["v_scale"])
         factors = json.loads((pack / "kv_cache_scales.json").read_text())["kv_cache"]
         assert factors["scaling_factor"]["0"][str(layer["layer_idx"])] == larger
-
-
-def test_the_json_is_that_of_the_format(model, pack, tmp_path):
-    out = calibrated(model, tmp_path / "json", "--format", "json")
-    name = "kv_cache_scales.json"
-    assert (pack / name).read_text() == (out / name).read_text()
+    written = calibrated(model, tmp_path / "json", "--format", "json") / "kv_cache_scales.json"
+    assert (pack / "kv_cache_scales.json").read_text() == written.read_text()
 
 
 def test_what_is_printed(model, measured, tmp_path):
@@ -62,49 +60,32 @@ def test_scales_from_a_pack_are_those_of_the_calibration(model, measured, pack, 
     assert report_of(again)["pack"] == origin["pack"]
     assert "packed" not in report_of(again)
 
-
-def test_scales_from_a_pack_beside_quantised_weights(model, measured, pack, tmp_path):
-    other = FORMS["compressed-fp8"].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
-    assert scales(applied(pack, other, tmp_path / "out")) == scales(measured)
-
-
-def test_another_strategy_and_the_statistics_alone(model, pack, tmp_path):
-    flags = ("--strategy", "attn_head")
-    expected = calibrated(model, tmp_path / "expected", *flags)
-    out = applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "out", *flags)
-    assert scales(out) == scales(expected)
-
-
-def test_another_model(pack, tmp_path, model):
     def edit(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.1
 
-    other = copy(model, tmp_path / "other", edit)
-    refused(pack, other, tmp_path / "out", f"the scales of '{pack}' do not fit '{other}'")
+    other = copy(model, tmp_path / "edited", edit)
+    refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
+    one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")
+    flags = ("--strategy", "attn_head")
+    expected = calibrated(model, tmp_path / "expected", *flags)
+    alone = applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone", *flags)
+    assert scales(alone) == scales(expected)
 
 
 def test_all_readers_of_calibrations_read_packs(model, measured, pack, tmp_path):
     places = json.loads(fp8kv("inspect", measured, "--json").stdout)["first_tokens"]
     shown = json.loads(fp8kv("inspect", pack, "--json").stdout)
     assert shown["first_tokens"] == places
-    done = fp8kv("verify", measured, "--engine", "vllm", "--against", pack)
-    assert done.exit_code == 0, done.stderr
+    done = ran("verify", measured, "--engine", "vllm", "--against", pack)
     assert "100%" in done.stdout
     other = calibrated(model, tmp_path / "other", "--seed", "7")
     flags = ("--model", model)
-    done = fp8kv("merge", packed(other, tmp_path / "second"), pack, "-o", tmp_path / "m", *flags)
-    assert done.exit_code == 0, done.stderr
+    ran("merge", packed(other, tmp_path / "second"), pack, "-o", tmp_path / "m", *flags)
     done = fp8kv("merge", other, measured, "-o", tmp_path / "expected", *flags)
     assert scales(tmp_path / "m") == scales(tmp_path / "expected")
 
 
 def test_scales_of_a_pack_are_k_and_v_each_not_the_json(model, pack):
-    from calib.capture.directory_scales import open_scales
-    from calib.models.config import load_config
-    from calib.models.load import load_model
-    from calib.models.sources import find_model
-    from calib.recipe import load_recipe
-
     checkpoint, recipe = find_model(str(model)), load_recipe(None, {"device": "cpu"})
     loaded = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
     found = open_scales(pack, checkpoint)(loaded).layers.values()
@@ -192,22 +173,38 @@ def test_what_is_not_packed(model, measured, pack, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_a_pack_is_written_anew_with_overwrite(measured, tmp_path):
+def test_a_pack_is_written_anew_with_overwrite_but_not_by_two_runs_at_once(measured, tmp_path):
     out = packed(measured, tmp_path / "pack")
     before = manifest(out)
     (out / "kv_cache_scales.json").unlink()
     packed(measured, out, "--overwrite")
     assert manifest(out) == before
     assert {file.name for file in out.iterdir()} == FILES
+    with claimed(tmp_path / "claimed"):
+        one_line_error(fp8kv("pack", measured, "-o", tmp_path / "claimed"), "another run is writing")
+    assert not (tmp_path / "claimed").exists()
 
 
-def test_two_runs_at_once(measured, tmp_path):
-    from calib.files.atomic import claimed
-
-    with claimed(tmp_path / "pack"):
-        one_line_error(fp8kv("pack", measured, "-o", tmp_path / "pack"), "another run is writing")
-    assert not (tmp_path / "pack").exists()
+TAGS = "---\ntags: [x]\n---\n"
 
 
-def test_a_pack_is_no_model(pack, tmp_path):
-    one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "out"), "is a pack and not a model")
+@pytest.mark.parametrize(
+    ("card", "license"),
+    [
+        ("---\nlicense: mit\n---\n# A model\n", "mit"),
+        ("---\nlicense: 'apache-2.0' # as agreed\ntags:\n- x\n---\n", "apache-2.0"),
+        (f"{TAGS}\n---\nlicense: mit\n---\n", None),
+        ("---\nbase:\n  license: mit\n---\n", None),
+        ("---\nabout: |\n  x\n  license: mit\n---\n", None),
+        ("---\nlicense: [mit, x]\n---\n", None),
+        ('---\nlicense: "mit\\ntags: x"\n---\n', None),
+        ("---\nlicense: 2001-99-99\n---\n", None),
+        ("---\n- license: mit\n---\n", None),
+        ("license: mit\n", None),
+        (None, None),
+    ],
+)
+def test_the_license_is_that_in_the_head_of_the_models_card(card, license, tmp_path):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert license_of(tmp_path) == license

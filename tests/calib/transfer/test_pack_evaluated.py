@@ -4,17 +4,17 @@ import json
 import shutil
 
 import pytest
-from apply_cases import calibrated
+from apply_cases import calibrated, ran
 from command_line import fp8kv, one_line_error
 from pack_cases import manifest, packed
+from quantized_models import edit_json
 
 
 @pytest.fixture(scope="module")
 def evaluated(model, measured, tmp_path_factory):
     out = tmp_path_factory.mktemp("evaluated") / "report"
     flags = ["--dataset", "random", "--samples", "3", "--seq-len", "24", "--variants", "none"]
-    done = fp8kv("eval", model, "--scales", measured, *flags, "--device", "cpu", "-o", out)
-    assert done.exit_code == 0, done.stderr
+    ran("eval", model, "--scales", measured, *flags, "--device", "cpu", "-o", out)
     return out
 
 
@@ -26,12 +26,12 @@ def test_figures_of_an_evaluation(evaluated, measured, tmp_path):
         assert found[mine] == {key: rows[theirs][key] for key in ("kl", "ppl_change", "top1")}
     card = (pack / "README.md").read_text()
     assert f"| these scales | {rows[measured.name]['kl']['value']:.2g} [" in card
-
-
-def test_figures_beside_the_calibration_are_taken(evaluated, measured, tmp_path):
+    # taken by themselves where they lie beside the calibration, and not where they lie beside another
     given = shutil.copytree(measured, tmp_path / "given")
+    shutil.copytree(evaluated, tmp_path / "evaluation")
+    assert manifest(packed(given, tmp_path / "none"))["evaluation"] is None
     shutil.copytree(evaluated, given / "evaluation")
-    assert manifest(packed(given, tmp_path / "pack"))["evaluation"]
+    assert manifest(packed(given, tmp_path / "taken"))["evaluation"]["variants"] == found
 
 
 def test_figures_of_other_scales(evaluated, model, tmp_path):
@@ -40,16 +40,12 @@ def test_figures_of_other_scales(evaluated, model, tmp_path):
     one_line_error(done, "has no figures of these scales; measure them: fp8kv-eval")
     done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", other / "config.json")
     one_line_error(done, "is not a report of this version of fp8kv-eval")
-
-
-def test_figures_beside_the_calibration_of_other_scales(evaluated, model, tmp_path):
-    other = calibrated(model, tmp_path / "other", "--headroom", "2")
+    # beside the calibration they are a warning
     shutil.copytree(evaluated, other / "evaluation")
     for report in (None, "{}", "not JSON"):
         if report:
             (other / "evaluation" / "report.json").write_text(report)
-        done = fp8kv("pack", other, "-o", tmp_path / "pack", "--overwrite")
-        assert done.exit_code == 0, done.stderr
+        done = ran("pack", other, "-o", tmp_path / "pack", "--overwrite")
         (line,) = done.stderr.splitlines()
         assert line.startswith("warning: packed without figures of an evaluation: ")
         assert str(other / "evaluation" / "report.json") in line
@@ -59,15 +55,18 @@ def test_figures_beside_the_calibration_of_other_scales(evaluated, model, tmp_pa
         assert line == f"warning: {warning}"
 
 
+def test_the_place_of_the_data_is_hidden(evaluated, measured, tmp_path):
+    report = shutil.copytree(evaluated, tmp_path / "report") / "report.json"
+    document = json.loads(report.read_text())
+    edit_json(report, data=document["data"] | {"source": "acme/rows.jsonl"})
+    pack = packed(measured, tmp_path / "pack", "--report", report)
+    assert manifest(pack)["evaluation"]["data"] == "rows.jsonl"
+    assert "acme" not in (pack / "README.md").read_text()
+
+
 def test_figures_beside_a_calibration_in_several_formats(model, evaluated, tmp_path, monkeypatch):
     out = calibrated(model, tmp_path / "several", "--format", "vllm", "--format", "tgi")
     shutil.copytree(evaluated, out / "evaluation")
     assert manifest(packed(out / "vllm", tmp_path / "pack"))["evaluation"]
     monkeypatch.chdir(out / "tgi")
     assert manifest(packed(".", tmp_path / "here"))["evaluation"]
-
-
-def test_what_lies_beside_a_calibration_in_one_format_is_not_its_own(model, measured, evaluated, tmp_path):
-    given = shutil.copytree(measured, tmp_path / "given")
-    shutil.copytree(evaluated, tmp_path / "evaluation")
-    assert manifest(packed(given, tmp_path / "pack"))["evaluation"] is None

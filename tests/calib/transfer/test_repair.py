@@ -3,22 +3,22 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
-from apply_cases import calibrated, scales
-from command_line import fp8kv
+from apply_cases import calibrated, config_of, damage, ran, scales
+from command_line import fp8kv, one_line_error
 from families import SHARED_KV, save_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats, save_stats
+
 LAYERS, SCALES = range(3), "model-fp8kv-scales.safetensors"
-
-
-@pytest.fixture(scope="module")
-def per_head(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("measured") / "per_head"
-    return calibrated(model, out, "--strategy", "attn_head", "--targets", "qkv")
+NAN = float("nan")
 
 
 def name(layer, letter):
@@ -27,12 +27,9 @@ def name(layer, letter):
 
 def changed(source, out, change):
     """A copy of an output whose scales, by layer and letter, are those that `change` returns."""
-    shutil.copytree(source, out)
-    tensors = load_file(out / SCALES)
+    tensors = load_file(source / SCALES)
     before = {(i, x): tensors[name(i, x)] for i in LAYERS for x in "kvq" if name(i, x) in tensors}
-    after = {name(*at): torch.as_tensor(each) for at, each in change(before).items()}
-    save_file(tensors | after, out / SCALES, {"format": "pt"})
-    return out
+    return damage(source, out, {name(*at): torch.as_tensor(each) for at, each in change(before).items()})
 
 
 def every(change):
@@ -40,8 +37,10 @@ def every(change):
     return lambda before: {at: change(scale) for at, scale in before.items()}
 
 
-def one(at, change):
-    return lambda before: {at: change(before[at])}
+def some(**factors):
+    """Multiply the scales of some layers: k1=0.5."""
+    factors = {(int(at[1]), at[0]): torch.tensor(factor) for at, factor in factors.items()}
+    return lambda before: {at: before[at].flatten() * factor for at, factor in factors.items()}
 
 
 def swapped(before):
@@ -61,20 +60,16 @@ DAMAGE = {  # the change, and which scales are replaced
     "K and V are swapped": (swapped, ALL),
     "shifted by a layer": (shifted, ALL),
     "1/scale": (every(lambda scale: 1 / scale), ALL),
-    "absmax itself": (every(lambda scale: 448 * scale), ALL),
     "divided by 240": (every(lambda scale: scale * 448 / 240), ALL),
-    "for e5m2": (every(lambda scale: scale * 448 / 57344), ALL),
     "halved": (every(lambda scale: scale / 2), ALL),
-    "doubled": (every(lambda scale: scale * 2), ALL),
     "all far too large": (every(lambda scale: scale * 100), ALL),
-    "a layer is far too small": (one((1, "k"), lambda scale: scale / 1000), [(1, "k")]),
-    "a layer is far too large": (one((2, "v"), lambda scale: scale * 30), [(2, "v")]),
-    "a layer becomes zeros": (one((0, "v"), lambda scale: scale * 1e6), [(0, "v")]),
-    "a layer is NaN": (one((2, "k"), lambda scale: scale * float("nan")), [(2, "k")]),
-    "a layer is per head": (one((1, "k"), lambda scale: scale.repeat(2)), [(1, "k")]),
-    "a layer has other heads": (one((1, "v"), lambda scale: scale.repeat(3)), [(1, "v")]),
+    "a layer is far too small": (some(k1=1e-3), [(1, "k")]),
+    "a layer is far too large": (some(v2=30.0), [(2, "v")]),
+    "a layer becomes zeros": (some(v0=1e6), [(0, "v")]),
+    "a layer is NaN": (some(k2=NAN), [(2, "k")]),
+    "a layer is per head": (some(k1=[1.0, 1.0]), [(1, "k")]),
     "1/scale, and a layer is NaN": (
-        lambda b: {at: (1 if at[0] else float("nan")) / scale for at, scale in b.items()},
+        lambda b: {at: (1 if at[0] else NAN) / scale for at, scale in b.items()},
         ALL,
     ),
     "nothing": (lambda before: {}, []),
@@ -106,11 +101,44 @@ def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(change, re
             assert after[letter] == expected[letter]
 
 
+QUERIES = [(i, "q") for i in LAYERS]
+DAMAGED_HEADS = {
+    "a layer is per layer": (lambda b: {(1, "k"): b[1, "k"].amax()[None]}, [(1, "k")]),
+    "a layer has other heads": (lambda b: {(2, "v"): b[2, "v"].flatten().repeat(2)}, [(2, "v")]),
+    "a head is far too small": (some(k0=[1, 1e-3]), [(0, "k")]),
+    "a head is far too large": (some(v0=[1e3, 1]), [(0, "v")]),
+    "Q is 1/scale": (lambda b: {at: 1 / s for at, s in b.items() if at[1] == "q"}, QUERIES),
+    "Q of a layer is far too small": (some(q1=0.01), [(1, "q")]),
+    "Q of a layer is zero": (some(q1=0.0), [(1, "q")]),
+    "Q of a layer is per layer": (lambda b: {(1, "q"): b[1, "q"].amax()[None]}, [(1, "q")]),
+    "all 1.0": (every(torch.ones_like), [*ALL, *QUERIES]),
+    "every head of another": (every(lambda s: s.flip(0)), None),
+}
+
+
+@pytest.mark.parametrize(("change", "replaced"), DAMAGED_HEADS.values(), ids=DAMAGED_HEADS)
+def test_scales_per_head_and_of_queries_are_mended(change, replaced, per_head, tmp_path):
+    broken = changed(per_head, tmp_path / "broken", change)
+    found, done = repaired(broken, per_head, tmp_path / "out")
+    assert done.exit_code == 0, done.stdout
+    assert replaced is None or found == set(replaced)
+    for after, right in zip(scales(tmp_path / "out"), scales(per_head), strict=True):
+        assert [len(each) for each in after[1:]] == [2, 2, 4]
+        for letter in (1, 2, 3):
+            assert (after[0], "xkvq"[letter]) not in found or after[letter] == right[letter]
+
+
 def test_old_and_new_values_are_listed(measured, tmp_path):
-    broken = changed(measured, tmp_path / "broken", one((1, "k"), lambda scale: scale / 1000))
+    gone = {name(2, "k"): None, name(2, "v"): None}  # with strategy tensor nothing is left of this layer
+    broken = damage(measured, tmp_path / "broken", {name(1, "k"): 1e-5, **gone})
     _, done = repaired(broken, measured, tmp_path / "out")
-    old, new = scales(broken)[1][1][0], scales(measured)[1][1][0]
-    assert f"replaced: model.layers.1.self_attn k: {old:.4g}, now {new:.4g}\n" in done.stdout
+    (_, (new,), _, _), (_, k, v, _) = scales(measured)[1:]
+    assert done.stdout.startswith(
+        f"replaced: model.layers.1.self_attn k: 1e-05, now {new:.4g}\n"
+        f"replaced: model.layers.2.self_attn k: missing, now {k[0]:.4g}\n"
+        f"replaced: model.layers.2.self_attn v: missing, now {v[0]:.4g}\n"
+    )
+    assert scales(tmp_path / "out") == scales(measured)
     _, done = repaired(measured, measured, tmp_path / "same")
     assert done.stdout.startswith("replaced: nothing\n")
 
@@ -131,64 +159,107 @@ def test_what_is_not_mended_is_said_with_status_1(measured, tmp_path):
 
 def test_a_layer_that_shares_anothers_cache_is_judged_by_that(tmp_path):
     model = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "model")
-    good = calibrated(model, tmp_path / "good")
-    assert fp8kv("verify", good, "--against", good, "--engine", "vllm").exit_code == 0
-    broken = changed(good, tmp_path / "broken", one((2, "k"), lambda scale: scale / 1000))
-    found, _ = repaired(broken, good, tmp_path / "out")
-    assert found == {(2, "k")}
-    assert scales(tmp_path / "out") == scales(good)
+    good = calibrated(model, tmp_path / "good", "--observer", "mse")
+    ran("verify", good, "--against", good, "--engine", "vllm")
+    assert repaired(good, good, tmp_path / "out")[0] == set()
+    good = calibrated(model, tmp_path / "good", "--overwrite")
+    broken = changed(good, tmp_path / "broken", some(k2=1e-3))
+    assert repaired(broken, good, tmp_path / "mended")[0] == {(2, "k")}
+    assert scales(tmp_path / "mended") == scales(good)
 
 
-DAMAGED_HEADS = {
-    "a layer is per layer": (one((1, "k"), lambda s: s.amax()[None]), [(1, "k")]),
-    "a layer has other heads": (one((2, "v"), lambda s: s.flatten().repeat(2)), [(2, "v")]),
-    "a head is far too small": (
-        one((0, "k"), lambda s: s.flatten() * torch.tensor([1, 1e-3])), [(0, "k")]
-    ),
-    "a head is far too large": (
-        one((0, "v"), lambda s: s.flatten() * torch.tensor([1e3, 1])), [(0, "v")]
-    ),
-    "Q is 1/scale": (lambda b: {at: 1 / s for at, s in b.items() if at[1] == "q"},
-                     [(i, "q") for i in LAYERS]),
-    "Q of a layer is far too small": (one((1, "q"), lambda s: s / 100), [(1, "q")]),
-    "Q of a layer is zero": (one((1, "q"), lambda s: s * 0), [(1, "q")]),
-    "Q of a layer is per layer": (one((1, "q"), lambda s: s.amax()[None]), [(1, "q")]),
-    "all 1.0": (every(torch.ones_like), [(i, x) for i in LAYERS for x in "kvq"]),
-    "every head of another": (every(lambda s: s.flip(0)), None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "replaced"), DAMAGED_HEADS.values(), ids=DAMAGED_HEADS)
-def test_scales_per_head_and_of_queries_are_mended(change, replaced, per_head, tmp_path):
-    broken = changed(per_head, tmp_path / "broken", change)
-    found, done = repaired(broken, per_head, tmp_path / "out")
-    assert done.exit_code == 0, done.stdout
-    assert replaced is None or found == set(replaced)
-    for after, right in zip(scales(tmp_path / "out"), scales(per_head), strict=True):
-        assert [len(each) for each in after[1:]] == [2, 2, 4]
-        for letter in (1, 2, 3):
-            assert (after[0], "xkvq"[letter]) not in found or after[letter] == right[letter]
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-@pytest.mark.parametrize(
-    "observer", [["mse"], ["percentile", "--set", "observer.percentile=99"]], ids=lambda x: x[0]
-)
+@pytest.mark.parametrize(("strategy", "observer"), [("tensor", "mse"), ("attn_head", "percentile")])
 def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tmp_path):
     """Scales of `attn_head-mse` clip a little: a warning, and no reason to replace them."""
-    good = calibrated(model, tmp_path / "good", "--strategy", strategy, "--observer", *observer)
+    flags = ("--strategy", strategy, "--observer", observer, "--set", "observer.percentile=99")
+    good = calibrated(model, tmp_path / "good", *flags)
     found, done = repaired(good, good, tmp_path / "out")
     assert (done.exit_code, found) == (0, set()), done.stdout
     assert scales(tmp_path / "out") == scales(good)
     told = fp8kv("verify", good, "--against", good, "--engine", "vllm", "--json")
     clip = [text for text in json.loads(told.stdout)["warnings"] if "clip what was" in text]
     assert [text.partition("; ")[2] for text in clip] == ["the calibration's observer chose so"]
-    broken = changed(good, tmp_path / "broken", one((1, "k"), lambda scale: scale / 1.1))
+    broken = changed(good, tmp_path / "broken", some(k1=1 / 1.1))
     found, done = repaired(broken, good, tmp_path / "mended")
     assert (done.exit_code, found) == (0, {(1, "k")}), done.stdout
 
 
-def test_a_layer_that_shares_anothers_cache_clips_what_that_does(tmp_path):
-    model = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "model")
-    good = calibrated(model, tmp_path / "good", "--observer", "mse")
-    assert repaired(good, good, tmp_path / "out")[0] == set()
+def test_scales_for_fnuz_are_repaired_for_fnuz(model, tmp_path):
+    good = calibrated(model, tmp_path / "good", "--format", "tgi", "--fp8-dtype", "e4m3fnuz")
+    broken = damage(good, tmp_path / "broken", {name(0, "k"): 0.0, name(1, "v"): NAN})
+    ran("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
+    assert scales(tmp_path / "repaired") == scales(good)
+    config = config_of(tmp_path / "repaired")
+    assert config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+@pytest.mark.parametrize("value", [1e-50, 1e39, 1e30, 1e-43])
+def test_a_scale_that_nobody_can_use_is_repaired_and_not_converted(value, measured, tmp_path):
+    broken = damage(measured, tmp_path / "broken", {})
+    wide = {name(0, "k"): torch.full((1,), value, dtype=torch.float64)}
+    save_file(load_file(broken / SCALES) | wide, broken / SCALES)
+    done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "x")
+    one_line_error(done, "a scale is finite and positive" if value in (1e-50, 1e39) else "fp8kv repair")
+    found, _ = repaired(broken, measured, tmp_path / "repaired")
+    assert found == {(0, "k")}
+    assert scales(tmp_path / "repaired") == scales(measured)
+
+
+def with_amax(directory, out, layer, letter, heads, value):
+    """The statistics of a calibration, in which some heads of a layer held only `value`."""
+    stats = load_stats(directory)
+    module, seen = [*stats.layers.items()][layer]
+    amax = getattr(seen, letter).amax.clone()
+    amax[heads] = value
+    whole = {"k": seen.k, "v": seen.v}
+    whole[letter] = replace(whole[letter], amax=amax)
+    # as in files of version 1, since they would be of another amax
+    plain = {which: replace(x, curve=None, positions=None, tail=None) for which, x in whole.items()}
+    save_stats(KVStats({**stats.layers, module: replace(seen, **plain)}, stats.shared), out)
+    return out
+
+
+def test_a_dead_head_is_covered_as_derivation_does(per_head, tmp_path):
+    broken = damage(per_head, tmp_path / "broken", {name(0, "k"): 0.0})
+    statistics = with_amax(per_head, tmp_path / "stats.safetensors", 0, "k", 1, 0.0)
+    ran("repair", broken, "--stats", statistics, "-o", tmp_path / "repaired")
+    derived = load_stats(statistics).scales(strategy="attn_head", observer=AbsMax())
+    expected = derived.layers["model.layers.0.self_attn"].k.tolist()
+    assert [*scales(tmp_path / "repaired")[0][1]] == expected
+    assert expected[1] == max(expected)
+    assert scales(tmp_path / "repaired")[1:] == scales(per_head)[1:]
+
+
+@pytest.mark.parametrize("kind", ["measured", "per_head"])
+def test_statistics_of_zeros_give_no_scale_and_none_is_needed_elsewhere(kind, request, tmp_path):
+    good = request.getfixturevalue(kind)
+    statistics = with_amax(good, tmp_path / "stats.safetensors", 0, "k", slice(None), 0.0)
+    broken = damage(good, tmp_path / "broken", {name(0, "k"): 0.0})
+    command = ("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(fp8kv(*command), "model.layers.0.self_attn K: only zeros were seen")
+    assert not (tmp_path / "out").exists()
+    # a layer that needs no repair needs no statistics
+    other = damage(good, tmp_path / "other", {name(1, "k"): 0.0})
+    ran("repair", other, "--stats", statistics, "-o", tmp_path / "out")
+    assert scales(tmp_path / "out") == scales(good)
+
+
+def test_statistics_of_another_model_repair_nothing(measured, per_head, tmp_path):
+    broken = damage(measured, tmp_path / "broken", {name(0, "v"): None})
+    for i, (family, options, scaled, bare, said) in enumerate(
+        [
+            ("llama", {"num_hidden_layers": 2}, measured, False, "it has 2 layers"),
+            ("qwen2", {}, broken, False, f"its config says model_type qwen2, that of '{broken}' llama"),
+            ("llama", {"num_key_value_heads": 4}, per_head, False, "its config says num_key_value_heads"),
+            ("llama", {"num_key_value_heads": 4}, per_head, True, "layer 0 has K heads 4, and 2 in"),
+            ("llama", {"head_dim": 8}, broken, True, "layer 0 has K channels 16, and 32 in"),
+        ]
+    ):
+        other = save_model(tiny_model(family, **options), tmp_path / f"other-{i}")
+        statistics = calibrated(other, tmp_path / f"{i}", "--format", "fp8kv", "--strategy", "attn_head")
+        if bare:  # without the report
+            bare_file = statistics / "fp8kv_stats.safetensors"
+            statistics = shutil.copyfile(bare_file, tmp_path / f"{i}.safetensors")
+        done = fp8kv("repair", scaled, "--stats", statistics, "-o", tmp_path / "out")
+        one_line_error(done, f"'{statistics}' is of another model: {said}")
+        assert not (tmp_path / "out").exists()

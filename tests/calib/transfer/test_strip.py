@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from apply_cases import config_of
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 from safetensors import safe_open
@@ -27,7 +28,7 @@ def make_source(kind, directory):
         index = json.loads((directory / INDEX).read_text())
         index["metadata"]["mark"] = "\u00e9"
         (directory / INDEX).write_text(json.dumps(index))
-    config = json.loads((directory / "config.json").read_text())
+    config = config_of(directory)
     (directory / "config.json").write_text(json.dumps({"zzz": 1e-05, **config}, indent=7) + "\n\n")
     (directory / "README.md").write_bytes(CARD)
     (directory / "LICENSE").write_text("mine")
@@ -45,7 +46,7 @@ def source(request, tmp_path_factory):
 def calibrated(source, tmp_path_factory):
     """An output in each format, below one directory."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
-    flags = [word for name in FORMS for word in ("--format", name)]
+    flags = [word for name in FORMATS for word in ("--format", name)]
     assert calibrate(source, "-o", out, *flags).exit_code == 0
     return out
 
@@ -61,26 +62,33 @@ def ran(*command):
     return Path(command[command.index("-o") + 1])
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_strip_gives_back_every_file(name, source, calibrated, tmp_path):
-    assert contents(ran("strip", calibrated / name, "-o", tmp_path / "back")) == contents(source)
+def total_size_is_that_of_the_tensors(directory):
+    index, total = json.loads((directory / INDEX).read_text()), 0
+    for file in set(index["weight_map"].values()):
+        with safe_open(directory / file, framework="pt") as shard:
+            total += sum(shard.get_tensor(name).nbytes for name in shard.keys())  # noqa: SIM118
+    return index["metadata"]["total_size"] == total
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_also_after_a_conversion_and_a_second_calibration(name, source, calibrated, tmp_path):
-    first = next(each for each in FORMS if each != name)
-    there = ran("convert", calibrated / first, "--to", name, "-o", tmp_path / "there")
-    again = ran("convert", there, "--to", "vllm", "-o", tmp_path / "again")
-    assert calibrate(again, "-o", tmp_path / "twice").exit_code == 0
-    for step in (there, again, tmp_path / "twice"):
-        back = ran("strip", step, "-o", tmp_path / f"{step.name}-back")
-        assert contents(back) == contents(source)
+def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, tmp_path):
+    for name in FORMS:
+        assert total_size_is_that_of_the_tensors(calibrated / name), name
+        back = ran("strip", calibrated / name, "-o", tmp_path / name / "back")
+        assert contents(back) == contents(source), name
+        there = ran("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / name / "there")
+        assert total_size_is_that_of_the_tensors(there), name
+        again = ran("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
+        for step in (there, again):
+            back = ran("strip", step, "-o", tmp_path / name / f"{step.name}-back")
+            assert contents(back) == contents(source), name
 
 
-def test_also_after_a_repair_and_in_place(source, calibrated, tmp_path):
+def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrated, tmp_path):
     statistics = calibrated / "vllm"
     repaired = ran("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
     assert contents(ran("strip", repaired, "-o", tmp_path / "back")) == contents(source)
+    assert calibrate(calibrated / "tgi", "-o", tmp_path / "twice").exit_code == 0
+    assert contents(ran("strip", tmp_path / "twice", "-o", tmp_path / "twice-back")) == contents(source)
     own = tmp_path / "own"
     shutil.copytree(source, own)
     for seed in (1, 2):
@@ -97,64 +105,42 @@ def test_a_source_without_a_card_gets_none(tmp_path):
 def test_what_was_edited_since_stays(source, calibrated, tmp_path):
     edited = tmp_path / "edited"
     shutil.copytree(calibrated / "vllm", edited)
-    config = json.loads((edited / "config.json").read_text())
+    config = config_of(edited)
     (edited / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
     back = ran("strip", edited, "-o", tmp_path / "back")
-    original = json.loads((source / "config.json").read_text())
-    assert json.loads((back / "config.json").read_text()) == {**original, "rope_theta": 5.0}
+    original = config_of(source)
+    assert config_of(back) == {**original, "rope_theta": 5.0}
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_total_size_is_that_of_the_tensors(name, source, calibrated, tmp_path):
-    converted = ran("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / "out")
-    for directory in (calibrated / name, converted):
-        index = json.loads((directory / INDEX).read_text())
-        assert index["metadata"]["total_size"] == bytes_of(directory, index["weight_map"])
+def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, tmp_path):
+    for to in (*FORMS, "json"):
+        out = ran("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / to)
+        card = (out / "README.md").read_bytes()
+        assert b"Format `%b` for" % to.encode() in card
+        assert b"Format `tgi`" not in card or to == "tgi"
+        assert str(calibrated).encode() not in card
+        assert str(out).encode() in card or not FORMATS[to].serve
+        if FORMATS[to].with_weights:
+            assert card.startswith(b"---\nlicense: mit\n---\n")
+            assert card.count(b"<h1>A model</h1>") == 1
+            assert b"The weights are those of the source, bit for bit" in card
+        else:
+            assert b"No weights are here" in card
+            assert b"bit for bit" not in card
+    # a conversion is an earlier output of ours
+    ran("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
 
 
-def bytes_of(directory, weight_map):
-    total = 0
-    for file in set(weight_map.values()):
-        with safe_open(directory / file, framework="pt") as shard:
-            total += sum(shard.get_tensor(name).nbytes for name in shard.keys())  # noqa: SIM118
-    return total
-
-
-@pytest.mark.parametrize("to", [*FORMS, "json"])
-def test_a_conversions_card_is_its_own_and_then_the_models(to, source, calibrated, tmp_path):
-    out = ran("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / "there")
-    card = (out / "README.md").read_bytes()
-    assert b"Format `%b` for" % to.encode() in card
-    assert b"Format `tgi`" not in card or to == "tgi"
-    assert str(calibrated).encode() not in card
-    served = FORMATS[to].serve
-    assert str(out).encode() in card or not served
-    if FORMATS[to].with_weights:
-        assert card.startswith(b"---\nlicense: mit\n---\n")
-        assert card.count(b"<h1>A model</h1>") == 1
-        assert b"The weights are those of the source, bit for bit" in card
-    else:
-        assert b"No weights are here" in card
-        assert b"bit for bit" not in card
-    ran("convert", calibrated / "tgi", "--to", "vllm", "-o", tmp_path / "once")
-    again = fp8kv("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / "once", "--overwrite")
-    assert again.exit_code == 0, again.stderr  # a conversion is an earlier output of ours
-
-
-def test_an_output_without_weights_does_not_promise_any(source, tmp_path):
+def test_an_output_without_weights_does_not_promise_any(source, calibrated, tmp_path):
     done = calibrate(source, "-o", tmp_path / "out", "--weights", "none", "--format", "tgi")
     assert "put the source's weight files beside these" in done.stdout
     card = (tmp_path / "out" / "README.md").read_text(errors="replace")
     assert "No weights are here: put the source's weight files beside these" in card
     assert "bit for bit" not in card
-
-
-@pytest.mark.parametrize("name", ["json", "fp8kv"])
-def test_a_format_without_weights_does_not_promise_any(name, source, tmp_path):
-    assert calibrate(source, "-o", tmp_path / "out", "--format", name).exit_code == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "No weights are here." in card
-    assert "bit for bit" not in card
+    for name in ("json", "fp8kv"):
+        card = (calibrated / name / "README.md").read_text()
+        assert "No weights are here." in card
+        assert "bit for bit" not in card
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*-*/*")), ids=lambda p: f"{p.parent.name}-{p.name}")
