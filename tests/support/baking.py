@@ -4,7 +4,7 @@ import json
 
 import torch
 from command_line import calibrate, fp8kv
-from families import FAMILIES, HYBRIDS, save_model, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
@@ -15,6 +15,8 @@ OTHERS = {
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "qwen3_next": HYBRIDS["qwen3_next"],
 }
+# what the latent and k_pe of one layer after the other are multiplied by
+LATENT_SIZES = ((0.003, 9000.0), (3000.0, 0.002), (0.7, 40.0), (1.3, 0.9))
 TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -29,6 +31,19 @@ def model_directory(path, model_type, *, dtype=torch.bfloat16):
                 if hasattr(child, "weight") and child.weight.dim() == 2:
                     rows = torch.linspace(-3, 3, child.weight.shape[0]).exp2()
                     child.weight.mul_(rows[:, None])
+    return save_model(model.to(dtype), path)
+
+
+def latent_directory(path, model_type, *, dtype=torch.bfloat16, **options):
+    """A model whose latents and k_pe are far too large or small for FP8."""
+    model = tiny_model(model_type, **LATENT[model_type] | options)
+    modules = (module for module in model.modules() if hasattr(module, "kv_a_proj_with_mqa"))
+    with torch.no_grad():
+        for module, (latent, k_pe) in zip(modules, LATENT_SIZES, strict=False):
+            module.kv_a_layernorm.weight.mul_(latent)
+            rank = module.kv_lora_rank
+            for parameter in module.kv_a_proj_with_mqa.parameters():
+                parameter[rank:].mul_(k_pe)
     return save_model(model.to(dtype), path)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from baking import TOKENS, bake, calibrated, in_float32
+from baking import TOKENS, bake, calibrated, in_float32, latent_directory
 from command_line import fp8kv, one_line_error
-from families import LATENT, save_model, tiny_model
+from families import LATENT, tiny_model
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
@@ -23,24 +23,23 @@ from calib.scales.stats_file import load_stats
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")
-# what the latent and k_pe of one layer after the other are multiplied by
-SIZES = ((0.003, 9000.0), (3000.0, 0.002), (0.7, 40.0), (1.3, 0.9))
-
-
-def latent_modules(model):
-    return [m for m in model.modules() if hasattr(m, "kv_a_proj_with_mqa")]
-
-
-def latent_directory(path, model_type, *, dtype=torch.bfloat16, **options):
-    """A model whose latents and k_pe are far too large or small for FP8."""
-    model = tiny_model(model_type, **LATENT[model_type] | options)
-    with torch.no_grad():
-        for module, (latent, k_pe) in zip(latent_modules(model), SIZES, strict=False):
-            module.kv_a_layernorm.weight.mul_(latent)
-            rank = module.kv_lora_rank
-            for parameter in module.kv_a_proj_with_mqa.parameters():
-                parameter[rank:].mul_(k_pe)
-    return save_model(model.to(dtype), path)
+# by engine, the flag with which 1.0 is right: where latents are known to be cached
+SERVED = {
+    "deepseek_v3": {
+        "vllm": "--kv-cache-dtype fp8",
+        "sglang": "--kv-cache-dtype fp8_e4m3",
+        "tensorrt-llm": "--kv_cache_dtype fp8",
+        **dict.fromkeys(("lmdeploy", "tgi", "aphrodite")),
+    },
+    # its class caches K and V of heads, which are as large as k_pe's factor makes them
+    "minicpm3": {
+        "vllm": "--model-impl transformers --kv-cache-dtype fp8",
+        "sglang": "--kv-cache-dtype fp8_e4m3",
+        "tensorrt-llm": None,
+    },
+    "kimi_linear": {"vllm": "--kv-cache-dtype fp8"},  # which was not built: by its model type
+    "youtu": {"sglang": None},
+}
 
 
 @torch.inference_mode()
@@ -69,20 +68,57 @@ def test_scale_one_becomes_right(model_type, tmp_path):
     (logits, layers), (same, baked_layers) = cached(source), cached(baked)
     assert torch.equal(logits, same)
     assert len(layers) == len(baked_layers) == len(amax(before)) > 0
+    pairs = [*zip(layers, baked_layers, strict=True)]
     factors = torch.tensor(
-        [
-            [(new.abs().max() / old.abs().max()).item() for old, new in zip(*pair, strict=True)]
-            for pair in zip(layers, baked_layers, strict=True)
-        ]
+        [[(y.abs().max() / x.abs().max()).item() for x, y in zip(*pair, strict=True)] for pair in pairs]
     )
-    for pair, news, factor in zip(layers, baked_layers, factors, strict=True):
-        assert all(torch.equal(x * f, y) for x, y, f in zip(pair, news, factor, strict=True))
+    for (olds, news), factor in zip(pairs, factors, strict=True):
+        assert all(torch.equal(x * f, y) for x, y, f in zip(olds, news, factor, strict=True))
     assert factors.log2().frac().abs().max() == 0
     assert (factors.log2().abs() > 3).any(0).all()
     after = amax(calibrated(baked, tmp_path / "after", *FLAGS))
     assert torch.equal(after, amax(before) * factors)
-    assert after.min() > 224
-    assert after.max() <= 448
+    assert 224 < after.min() <= after.max() <= 448
+    for engine, flag in SERVED.get(model_type, {}).items():
+        check_service(baked, engine, flag)
+
+
+def check_service(baked, engine, flag):
+    """Verify and the card name the flag, or why there is none."""
+    verified = fp8kv("verify", baked, "--engine", engine)
+    shown, card = " ".join(verified.stdout.split()), (baked / "README.md").read_text()
+    assert verified.exit_code == (flag is None)
+    assert ("right at 1.0" in shown) == (flag is not None)
+    (said,) = json.loads(fp8kv("verify", baked, "--engine", engine, "--json").stdout)["engines"]
+    served = said["flag"] if flag else said["refused"] or said["layers"][0]["reason"]
+    assert served == flag if flag else "latents (MLA)" in served
+    rules = find_engine(engine)
+    command = rules.serve.format(path=baked)
+    assert (f"{command} {flag}\n" in card) if flag else (command not in card)
+    assert (f"with {rules.transformers_flag} alone" in shown) == ("transformers" in (flag or ""))
+
+
+def test_what_is_said(deepseek, tmp_path):
+    assert "one factor for the latent and one for k_pe in each of 3 layers" in deepseek.shown
+    said = json.loads((deepseek.baked / "fp8kv_bake.json").read_text())
+    assert said["latent"]
+    assert said["layers_with_factors_per_head"] == {"k": 0, "v": 0}
+    assert said["octaves_short"] == {"k": 0, "v": 0}
+    card = (deepseek.baked / "README.md").read_text()
+    assert "moved into latents and k_pe, from queries and what reads latents" in card
+    against = calibrated(deepseek.baked, tmp_path / "again", *FLAGS)
+    assert fp8kv("verify", deepseek.baked, "--against", against).exit_code == 0
+    one_line_error(bake(deepseek.baked, against, tmp_path / "no", "--for", "fp8"), "is baked for fp8")
+    # the classes of another version were not run
+    for version, status in (("0.32.0", 0), ("0.31.0", 1), ("0.4.2", 1)):
+        flags = ("--engine", "vllm", "--version", version)
+        assert fp8kv("verify", deepseek.baked, *flags).exit_code == status
+
+
+def test_the_docs_name_every_family():
+    [section] = re.findall(r"## Latent attention\n(.*?)\n## ", DOCS.read_text(), re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", section[section.index("The tests bake") :]))
+    assert named == LATENT.keys()
 
 
 def test_biases_take_the_factor_of_k_pe_alone(tmp_path):
@@ -98,157 +134,14 @@ def test_biases_take_the_factor_of_k_pe_alone(tmp_path):
     assert torch.equal(cached(source)[0], cached(tmp_path / "baked")[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_queries_without_a_latent_of_their_own(dtype, tmp_path):
-    source = latent_directory(tmp_path / "source", "deepseek_v3", dtype=dtype, q_lora_rank=None)
-    before = calibrated(source, tmp_path / "before", *FLAGS)
-    done = bake(source, before, tmp_path / "baked", "--for", "fp8", "--json")
+@torch.inference_mode()
+def test_queries_without_a_latent_of_their_own_and_the_factors_that_an_evaluation_takes(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3", dtype=torch.float32, q_lora_rank=None)
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    done = bake(source, scales, tmp_path / "baked", "--for", "fp8", "--json")
     assert "model.layers.0.self_attn.q_proj.weight" in json.loads(done.stdout)["changed"]
     assert torch.equal(cached(source)[0], cached(tmp_path / "baked")[0])
     assert amax(calibrated(tmp_path / "baked", tmp_path / "after", *FLAGS)).min() > 224
-
-
-def test_what_is_said(tmp_path):
-    source = latent_directory(tmp_path / "source", "deepseek_v2")
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    baked = tmp_path / "baked"
-    shown = bake(source, scales, baked, "--for", "fp8").stdout
-    assert "one factor for the latent and one for k_pe in each of 3 layers" in shown
-    said = json.loads((baked / "fp8kv_bake.json").read_text())
-    assert said["latent"]
-    assert said["layers_with_factors_per_head"] == {"k": 0, "v": 0}
-    assert said["octaves_short"] == {"k": 0, "v": 0}
-    card = (baked / "README.md").read_text()
-    assert "moved into latents and k_pe, from queries and what reads latents" in card
-    assert f"vllm serve {baked} --kv-cache-dtype fp8\n" in card
-    assert "lmdeploy" not in card  # which has no FP8 cache of latents
-    verified = fp8kv("verify", baked)
-    assert verified.exit_code == 0
-    assert "baked: right at 1.0" in " ".join(verified.stdout.split())
-    against = calibrated(baked, tmp_path / "again", *FLAGS)
-    assert fp8kv("verify", baked, "--against", against).exit_code == 0
-    one_line_error(bake(baked, against, tmp_path / "no", "--for", "fp8"), "is baked for fp8")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "engine", "flag"),
-    [
-        ("deepseek_v3", "vllm", "--kv-cache-dtype fp8"),
-        ("deepseek_v3", "sglang", "--kv-cache-dtype fp8_e4m3"),
-        ("deepseek_v3", "tensorrt-llm", "--kv_cache_dtype fp8"),
-        ("minicpm3", "tensorrt-llm", None),
-        ("deepseek_v3", "lmdeploy", None),
-        ("deepseek_v3", "tgi", None),
-        ("deepseek_v3", "aphrodite", None),
-        # its class caches K and V of heads, which are as large as k_pe's factor makes them
-        ("minicpm3", "vllm", "--model-impl transformers --kv-cache-dtype fp8"),
-        ("minicpm3", "sglang", "--kv-cache-dtype fp8_e4m3"),
-        ("kimi_linear", "vllm", "--kv-cache-dtype fp8"),  # which was not built: by its model type
-        ("youtu", "sglang", None),
-    ],
-)
-def test_one_is_right_only_where_latents_are_known_to_be_cached(model_type, engine, flag, tmp_path):
-    source, baked = latent_directory(tmp_path / "source", model_type), tmp_path / "baked"
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
-    verified = fp8kv("verify", baked, "--engine", engine)
-    shown, card = " ".join(verified.stdout.split()), (baked / "README.md").read_text()
-    assert verified.exit_code == (flag is None)
-    assert ("right at 1.0" in shown) == (flag is not None)
-    (said,) = json.loads(fp8kv("verify", baked, "--engine", engine, "--json").stdout)["engines"]
-    served = said["flag"] if flag else said["refused"] or said["layers"][0]["reason"]
-    assert served == flag if flag else "latents (MLA)" in served
-    rules = find_engine(engine)
-    command = rules.serve.format(path=baked)
-    assert (f"{command} {flag}\n" in card) if flag else (command not in card)
-    assert (f"with {rules.transformers_flag} alone" in shown) == ("transformers" in (flag or ""))
-
-
-def test_another_version_than_that_whose_classes_were_run(tmp_path):
-    source, baked = latent_directory(tmp_path / "source", "deepseek_v3"), tmp_path / "baked"
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
-    for version, status in (("0.32.0", 0), ("0.31.0", 1), ("0.4.2", 1)):
-        flags = ("--engine", "vllm", "--version", version)
-        assert fp8kv("verify", baked, *flags).exit_code == status
-
-
-def test_the_docs_name_every_family():
-    [section] = re.findall(r"## Latent attention\n(.*?)\n## ", DOCS.read_text(), re.DOTALL)
-    named = set(re.findall(r"`(\w+)`", section[section.index("The tests bake") :]))
-    assert named == LATENT.keys()
-
-
-def test_scales_of_another_model(tmp_path):
-    source = latent_directory(tmp_path / "source", "deepseek_v3")
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    assert fp8kv("stress", source, "-o", tmp_path / "twin").exit_code == 0
-    done = bake(tmp_path / "twin", scales, tmp_path / "out", "--for", "fp8")
-    one_line_error(done, "kv_a_layernorm.weight' differs")
-    other = latent_directory(tmp_path / "other", "deepseek_v3", kv_lora_rank=24)
-    assert bake(other, scales, tmp_path / "out", "--for", "fp8").exit_code == 2
-
-
-def test_integers_are_refused(tmp_path):
-    source = latent_directory(tmp_path / "source", "deepseek_v3")
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    done = bake(source, scales, tmp_path / "out", "--for", "int8")
-    one_line_error(done, "caches latents (MLA), which no engine holds as integers", "--for fp8")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("forget", "problem"),
-    [
-        ("kv_a_layernorm.weight", "K of model.layers.0.self_attn is not the source's"),
-        ("kv_a_proj_with_mqa.weight", "V of model.layers.0.self_attn is not the source's"),
-        ("kv_b_proj.weight", "is not the source's"),
-        ("q_b_proj.weight", "is not the source's"),
-    ],
-)
-def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypatch):
-    source = latent_directory(tmp_path / "source", "deepseek_v3")
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-
-    latent_changes = weight_changes.latent_changes
-
-    def forgetful(*args):
-        return (each for each in latent_changes(*args) if each.child != forget)
-
-    monkeypatch.setattr(weight_changes, "latent_changes", forgetful)
-    done = bake(source, scales, tmp_path / "out", "--for", "fp8")
-    one_line_error(done, problem, "Nothing was written")
-
-
-@pytest.mark.parametrize("lacking", ["kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim"])
-def test_a_module_that_is_not_known(lacking):
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    name, module = next(iter(cached_attention(model).items()))
-    factors = uniform_factors({name: module}, 2.0, 0.5)
-    delattr(model.get_submodule(name), lacking)
-    with pytest.raises(UnsupportedModelError, match=f"has no .*{lacking}"):
-        list_changes(model, {name: module}, factors)
-
-
-def test_a_norm_of_k_pe_takes_its_factor():
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    name, module = next(iter(cached_attention(model).items()))
-    attention, factors = model.get_submodule(name), uniform_factors({name: module}, 2.0, 0.5)
-    attention.k_rope_only_layernorm = type(attention.kv_a_layernorm)(module.v_head_dim)
-    changes = list_changes(model, {name: module}, factors)
-    assert {each.child: each.factor.min().item() for each in changes} == {
-        "kv_a_layernorm.weight": 2,
-        "k_rope_only_layernorm.weight": 0.5,
-        "q_b_proj.weight": 2,
-        "kv_b_proj.weight": 0.25,
-    }
-
-
-@torch.inference_mode()
-def test_the_factors_that_an_evaluation_takes_are_those(tmp_path):
-    source = latent_directory(tmp_path / "source", "deepseek_v3", dtype=torch.float32)
-    scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    assert bake(source, scales, tmp_path / "baked", "--for", "fp8").exit_code == 0
     said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
     model, checkpoint = in_float32(source), open_model_directory(source)
     found, _ = baked_factors(model, checkpoint, load_stats(scales), "fp8")
@@ -257,3 +150,64 @@ def test_the_factors_that_an_evaluation_takes_are_those(tmp_path):
         assert layer.v.unique().tolist() == module["v"]
     with pytest.raises(InputError, match="no engine holds as integers"):
         baked_factors(model, checkpoint, load_stats(scales), "int8")
+
+
+def test_what_is_refused(deepseek, tmp_path):
+    out = tmp_path / "out"
+    done = bake(deepseek.source, deepseek.scales, out, "--for", "int8")
+    one_line_error(done, "caches latents (MLA), which no engine holds as integers", "--for fp8")
+    assert fp8kv("stress", deepseek.source, "-o", tmp_path / "twin").exit_code == 0
+    done = bake(tmp_path / "twin", deepseek.scales, out, "--for", "fp8")
+    one_line_error(done, "kv_a_layernorm.weight' differs")
+    other = latent_directory(tmp_path / "other", "deepseek_v3", kv_lora_rank=24)
+    assert bake(other, deepseek.scales, out, "--for", "fp8").exit_code == 2
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "problem"),
+    [
+        ("kv_a_layernorm.weight", "K of model.layers.0.self_attn is not the source's"),
+        ("kv_a_proj_with_mqa.weight", "V of model.layers.0.self_attn is not the source's"),
+        ("kv_b_proj.weight", "is not the source's"),
+        ("q_b_proj.weight", "is not the source's"),
+    ],
+)
+def test_a_weight_that_is_forgotten_is_found(forgotten, problem, deepseek, tmp_path, monkeypatch):
+    latent_changes = weight_changes.latent_changes
+
+    def forgetful(*args):
+        return (each for each in latent_changes(*args) if each.child != forgotten)
+
+    monkeypatch.setattr(weight_changes, "latent_changes", forgetful)
+    done = bake(deepseek.source, deepseek.scales, tmp_path / "out", "--for", "fp8")
+    one_line_error(done, problem, "Nothing was written")
+
+
+@pytest.fixture
+def attention():
+    """A DeepSeek-V3, its first attention module, and factors for that."""
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    name, module = next(iter(cached_attention(model).items()))
+    return model, {name: module}, uniform_factors({name: module}, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("lacking", ["kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim"])
+def test_a_module_that_is_not_known(lacking, attention):
+    model, modules, factors = attention
+    delattr(model.get_submodule(*modules), lacking)
+    with pytest.raises(UnsupportedModelError, match=f"has no .*{lacking}"):
+        list_changes(model, modules, factors)
+
+
+def test_a_norm_of_k_pe_takes_its_factor(attention):
+    model, modules, factors = attention
+    [module], layer = modules.values(), model.get_submodule(*modules)
+    layer.k_rope_only_layernorm = type(layer.kv_a_layernorm)(module.v_head_dim)
+    changes = list_changes(model, modules, factors)
+    assert {each.child: each.factor.min().item() for each in changes} == {
+        "kv_a_layernorm.weight": 2,
+        "k_rope_only_layernorm.weight": 0.5,
+        "q_b_proj.weight": 2,
+        "kv_b_proj.weight": 0.25,
+    }

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from baking import OTHERS, bake, calibrated, in_float32, scales_of, seen
+from baking import OTHERS, bake, calibrated, scales_of, seen
 from command_line import fp8kv
 from families import FAMILIES, save_model, tiny_model
 from safetensors.torch import load_file, save_file
@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.recipe import load_recipe
-from calib.rescale import one_plus, pipeline
+from calib.rescale import one_plus, pipeline, stored_weights
 from calib.rescale.one_plus import is_held, nearest_powers
 from calib.rescale.weight_changes import WeightChange
 
 MODELS = ("gemma3_text", "qwen3_next")
-DTYPES = (torch.bfloat16, torch.float32)
 SUITE = Suite(8, 4, 64, 2, 4, (), (), 1)
+INT8 = "int8_per_token_head"
 
 
-def gemma(path, model_type, dtype, size=1.0):
+def gemma(path, model_type, dtype=torch.bfloat16, size=1.0):
     """A model of another size of K than its norms are made with."""
     model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type])
     with torch.no_grad():
@@ -34,15 +34,15 @@ def gemma(path, model_type, dtype, size=1.0):
     return save_model(model.to(dtype), path)
 
 
-def octaves_of(directory):
-    """The exponents of K's factors [layers, D]."""
-    said = json.loads((directory / "fp8kv_bake.json").read_text())["factors"]
-    k = [torch.tensor(each["k"])[0].log2() for each in said.values()]
-    return [each if each.dim() else each.expand(24) for each in k]
+@pytest.fixture(scope="module")
+def small_gemma(tmp_path_factory):
+    """A Gemma 3 in bfloat16, and a calibration of it."""
+    source = gemma(tmp_path_factory.mktemp("gemma") / "source", "gemma3_text")
+    return source, calibrated(source, source.with_name("scales"), "--format", "fp8kv")
 
 
 @pytest.mark.parametrize("size", [1.0, 64.0])  # K inside FP8, and far beyond
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
     source = gemma(tmp_path / "source", model_type, dtype, size)
@@ -54,23 +54,18 @@ def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
         done = bake(source, scales, out, "--for", purpose)
         assert done.exit_code == 0, done.stderr
         said = json.loads((out / "fp8kv_bake.json").read_text())
-        octaves = octaves_of(out)
+        k = [torch.tensor(each["k"])[0].log2() for each in said["factors"].values()]
+        octaves = [each if each.dim() else each.expand(24) for each in k]
         assert any(bool(each.any()) for each in octaves)
         assert all(torch.equal(each, each.round()) for each in octaves)
-        same = seen(out)[0]
-        assert torch.equal(logits, same) == said["exact"] == (said["rounded"] == [])
-        shown = " ".join(done.stdout.split())
-        assert ("bit for bit" in shown) == ("bit for bit" in card(out)) == said["exact"]
+        assert torch.equal(logits, seen(out)[0]) == said["exact"] == (said["rounded"] == [])
+        shown, card = " ".join(done.stdout.split()), (out / "README.md").read_text()
+        assert ("bit for bit" in shown) == ("bit for bit" in card) == said["exact"]
         assert ("are rounded, as" in shown) == (not said["exact"])
         assert all("_norm.weight" in name for name in said["rounded"])
         check_norms(said, old, load_file(out / "model.safetensors"), octaves)
         if purpose == "fp8":
-            after = scales_of(calibrated(out, tmp_path / "after", *flags))
-            assert after.max() <= 1
-
-
-def card(directory):
-    return (directory / "README.md").read_text()
+            assert scales_of(calibrated(out, tmp_path / "after", *flags)).max() <= 1
 
 
 def check_norms(said, old, new, octaves):
@@ -90,51 +85,42 @@ def check_norms(said, old, new, octaves):
         assert (off * product).square().sum() <= allowed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_int8_cache_gains_what_it_gains_elsewhere(model_type, dtype, tmp_path):
-    source = gemma(tmp_path / "source", model_type, torch.bfloat16)
-    name = "int8_per_token_head"
-    overrides = {
-        "data.dataset": "random",
-        "device": "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
-        "evaluation.caches": [name],
-        "evaluation.variants": ["none"],
-    }
-    found = evaluate(str(source), load_recipe(None, overrides), suite=SUITE).measured
-    plain, baked = (kl(found[each]) for each in (name, f"{name}, baked"))
-    assert baked < plain / 2
-    if dtype == torch.bfloat16:
-        return
-    scales = calibrated(source, tmp_path / "scales", "--dataset", "random", "--format", "fp8kv")
-    assert bake(source, scales, tmp_path / "out", "--for", "int8").exit_code == 0
-    written = evaluate(str(tmp_path / "out"), load_recipe(None, overrides), suite=SUITE)
-    assert kl(written.measured[name]) < plain / 2
+    source = gemma(tmp_path / "source", model_type)
+    choices = {"data.dataset": "random", "device": "cpu", "dtype": dtype}
+    recipe = load_recipe(None, {**choices, "evaluation.caches": [INT8], "evaluation.variants": ["none"]})
+    found = evaluate(str(source), recipe, suite=SUITE).measured
+    plain = kl(found[INT8])
+    assert kl(found[f"{INT8}, baked"]) < plain / 2
+    if (model_type, dtype) == ("gemma3_text", "float32"):
+        scales = calibrated(source, tmp_path / "scales", "--dataset", "random", "--format", "fp8kv")
+        assert bake(source, scales, tmp_path / "out", "--for", "int8").exit_code == 0
+        written = evaluate(str(tmp_path / "out"), recipe, suite=SUITE)
+        assert kl(written.measured[INT8]) < plain / 2
 
 
 def kl(measured):
     return torch.cat([each.kl for each in measured.documents]).double().mean().item()
 
 
-def test_the_recommendation_knows_it(tmp_path):
-    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
+def test_the_recommendation_knows_it(small_gemma, tmp_path):
     small = ("--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu")
-    done = fp8kv("eval", source, "-o", tmp_path / "page", "--caches", "int8_per_token_head", *small)
+    done = fp8kv("eval", small_gemma[0], "-o", tmp_path / "page", "--caches", INT8, *small)
     assert done.exit_code == 0, done.stderr
-    report = json.loads((tmp_path / "page" / "report.json").read_text())
-    assert "int8_per_token_head, baked" in json.dumps(report)
+    assert f"{INT8}, baked" in (tmp_path / "page" / "report.json").read_text()
     said = " ".join((done.stdout + done.stderr).split())
     assert "no rows on weights baked" not in said
     assert "leave out that `bake` rounds 6 weights of norms: a KL of " in said
 
 
 def test_a_rounding_that_scores_would_notice_is_not_held():
-    def held_by(dtype, weight, factor):
-        return is_held([(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))])
-
     def norm(which, factor):
         return WeightChange("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
+
+    def held_by(dtype, weight, factor):
+        return is_held([(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))])
 
     weight = torch.tensor([0.25, 0.3, -0.3, 0.0]).bfloat16()
     assert held_by(torch.bfloat16, weight, 1.0).all()
@@ -153,32 +139,23 @@ def test_nearest_powers_without_a_way():
     assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
 
 
-def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkeypatch):
-    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
-    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+def test_without_their_rounding_logits_are_the_same_bit_for_bit(small_gemma, tmp_path, monkeypatch):
     # another edit than the one that is allowed
-    monkeypatch.setattr(
-        "calib.rescale.stored_weights.is_held", lambda norms: torch.ones((), dtype=torch.bool)
-    )
-    of_v = WeightChange.product
+    product = WeightChange.product
 
     def spoiled(self, parameter):
-        product = of_v(self, parameter)
-        return (
-            product * 1.25 if self.child == "o_proj.weight" and parameter.dtype == torch.bfloat16 else product
-        )
+        is_another = self.child == "o_proj.weight" and parameter.dtype == torch.bfloat16
+        return product(self, parameter) * (1.25 if is_another else 1)
 
+    monkeypatch.setattr(stored_weights, "is_held", lambda norms: torch.ones((), dtype=torch.bool))
     monkeypatch.setattr(WeightChange, "product", spoiled)
     monkeypatch.setattr(WeightChange, "is_exact", lambda self, _: not self.adds_one)
-    done = bake(source, scales, tmp_path / "out", "--for", "int8")
+    done = bake(*small_gemma, tmp_path / "out", "--for", "int8")
     assert done.exit_code == 2
     assert "is not the source's times its factor" in done.stderr
-    assert in_float32(source)
 
 
-def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch):
-    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
-    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+def test_a_rounded_norm_that_is_written_otherwise_is_seen(small_gemma, tmp_path, monkeypatch):
     write = pipeline.write_weights
 
     def write_another(checkpoint, edits, out, *more):
@@ -190,7 +167,7 @@ def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch)
         save_file(tensors, file, {"format": "pt"})
 
     monkeypatch.setattr(pipeline, "write_weights", write_another)
-    done = bake(source, scales, tmp_path / "out", "--for", "int8")
+    done = bake(*small_gemma, tmp_path / "out", "--for", "int8")
     assert done.exit_code == 2
     assert "k_norm.weight' was not written as it was rounded" in done.stderr
     assert not (tmp_path / "out").exists()

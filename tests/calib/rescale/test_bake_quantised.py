@@ -1,12 +1,14 @@
 """`fp8kv bake` of quantised weights: factors go into scales, as fine as these and engines hold."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from baking import bake, calibrated, scales_of
 from coded_forms import FORMS
-from command_line import calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model
+from command_line import one_line_error
+from families import LATENT, save_model, tiny_model
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
@@ -16,17 +18,15 @@ from calib.files.tensors import stored_tensors
 from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.rescale.proof import load_exact, observe
 from calib.rescale.stored_weights import edited_scales
-from calib.scales.stats_file import load_scales
+from calib.scales.stats_file import load_stats
 
 # finest factors of K and V: of each head, or of the layer
 HELD = {
     "compressed-w4": ("head", "head"),
     "compressed-w4-asymmetric": ("head", "head"),
     "compressed-w4-ordered": ("head", "head"),
-    "compressed-w3": ("head", "head"),
     "compressed-w8-channel": ("head", "layer"),
     "compressed-fp8-channel": ("head", "layer"),
-    "compressed-int8": ("head", "layer"),
     "compressed-int8-asymmetric": ("head", "layer"),
     "compressed-mxfp4": ("head", "head"),
     "gptq-4": ("head", "head"),
@@ -40,11 +40,12 @@ REFUSED = {
     "compressed-nvfp4": "nobody has checked how engines fuse",
     "modelopt-fp8": "engines requantise Q, K and V",
 }
+ATTENTION = "model.layers.{}.self_attn"
 
 
 def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
     """A model whose heads and channels are of different sizes, as `form` stores it."""
-    model = tiny_model("llama", hidden_size=128, head_dim=32)
+    model = tiny_model("llama", hidden_size=128, head_dim=32, num_hidden_layers=2)
     with torch.no_grad():
         for layer in model.model.layers:
             # scales in float16, which Q's and the output's become smaller in
@@ -58,26 +59,29 @@ def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
     return FORMS[form].quantise(source, path.with_name("plain"))
 
 
-def calibrated(source, out):
-    done = calibrate(source, "-o", out, "--dtype", "float32", "--strategy", "attn_head", "--format", "fp8kv")
-    assert done.exit_code == 0, done.stderr
-    return out
+def measured(source, out, strategy="attn_head"):
+    return calibrated(source, out, "--strategy", strategy, "--format", "fp8kv")
 
 
-def scales_of(directory):
-    layers = load_scales(directory).layers.values()
-    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
+def change_tensors(source, change):
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | change(tensors), file, {"format": "pt"})
+
+
+def observed(*directories):
+    return (observe(load_exact(open_model_directory(each))) for each in directories)
 
 
 @pytest.mark.parametrize("form", HELD)
 def test_scale_one_becomes_right(form, tmp_path):
-    source = quantised(form, tmp_path / "source")
-    before = calibrated(source, tmp_path / "before")
-    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out")
+    source, out = quantised(form, tmp_path / "source"), tmp_path / "out"
+    before = measured(source, tmp_path / "before")
+    done = bake(source, before, out, "--for", "fp8")
     assert done.exit_code == 0, done.stderr
-    old, new = (observe(load_exact(open_model_directory(d))) for d in (source, tmp_path / "out"))
+    old, new = observed(source, out)
     assert torch.equal(old.logits, new.logits)
-    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after"))
+    after = scales_of(measured(out, tmp_path / "after"))
     factors = scales_of(before) / after
     assert factors.log2().frac().abs().max() == 0
     for index, held in enumerate(HELD[form]):
@@ -87,20 +91,26 @@ def test_scale_one_becomes_right(form, tmp_path):
         assert bool((factors[:, index, 0] == factors[:, index, 1]).all()) == (held == "layer")
     names = {"model.safetensors", "fp8kv_bake.json", "README.md"}
     for file in source.iterdir():
-        same = (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-        assert same != (file.name in names)
+        assert ((out / file.name).read_bytes() == file.read_bytes()) != (file.name in names)
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_engines_would_round(form, tmp_path):
+    source = quantised(form, tmp_path / "source")
+    done = bake(source, measured(source, tmp_path / "scales"), tmp_path / "out", "--for", "fp8")
+    one_line_error(done, REFUSED[form])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["gptq-4", "awq"])
 def test_factors_as_large_as_the_scales_hold(form, tmp_path):
-    source = quantised(form, tmp_path / "source", v_size=0.05)
-    before = calibrated(source, tmp_path / "before")
-    out = ("-o", tmp_path / "out")
-    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", *out)
+    source, out = quantised(form, tmp_path / "source", v_size=0.05), tmp_path / "out"
+    before = measured(source, tmp_path / "before")
+    done = bake(source, before, out, "--for", "fp8")
     assert done.exit_code == 0, done.stderr
     assert "note: V of some heads stays up to 2^" in " ".join(done.stdout.split())
-    said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())
-    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after"))
+    said = json.loads((out / "fp8kv_bake.json").read_text())
+    after = scales_of(measured(out, tmp_path / "after"))
     lost = 2 ** said["octaves_short"]["v"]
     assert 0.5 < after[:, 1].min() * lost <= 1
     assert after[:, 1].min() > 8 * scales_of(before)[:, 1].min()
@@ -109,83 +119,156 @@ def test_factors_as_large_as_the_scales_hold(form, tmp_path):
 
 def test_a_bias_that_holds_no_larger_factor(tmp_path):
     source = quantised("gptq-4", tmp_path / "source", k_size=0.1)
-    file = source / "model.safetensors"
-    tensors = load_file(file)
     small = {}
-    for module in (f"model.layers.{i}.self_attn" for i in range(3)):
+    for module in map(ATTENTION.format, range(2)):
         for letter, size in {"q": 128, "k": 64, "v": 64, "o": 128}.items():
             # halved, it is rounded
             value = 2.0**-14 * 1.999 if letter == "q" else 0.0
-            bias = torch.full((size,), value, dtype=torch.float16)
-            small[f"{module}.{letter}_proj.bias"] = bias
-    save_file(tensors | small, file, {"format": "pt"})
+            small[f"{module}.{letter}_proj.bias"] = torch.full((size,), value, dtype=torch.float16)
+    change_tensors(source, lambda _: small)
     edit_json(source / "config.json", attention_bias=True)
-    before = calibrated(source, tmp_path / "before")
-    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out", "--json")
+    before = measured(source, tmp_path / "before")
+    done = bake(source, before, tmp_path / "out", "--for", "fp8", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["octaves_short"]["k"] > 0
 
 
-@pytest.mark.parametrize("form", REFUSED)
-def test_what_engines_would_round(form, tmp_path):
-    source = quantised(form, tmp_path / "source")
-    scales = calibrated(source, tmp_path / "scales")
-    done = fp8kv("bake", source, "--scales", scales, "--for", "fp8", "-o", tmp_path / "out")
-    one_line_error(done, REFUSED[form])
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("form", ["compressed-w4", "compressed-fp8-channel", "gptq-4"])
+@pytest.mark.parametrize("form", ["compressed-fp8-channel", "gptq-4"])
 def test_channels_of_k_become_even(form, tmp_path):
     source = quantised(form, tmp_path / "source", octaves=10)
-    scales = calibrated(source, tmp_path / "scales")
-    done = fp8kv("bake", source, "--scales", scales, "--for", "int8", "-o", tmp_path / "o", "--json")
+    scales = measured(source, tmp_path / "scales")
+    done = bake(source, scales, tmp_path / "out", "--for", "int8", "--json")
     assert done.exit_code == 0, done.stderr
     # V would need factors per input channel of the output projection
-    assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 3, "v": 0}
+    assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 2, "v": 0}
+    done = bake(source, scales, tmp_path / "no", "--for", "int8", "--dtype", "float32")
+    one_line_error(done, "are quantised", "leave --dtype away")
 
 
 def test_a_layer_that_holds_no_factor_is_left(tmp_path):
-    source = quantised("compressed-w4", tmp_path / "source", octaves=10)
-    file = source / "model.safetensors"
-    tensors = load_file(file)
-    for letter in "qo":  # float16's smallest numbers: no half of them
-        scale = f"model.layers.1.self_attn.{letter}_proj.weight_scale"
-        tensors[scale] = torch.full_like(tensors[scale], 2.0**-24)
-    save_file(tensors, file, {"format": "pt"})
-    scales = calibrated(source, tmp_path / "scales")
-    flags = ("--scales", scales, "-o", tmp_path / "out")
-    done = fp8kv("bake", source, *flags, "--for", "int8", "--json")
+    source, out = quantised("compressed-w4", tmp_path / "source", octaves=10), tmp_path / "out"
+    # float16's smallest numbers: no half of them
+    small = [f"{ATTENTION.format(1)}.{letter}_proj.weight_scale" for letter in "qo"]
+    change_tensors(source, lambda held: {name: torch.full_like(held[name], 2.0**-24) for name in small})
+    scales = measured(source, tmp_path / "scales")
+    done = bake(source, scales, out, "--for", "int8", "--json")
     assert done.exit_code == 0, done.stderr
-    assert "cannot hold" in json.loads(done.stdout)["left"]["model.layers.1.self_attn"]
-    said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())["factors"]
-    assert set(torch.tensor(said["model.layers.1.self_attn"]["k"]).flatten().tolist()) == {1.0}
-    assert len(set(torch.tensor(said["model.layers.0.self_attn"]["k"]).flatten().tolist())) > 1
-    shown = fp8kv("bake", source, *flags, "--for", "int8", "--overwrite").stdout
+    assert "cannot hold" in json.loads(done.stdout)["left"][ATTENTION.format(1)]
+    said = json.loads((out / "fp8kv_bake.json").read_text())["factors"]
+    first, second = ({*torch.tensor(said[ATTENTION.format(i)]["k"]).flatten().tolist()} for i in range(2))
+    assert len(first) > 1
+    assert second == {1.0}
+    shown = bake(source, scales, out, "--for", "int8", "--overwrite").stdout
     assert "note: 1 layers stay as they are" in " ".join(shown.split())
-
-
-def test_another_dtype_is_refused(tmp_path):
-    source = quantised("compressed-w4", tmp_path / "source")
-    scales = calibrated(source, tmp_path / "scales")
-    flags = ("--for", "int8", "--dtype", "float32")
-    done = fp8kv("bake", source, "--scales", scales, "-o", tmp_path / "out", *flags)
-    one_line_error(done, "are quantised", "leave --dtype away")
 
 
 def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     source = quantised("compressed-fp8-channel", tmp_path / "source")
-    file = source / "model.safetensors"
-    tensors = load_file(file)
-    module = "model.layers.0.self_attn.o_proj"
-    save_file(tensors | {f"{module}.input_scale": torch.tensor([0.25])}, file)
+    module = f"{ATTENTION.format(0)}.o_proj"
+    change_tensors(source, lambda _: {f"{module}.input_scale": torch.tensor([0.25])})
     stored = stored_tensors(open_model_directory(source))
     parts = {"scale": f"{module}.weight_scale"}
     weight = CodedWeight(f"{module}.weight", (128, 128), parts, WeightScheme((1, None)))
     found = edited_scales(weight, stored, torch.full((1, 128), 0.125))
     assert found[f"{module}.input_scale"].item() == 2
-    assert torch.equal(found[f"{module}.weight_scale"], tensors[f"{module}.weight_scale"] / 8)
+    assert torch.equal(found[f"{module}.weight_scale"], stored[f"{module}.weight_scale"].read() / 8)
     uneven = torch.ones(1, 128)
     uneven[0, 0] = 2
     with pytest.raises(UnsupportedModelError, match="different factors"):
         edited_scales(weight, stored, uneven)
+
+
+# blocks of 32 lie as DeepSeek-V3's of 128 do: a head's queries end amid one, keys end with one
+ALIGNED = {"qk_nope_head_dim": 32, "v_head_dim": 32, "qk_rope_head_dim": 16}
+MIXED = ALIGNED | {"qk_nope_head_dim": 24, "v_head_dim": 40}
+BLOCK = {
+    "says": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]},
+    "options": {"high": 32, "wide": 32, "name": "weight_scale_inv"},
+}
+
+
+def quantised_latents(form, path, *, latent=0.003, k_pe=9000.0, sizes=ALIGNED):
+    """A DeepSeek-V3 as `form` stores it."""
+    options = {**LATENT["deepseek_v3"], **sizes, "q_lora_rank": 32, "kv_lora_rank": 64}
+    model = tiny_model("deepseek_v3", **options, first_k_dense_replace=9, num_hidden_layers=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_layernorm.weight.mul_(latent)
+            layer.self_attn.kv_a_proj_with_mqa.weight[64:].mul_(k_pe)
+    source = save_model(model.to(torch.bfloat16), path)
+    changes = BLOCK if form == "fp8-block" else {}
+    coded = replace(FORMS[form], **changes, weights=r"(?:_proj|_mqa)\.weight$")
+    return coded.quantise(source, path.with_name("p"))
+
+
+def bake_latents(source, out, *flags):
+    scales = measured(source, out.with_name("s"), "tensor")
+    return bake(source, scales, out, "--for", "fp8", "--json", *flags)
+
+
+def amax(directory, out):
+    layers = load_stats(measured(directory, out, "tensor")).layers.values()
+    return [[x.amax.max().item() for x in (layer.k, layer.v)] for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("form", "latent"),
+    [
+        *((form, 0.003) for form in ("fp8-block", "compressed-fp8-channel", "compressed-mxfp4")),
+        # of which scales in float16 hold no factors as small as the latent's would be
+        *((form, 3000.0) for form in ("compressed-w4", "gptq-4")),
+    ],
+)
+def test_scale_one_becomes_right_for_latents(form, latent, tmp_path):
+    source, out = quantised_latents(form, tmp_path / "source", latent=latent), tmp_path / "out"
+    done = bake_latents(source, out)
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["octaves_short"] == {"k": 0, "v": 0}
+    old, new = observed(source, out)
+    assert torch.equal(old.logits, new.logits)
+    assert all(224 < x <= 448 for layer in amax(out, tmp_path / "after") for x in layer)
+    codes = ["weight_packed", "qweight", "weight"]
+    before, after = (load_file(each / "model.safetensors") for each in (source, out))
+    for name in said["changed"]:
+        assert name.endswith("norm.weight") or name.rpartition(".")[2] not in codes
+        assert not torch.equal(before[name], after[name])
+
+
+def test_k_pe_stays_where_blocks_mix_it(tmp_path):
+    """If it is too small; too large it is refused."""
+    source = quantised_latents("fp8-block", tmp_path / "source", k_pe=0.25, sizes=MIXED)
+    done = bake_latents(source, tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    before, after = (amax(tmp_path / d, tmp_path / f"{d}-s") for d in ("source", "out"))
+    octaves = [torch.tensor(448 / k_pe).log2().floor().item() for _, k_pe in before]
+    assert said["octaves_short"] == {"k": 0, "v": max(octaves)}
+    assert min(octaves) > 2
+    assert [k_pe for _, k_pe in before] == [k_pe for _, k_pe in after]
+    assert all(224 < latent <= 448 for latent, _ in after)
+    assert not any("q_b_proj" in name or "mqa" in name for name in said["changed"])
+    shown = bake(source, tmp_path / "s", tmp_path / "again", "--for", "fp8").stdout
+    assert "note: k_pe of some layers stays up to 2^" in " ".join(shown.split())
+    large = quantised_latents("fp8-block", tmp_path / "large" / "source", sizes=MIXED)
+    done = bake_latents(large, tmp_path / "large" / "out")
+    one_line_error(done, "that share a scale need different factors")
+    assert not (tmp_path / "large" / "out").exists()
+
+
+@pytest.mark.parametrize("k_pe", [0.25, 9000.0])
+def test_static_scales_of_what_keys_and_values_are_made_of(k_pe, tmp_path):
+    """One that is measured for the latent moves with it, where keys alone do not."""
+    source = quantised_latents("compressed-fp8-channel", tmp_path / "source", k_pe=k_pe)
+    name = f"{ATTENTION.format(0)}.kv_b_proj.input_scale"
+    change_tensors(source, lambda _: {name: torch.tensor([0.25])})
+    done = bake_latents(source, tmp_path / "out")
+    if k_pe > 1:
+        one_line_error(done, "has one input scale")
+        return
+    assert done.exit_code == 0, done.stderr
+    said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())
+    factor = said["factors"][ATTENTION.format(0)]
+    assert factor["k"] != [1.0]
+    assert factor["v"] == [1.0]
+    assert load_file(tmp_path / "out" / "model.safetensors")[name].item() == 0.25 * factor["k"][0]
