@@ -190,7 +190,7 @@ BLOCK = {
 def quantised_latents(form, path, *, latent=0.003, k_pe=9000.0, sizes=ALIGNED):
     """A DeepSeek-V3 as `form` stores it."""
     options = {**LATENT["deepseek_v3"], **sizes, "q_lora_rank": 32, "kv_lora_rank": 64}
-    model = tiny_model("deepseek_v3", **options, first_k_dense_replace=9, num_hidden_layers=2)
+    model = tiny_model("deepseek_v3", **options, first_k_dense_replace=9)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.kv_a_layernorm.weight.mul_(latent)
