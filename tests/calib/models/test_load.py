@@ -1,53 +1,42 @@
 """Models that cannot be calibrated are refused early; models that can be load completely."""
 
-import json
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
+from loaded import load, refused
+from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.models import sources
-from calib.models.config import check_cacheable, check_positions, load_config
+from calib.models.config import check_cacheable, check_positions
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
-from calib.recipe import load_recipe
+from calib.progress import library_bars_hidden
 
 
-def recipe_with(**changes):
-    return load_recipe(None, {"data.seq_len": 64, "device": "cpu", **changes})
+def edit_tensors(directory, edit):
+    """Let `edit` change the tensors of the model."""
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
-RECIPE = recipe_with()
-
-
-def load(directory, recipe=RECIPE):
-    checkpoint = find_model(str(directory))
-    return load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
-
-
-def edit_config(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_a_model_loads_with_every_weight(tiny_directory, tiny_llama):
+def test_a_model_loads_with_every_weight_in_its_dtype_or_the_users(tiny_directory, tiny_llama):
     loaded = load(tiny_directory)
     for name, tensor in tiny_llama.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
     assert not loaded.training
-
-
-def test_dtype_is_the_checkpoints_or_the_users(tiny_directory):
-    assert load(tiny_directory).dtype == torch.float32
-    assert load(tiny_directory, recipe_with(dtype="bfloat16")).dtype == torch.bfloat16
+    assert loaded.dtype == torch.float32
+    assert load(tiny_directory, dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_a_vision_language_model_loads_and_its_layers_have_checkpoint_names(tmp_path):
@@ -66,33 +55,20 @@ def test_a_directory_that_does_not_exist(name):
         find_model(name)
 
 
-def test_a_file_is_not_a_model(tiny_directory):
+def test_what_is_no_directory(tiny_directory):
     with pytest.raises(InputError, match="is a file; give the directory"):
         find_model(str(tiny_directory / "config.json"))
-
-
-def test_an_unknown_builtin():
     with pytest.raises(InputError, match="no model 'builtin:gpt5'; built in: builtin:smollm2"):
         find_model("builtin:gpt5")
 
 
-def refuse(directory, error, message, recipe=RECIPE):
-    with pytest.raises(error, match=message) as caught:
-        load(directory, recipe)
-    assert "\n" not in str(caught.value)
-
-
-def test_not_a_causal_language_model(tmp_path):
-    model = tiny_model("bert", is_decoder=False)
-    model.config.architectures = ["BertForMaskedLM"]
-    directory = save_model(model, tmp_path / "bert")
-    edit_config(directory, architectures=["BertForMaskedLM"])
-    refuse(directory, UnsupportedModelError, "BertForMaskedLM is not a causal language model")
-
-
-def test_an_encoder_decoder(tiny_directory):
-    edit_config(tiny_directory, model_type="t5", architectures=["T5ForConditionalGeneration"])
-    refuse(tiny_directory, UnsupportedModelError, "T5ForConditionalGeneration is an encoder-decoder")
+def test_what_is_no_decoder(tmp_path, tiny_directory):
+    bert = save_model(tiny_model("bert", is_decoder=False), tmp_path / "bert")
+    edit_json(bert / "config.json", architectures=["BertForMaskedLM"])
+    refused(bert, "BertForMaskedLM is not a causal language model", error=UnsupportedModelError)
+    edit_json(tiny_directory / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    said = "T5ForConditionalGeneration is an encoder-decoder"
+    refused(tiny_directory, said, error=UnsupportedModelError)
 
 
 def test_a_sequence_longer_than_the_models_positions(tiny_llama):
@@ -101,36 +77,32 @@ def test_a_sequence_longer_than_the_models_positions(tiny_llama):
         check_positions(tiny_llama.config, 257, "--seq-len")
 
 
-def test_an_unknown_model_type(tiny_directory):
-    edit_config(tiny_directory, model_type="llama99")
-    refuse(tiny_directory, InputError, "cannot read the config")
-
-
-def test_remote_code_stays_off(tiny_directory):
+def test_an_unknown_model_type_whose_code_stays_off(tiny_directory):
+    edit_json(tiny_directory / "config.json", model_type="llama99")
+    refused(tiny_directory, "cannot read the config")
     (tiny_directory / "code.py").write_text("raise SystemExit('ran')")
     auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
-    edit_config(tiny_directory, model_type="own", auto_map=auto_map)
-    refuse(tiny_directory, InputError, "trust_remote_code")
+    edit_json(tiny_directory / "config.json", model_type="own", auto_map=auto_map)
+    refused(tiny_directory, "trust_remote_code")
 
 
 def test_missing_weights_are_never_made_up(tiny_directory):
-    file = tiny_directory / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    refuse(tiny_directory, InputError, "lacks 1 weights, such as 'model.layers.1.self_attn.k_proj")
-
-
-def test_weights_of_another_shape(tiny_directory):
-    edit_config(tiny_directory, intermediate_size=100)
-    refuse(tiny_directory, InputError, "config.json wants .64, 100.")
+    edit_tensors(tiny_directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    said = "lacks 1 weights, such as 'model.layers.1.self_attn.k_proj"
+    refused(tiny_directory, said, loaders=[load_model])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_norms_that_another_architecture_has_no_use_for(family, tmp_path):
     directory = save_model(tiny_model(family, **FAMILIES[family]), tmp_path / family)
-    edit_config(directory, model_type="llama", architectures=["LlamaForCausalLM"])
-    refuse(directory, InputError, "norm.weight', which its config.json does not use")
+    edit_json(directory / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+    refused(directory, "norm.weight', which its config.json does not use")
+
+
+def test_a_bias_that_the_config_makes_no_use_of(tiny_directory):
+    name = "model.layers.0.self_attn.k_proj.bias"
+    edit_tensors(tiny_directory, lambda tensors: tensors.update({name: torch.ones(32)}))
+    refused(tiny_directory, f"{name}', which its config.json does not use")
 
 
 def test_no_tokenizer(tiny_directory):
@@ -160,7 +132,6 @@ def test_a_tokenizer_file_that_holds_none(text, message, tiny_directory):
     ("family", "options"),
     [
         ("mamba", {}),
-        ("falcon_mamba", {}),
         ("rwkv", {"attention_hidden_size": 64}),
         ("granitemoehybrid", {}),
         ("jamba", {"num_experts": 2, "attn_layer_period": 8, "attn_layer_offset": 7}),
@@ -179,24 +150,7 @@ def test_a_model_without_attention(family, options, tmp_path):
 
 def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuse(tiny_directory, InputError, "torch sees no GPU", recipe_with(device="cuda"))
-
-
-def test_an_output_of_ours_can_be_calibrated_again(tiny_directory):
-    edit_config(
-        tiny_directory,
-        quantization_config={
-            "quant_method": "compressed-tensors",
-            "config_groups": {},
-            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-        },
-    )
-    assert list(map_attention(load(tiny_directory)).cached)
-
-
-def hub_error(kind):
-    response = SimpleNamespace(headers={}, request=None, status_code=403)
-    return kind("refused", response=response) if kind is not OSError else OSError("no route")
+    refused(tiny_directory, "torch sees no GPU", device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +164,8 @@ def hub_error(kind):
 )
 def test_what_the_hub_says_in_words(kind, message, monkeypatch):
     def refuse_download(*_, **__):
-        raise hub_error(kind)
+        response = SimpleNamespace(headers={}, request=None, status_code=403)
+        raise OSError("no route") if kind is OSError else kind("refused", response=response)
 
     monkeypatch.setattr(sources, "snapshot_download", refuse_download)
     with pytest.raises(InputError, match=message) as caught:
@@ -233,38 +188,61 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("file", "changes", "said"),
     [
-        ("tokenizer_config.json", "[]"),
-        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
-        ("generation_config.json", "[]"),
+        ("tokenizer_config.json", [], "cannot load"),
+        ("tokenizer_config.json", {"tokenizer_class": 3}, "cannot load"),
+        ("generation_config.json", [], "cannot load"),
+        ("config.json", {"pad_token_id": 10**6}, "no model"),
+        ("config.json", {"attn_implementation": "flash_attention_2"}, "no model"),
+        ("config.json", {"model_type": "mistral", "sliding_window": 0}, "cannot run"),
+        ("config.json", {"model_type": "mistral", "sliding_window": -1}, "cannot run"),
     ],
 )
-def test_files_beside_the_weights_that_make_no_sense_are_one_line(name, text, tiny_directory, tmp_path):
-    (tiny_directory / name).write_text(text)
-    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), "cannot load", str(tiny_directory))
+def test_nonsense_that_only_loading_or_running_shows_is_one_line(
+    file, changes, said, tiny_directory, tmp_path
+):
+    path = tiny_directory / file
+    if changes == []:
+        path.write_text("[]")
+    else:
+        edit_json(path, **changes)
+    where = [str(tiny_directory)] if said == "cannot load" else []
+    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), said, *where)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("pad_token_id", 10**6), ("attn_implementation", "flash_attention_2")]
-)
-def test_a_config_that_cannot_be_built_is_one_line(key, value, tiny_directory, tmp_path):
-    path = tiny_directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), "no model")
+def write_gguf(path, size=32, heads=2, words=16):
+    """A Llama of one layer in GGUF, whose tensors transformers converts with a bar."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(words)
+    shapes = {"token_embd": (words, size), "output": (words, size), "output_norm": (size,)}
+    square = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes |= {f"blk.0.{name}": (size, size) for name in square}
+    shapes |= {f"blk.0.{name}": (size,) for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.ones(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def test_a_weight_that_the_config_makes_no_use_of_is_refused(tiny_directory, tmp_path):
-    weights = load_file(tiny_directory / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.bias"
-    bias = torch.ones(len(weights[name.replace("bias", "weight")]))
-    save_file({**weights, name: bias}, tiny_directory / "model.safetensors", {"format": "pt"})
-    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), name, "config.json")
+def test_the_librarys_bar_of_gguf_is_hidden(tmp_path, capfd):
+    write_gguf(tmp_path / "tiny.gguf")
 
+    def load_gguf():
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True)
+        )
+        return capfd.readouterr().err
 
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_model_that_cannot_run_is_one_line(value, tmp_path):
-    directory = save_model(tiny_model("mistral"), tmp_path / "model")
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": value}))
-    one_line_error(calibrate(directory, "-o", tmp_path / "out"), "cannot run")
+    with library_bars_hidden():
+        assert load_gguf() == ""
+    assert "Converting and de-quantizing GGUF tensors" in load_gguf()

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
+from quantized_models import edit_json
 
 FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu", "--allow-few-tokens"]
 
@@ -22,13 +23,16 @@ def extended(tiny_directory):
 
 
 @pytest.fixture
-def rows(tmp_path):
-    def write(*texts):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return ["--dataset", path]
+def run(extended, tmp_path):
+    """Run a command on the model, with these rows of text as its data."""
 
-    return write
+    def run(command, *arguments, rows=()):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        data = ["--dataset", path] if rows else []
+        return fp8kv(command, extended, *arguments, *data)
+
+    return run
 
 
 @pytest.fixture
@@ -39,55 +43,44 @@ def _computes_nothing(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "embedding", fail)
 
 
-SAID = ("130 tokens", "128 rows", "token id")
-
-
 @pytest.mark.usefixtures("_computes_nothing")
-@pytest.mark.parametrize("offload", ["none", "layerwise"])
-@pytest.mark.parametrize("word", ["w128", "<new>"])
-def test_calibrate(extended, rows, word, offload, tmp_path):
-    data = rows("w5 w6 w7", f"w5 {word} w7")
-    done = fp8kv("calibrate", extended, "-o", tmp_path / "out", *data, *FLAGS, "--offload", offload)
-    one_line_error(done, *SAID)
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        (("calibrate", *FLAGS), ["w5 w6 w7", "w5 w128 w7"]),
+        (("calibrate", *FLAGS, "--offload", "layerwise"), ["w5 w6 w7", "w5 <new> w7"]),
+        (("generate", "w5 <new> w7", "--scales", "none", "--device", "cpu"), []),
+        (("eval", "--device", "cpu"), [f"w5 w{number} <new> " * 200 for number in range(3, 100)]),
+    ],
+    ids=["calibrate", "layerwise", "generate", "eval"],
+)
+def test_text_with_tokens_that_have_no_row_is_refused(command, rows, run, tmp_path):
+    output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
+    done = run(*command, *output, rows=rows)
+    one_line_error(done, "130 tokens", "128 rows", "token id")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("offload", ["none", "layerwise"])
-def test_tokens_that_the_data_never_uses_do_no_harm(extended, rows, offload, tmp_path):
-    data = rows("w5 w6 w7", "w5 w127 w7")
-    done = fp8kv("calibrate", extended, "-o", tmp_path / "out", *data, *FLAGS, "--offload", offload)
+def test_tokens_that_the_data_never_uses_do_no_harm(run, offload, tmp_path):
+    rows = ["w5 w6 w7", "w5 w127 w7"]
+    done = run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows)
     assert done.exit_code == 0, done.stderr
 
 
-@pytest.mark.usefixtures("_computes_nothing")
-def test_generate(extended):
-    done = fp8kv("generate", extended, "w5 <new> w7", "--scales", "none", "--device", "cpu")
-    one_line_error(done, *SAID)
+def test_samples_that_the_model_writes_start_where_it_can(extended, run, tmp_path):
+    edit_json(extended / "tokenizer_config.json", bos_token="<new>")
+    done = run("calibrate", "-o", tmp_path / "out", "--dataset", "self", *FLAGS)
+    one_line_error(done, "130 tokens", "128 rows", "token id")
 
 
-@pytest.mark.usefixtures("_computes_nothing")
-def test_eval(extended, rows, tmp_path):
-    data = rows(*[f"w5 w{number} <new> " * 200 for number in range(3, 100)])
-    done = fp8kv("eval", extended, *data, "--device", "cpu", "-o", tmp_path / "report")
-    one_line_error(done, *SAID)
-
-
-def test_samples_that_the_model_writes_start_where_it_can(extended, tmp_path):
-    config = extended / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": "<new>"}))
-    done = fp8kv("calibrate", extended, "-o", tmp_path / "out", "--dataset", "self", *FLAGS)
-    one_line_error(done, *SAID)
-
-
-def test_samples_that_the_model_writes_need_no_row_for_padding(extended, tmp_path):
-    config = extended / "tokenizer_config.json"
-    said = {**json.loads(config.read_text()), "pad_token": "<new>"}
+def test_samples_that_the_model_writes_need_no_row_for_padding(extended, run, tmp_path):
     outputs = []
     for pad in ("<pad>", "<new>"):
-        config.write_text(json.dumps({**said, "pad_token": pad}))
+        edit_json(extended / "tokenizer_config.json", pad_token=pad)
         out = tmp_path / pad.strip("<>")
         flags = [*FLAGS, "--samples", "20", "--batch-size", "10"]
-        done = fp8kv("calibrate", extended, "-o", out, "--dataset", "self", *flags)
+        done = run("calibrate", "-o", out, "--dataset", "self", *flags)
         assert done.exit_code == 0, done.stderr
         outputs.append(json.loads((out / "fp8kv_calibration.json").read_text())["dataset"])
     assert outputs[0] == outputs[1]

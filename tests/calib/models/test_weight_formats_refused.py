@@ -1,5 +1,5 @@
 """Quantised weights that are not what their config says are refused in one line, before or after
-they are read, in memory and layer by layer."""
+they are read."""
 
 import copy
 import json
@@ -20,12 +20,14 @@ from calib.files.safetensors_header import Entry
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import ModuleTensors
 from calib.models.quantized.config import QuantizationConfig
-from calib.recipe import load_recipe
+from calib.models.quantized.weights import all_weights
+from calib.models.sources import find_model
 
-RECIPE = load_recipe(None, {"device": "cpu"})
 # one of each form whose files differ
 KINDS = ["gptq-4", "awq", "compressed-fp8", "compressed-w4-asymmetric", "compressed-nvfp4"]
 KINDS += ["compressed-int8-asymmetric", "modelopt-nvfp4", "fp8-block", "quark-mxfp4"]
+OF_FLOATS = ["compressed-fp8", "compressed-nvfp4", "fp8-block"]
+LARGE_SCALES = ["gptq-4", "awq", "compressed-fp8", "fp8-block", "quark-mxfp4"]
 MODULE = "model.layers.1.self_attn.k_proj"
 
 
@@ -34,17 +36,37 @@ def model(tiny_directory, tmp_path):
     return lambda name: FORMS[name].quantise(tiny_directory, tmp_path / "plain")
 
 
-def edit(directory, change):
-    """Let `change` edit the tensors of a module of the model."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    parts = {n: tensors.pop(n) for n in [*tensors] if n.startswith(f"{MODULE}.")}
-    parts = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in parts.items()}
-    change(parts)
-    save_file(tensors | {f"{MODULE}.{n}": t for n, t in parts.items()}, file, {"format": "pt"})
+@pytest.fixture
+def edited(model):
+    """The model in a form, after `change` edited the tensors of a module."""
+    whole = {}
+
+    def edit(name, change):
+        if name not in whole:
+            directory = model(name)
+            whole[name] = directory, load_file(directory / "model.safetensors")
+        directory, tensors = whole[name][0], {n: t.clone() for n, t in whole[name][1].items()}
+        parts = {n: tensors.pop(n) for n in [*tensors] if n.startswith(f"{MODULE}.")}
+        parts = {n.removeprefix(f"{MODULE}."): tensor for n, tensor in parts.items()}
+        change(parts)
+        tensors |= {f"{MODULE}.{n}": tensor for n, tensor in parts.items()}
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
+
+    return edit
 
 
-def refuse(directory, tmp_path, *said):
+def refused(directory, *said):
+    """By whatever reads its weights, in memory or layer by layer."""
+    with pytest.raises(InputError) as error:
+        for weight in all_weights(find_model(str(directory)), torch.float16).values():
+            weight.read()
+    assert "\n" not in str(error.value)
+    for words in (str(directory), *said):
+        assert words in str(error.value)
+
+
+def refused_by_calibrate(directory, tmp_path, *said):
     for offload in ("none", "layerwise"):
         output = tmp_path / f"out-{offload}"
         options = ("--format", "fp8kv", "--dtype", "float16", "--offload", offload)
@@ -56,75 +78,53 @@ def scale_of(parts):
     return next(name for name in parts if name in ("scales", "weight_scale", "weight_scale_inv"))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_codes_without_scales(name, model, tmp_path):
-    directory = model(name)
-    edit(directory, lambda parts: parts.pop(scale_of(parts)))
-    refuse(directory, tmp_path, f"'{MODULE}' has no ")
-
-
-@pytest.mark.parametrize("name", ["compressed-fp8", "compressed-nvfp4", "fp8-block"])
-def test_negative_scales_of_floats(name, model, tmp_path):
-    directory = model(name)
+def set_scale(which, bits, value):
+    """Set one scale to `value`; one in E8M0 to a byte."""
 
     def change(parts):
-        scale = scale_of(parts)
-        parts[scale] = (-parts[scale].float()).to(parts[scale].dtype)
+        scale = parts[scale_of(parts)]
+        scale.view(-1)[which] = bits if scale.dtype == torch.uint8 else value
 
-    edit(directory, change)
-    refuse(directory, tmp_path, f"'{MODULE}.weight': a scale of its floats is negative")
+    return change
+
+
+def negate(parts):
+    scale = scale_of(parts)
+    parts[scale] = (-parts[scale].float()).to(parts[scale].dtype)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_scales_of_another_shape(name, model, tmp_path):
-    directory = model(name)
+def test_tensors_that_do_not_fit_their_codes(name, edited):
+    refused(edited(name, lambda parts: parts.pop(scale_of(parts))), f"'{MODULE}' has no ")
 
-    def change(parts):
+    def triple(parts):
         scale = scale_of(parts)
         parts[scale] = torch.cat([parts[scale].reshape(-1, 1)] * 3, 1)
 
-    edit(directory, change)
-    refuse(directory, tmp_path, f"'{MODULE}.")
+    refused(edited(name, triple), f"'{MODULE}.")
+    refused(edited(name, set_scale(-1, 255, torch.nan)), f"'{MODULE}.", "NaN")
+    integers = edited(name, lambda parts: parts.update({scale_of(parts): torch.ones(1).long()}))
+    refused(integers, f"'{MODULE}.", "is I64")
+    if name != "gptq-4":
+        second = {"qweight": torch.ones(4, 4, dtype=torch.int32)}
+        refused(edited(name, lambda parts: parts.update(second)), MODULE)
+    if name in OF_FLOATS:
+        refused(edited(name, negate), f"'{MODULE}.weight': a scale of its floats is negative")
+    if name in LARGE_SCALES:
+        said = f"'{MODULE}.weight' dequantises to NaN or Inf in torch.float16"
+        refused(edited(name, set_scale(0, 200, 65504)), said)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_scales_that_are_nan(name, model, tmp_path):
-    directory = model(name)
-
-    def change(parts):
-        scale = parts[scale_of(parts)]
-        # in E8M0 all ones are NaN
-        scale.view(-1)[-1] = 255 if scale.dtype == torch.uint8 else torch.nan
-
-    edit(directory, change)
-    refuse(directory, tmp_path, f"'{MODULE}.", "NaN")
-
-
-@pytest.mark.parametrize("name", ["gptq-4", "awq", "compressed-fp8", "fp8-block", "quark-mxfp4"])
-def test_weights_that_are_infinite_in_the_calibration_dtype(name, model, tmp_path):
-    directory = model(name)
-
-    def change(parts):
-        scale = parts[scale_of(parts)]
-        scale.view(-1)[0] = 200 if scale.dtype == torch.uint8 else 65504
-
-    edit(directory, change)
-    refuse(directory, tmp_path, f"'{MODULE}.weight' dequantises to NaN or Inf in torch.float16")
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_tensor_of_another_type(name, model, tmp_path):
-    directory = model(name)
-    edit(directory, lambda parts: parts.update({scale_of(parts): torch.ones(1).long()}))
-    refuse(directory, tmp_path, f"'{MODULE}.", "is I64")
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_weight_beside_its_codes(name, model, tmp_path):
-    directory = model(name)
-    other = "weight_packed" if FORMS[name].says.get("quant_method") == "gptq" else "qweight"
-    edit(directory, lambda parts: parts.update({other: torch.ones(4, 4, dtype=torch.int32)}))
-    refuse(directory, tmp_path, MODULE)
+def test_calibrate_says_so_before_or_after_weights_are_read(edited, tmp_path):
+    without = edited("gptq-4", lambda parts: parts.pop("scales"))
+    refused_by_calibrate(without, tmp_path, f"'{MODULE}' has no 'scales'")
+    refused_by_calibrate(edited("gptq-4", set_scale(-1, 255, torch.nan)), tmp_path, "holds NaN")
+    large = edited("gptq-4", set_scale(0, 200, 65504))
+    refused_by_calibrate(large, tmp_path, f"'{MODULE}.weight' dequantises to NaN or Inf in torch.float16")
+    second = {"weight_packed": torch.ones(4, 4, dtype=torch.int32)}
+    refused_by_calibrate(edited("gptq-4", lambda parts: parts.update(second)), tmp_path, MODULE)
+    edit_json(large / "config.json", hidden_size=32)
+    refused_by_calibrate(large, tmp_path, "its config.json wants")
 
 
 @pytest.mark.parametrize(
@@ -162,25 +162,18 @@ def test_a_weight_beside_its_codes(name, model, tmp_path):
         ("quark-fp8", {"export": {"weight_format": "fake_quantized"}}, "fake_quantized"),
     ],
 )
-def test_configs_that_their_files_do_not_fit(name, change, said, model, tmp_path):
+def test_configs_that_their_files_do_not_fit(name, change, said, model):
     directory = model(name)
     edit_json(directory / "config.json", quantization_config={**FORMS[name].says, **change})
-    refuse(directory, tmp_path, said)
+    refused(directory, said)
 
 
-def test_groups_of_compressed_tensors(model, tmp_path):
+def test_groups_of_compressed_tensors(model):
     directory, says = model("compressed-w4"), copy.deepcopy(FORMS["compressed-w4"].says)
     group = says["config_groups"]["group_0"]
-
-    def become(**changes):
-        groups = {"group_0": {**group, "targets": [], **changes}}
-        edit_json(directory / "config.json", quantization_config={**says, "config_groups": groups})
-
-    become(targets=["re:.*self_attn.*"])
-    refuse(directory, tmp_path, "mlp.down_proj' holds codes, and no group is about it")
-    become(targets=["re:*"])
-    refuse(directory, tmp_path, "not a regular expression")
-    for weights, said in [
+    for changes, said in [
+        ({"targets": ["re:.*self_attn.*"]}, "mlp.down_proj' holds codes, and no group is about it"),
+        ({"targets": ["re:*"]}, "not a regular expression"),
         ({"num_bits": 9}, "num_bits 9"),
         ({"num_bits": 4.0}, "num_bits 4.0"),
         ({"type": "float"}, "type 'float'"),
@@ -191,8 +184,10 @@ def test_groups_of_compressed_tensors(model, tmp_path):
         ({"symmetric": False}, "weight_zero_point"),
         ({"symmetric": "no"}, "symmetric 'no'"),
     ]:
-        become(targets=["Linear"], weights={**group["weights"], **weights})
-        refuse(directory, tmp_path, said)
+        changed = changes if "targets" in changes else {"weights": {**group["weights"], **changes}}
+        groups = {"group_0": {**group, **changed}}
+        edit_json(directory / "config.json", quantization_config={**says, "config_groups": groups})
+        refused(directory, said)
 
 
 def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
@@ -207,51 +202,36 @@ def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
         [*WEIGHT_FORMATS["compressed-tensors"](QuantizationConfig(says)).weights(ModuleTensors("m", entries))]
 
 
-def test_a_shape_that_codes_do_not_have(model, tmp_path):
-    directory = model("compressed-w4")
-    edit(directory, lambda parts: parts["weight_shape"].add_(1))
-    refuse(directory, tmp_path, "weight_shape")
+def test_a_shape_that_codes_do_not_have(edited):
+    refused(edited("compressed-w4", lambda parts: parts["weight_shape"].add_(1)), "weight_shape")
 
 
-@pytest.mark.parametrize("name", ["gptq-4-ordered", "compressed-w4-ordered"])
-def test_a_group_that_there_is_not(name, model, tmp_path):
-    directory = model(name)
-    part = "g_idx" if "gptq" in name else "weight_g_idx"
-    edit(directory, lambda parts: parts[part].add_(1))
-    refuse(directory, tmp_path, f"'{MODULE}.weight'", "_idx")
+@pytest.mark.parametrize(("name", "part"), [("gptq-4", "g_idx"), ("compressed-w4", "weight_g_idx")])
+def test_a_group_that_there_is_not_and_an_order_of_columns_that_is_lost(name, part, edited):
+    beyond = edited(f"{name}-ordered", lambda parts: parts[part].add_(1))
+    refused(beyond, f"'{MODULE}.weight'", "_idx")
+    refused(edited(f"{name}-ordered", lambda parts: parts.pop(part)), f"'{MODULE}' has no '{part}'")
 
 
-@pytest.mark.parametrize("name", ["gptq-4-ordered", "compressed-w4-ordered"])
-def test_an_order_of_columns_that_is_lost(name, model, tmp_path):
-    directory = model(name)
-    part = "g_idx" if "gptq" in name else "weight_g_idx"
-    edit(directory, lambda parts: parts.pop(part))
-    refuse(directory, tmp_path, f"'{MODULE}' has no '{part}'")
-
-
-def test_two_configs_that_do_not_agree(model, tmp_path):
+def test_two_configs_that_do_not_agree(model):
     directory = model("gptq-4")
     document = {"quantization": {"quant_algo": "FP8"}}
     (directory / "hf_quant_config.json").write_text(json.dumps(document))
-    refuse(directory, tmp_path, "in one way by quantization_config and in another")
+    refused(directory, "in one way by quantization_config and in another")
 
 
-def test_codes_of_a_second_format(model, tmp_path):
-    directory = model("gptq-4")
-
+def test_codes_of_a_second_format(edited):
     def change(parts):
         parts.clear()
         parts["weight"] = torch.ones(32, 64).to(torch.float8_e4m3fn)
         parts["weight_scale"] = torch.ones(1)
 
-    edit(directory, change)
-    refuse(directory, tmp_path, f"'{MODULE}.weight' as F8_E4M3")
+    refused(edited("gptq-4", change), f"'{MODULE}.weight' as F8_E4M3")
 
 
-def test_a_weight_of_another_shape_than_the_config_wants(model, tmp_path):
-    directory = model("gptq-4")
-    edit_json(directory / "config.json", hidden_size=32)
-    refuse(directory, tmp_path, "its config.json wants")
+def test_a_zero_point_that_tools_read_differently(edited):
+    directory = edited("gptq-4", lambda parts: parts["qzeros"].fill_(-1))
+    refused(directory, "stored as 15, which AutoGPTQ reads as 0 and GPTQModel as 16")
 
 
 def test_an_expert_whose_scale_is_nan(tmp_path):
@@ -262,7 +242,7 @@ def test_an_expert_whose_scale_is_nan(tmp_path):
     scale = "model.layers.1.block_sparse_moe.experts.0.w1.weight_scale"
     tensors[scale].fill_(torch.nan)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    refuse(directory, tmp_path, f"'{scale}' holds NaN")
+    refused_by_calibrate(directory, tmp_path, f"'{scale}' holds NaN")
 
 
 SCALAR = st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=5)
@@ -281,15 +261,3 @@ def test_nonsense_in_a_config_is_read_or_refused(form, data):
     place[data.draw(st.sampled_from([*place, "sym"]))] = data.draw(JSON)
     with suppress(InputError):
         WEIGHT_FORMATS[form.says.get("quant_method", "modelopt")](QuantizationConfig(says))
-
-
-def test_a_zero_point_that_tools_read_differently(tiny_directory, tmp_path):
-    directory = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("k_proj.qzeros"))
-    tensors[name] = torch.full_like(tensors[name], -1)
-    save_file(tensors, file, {"format": "pt"})
-    done = calibrate(directory, "-o", tmp_path / "out", "--format", "fp8kv")
-    one_line_error(done, "stored as 15, which AutoGPTQ reads as 0 and GPTQModel as 16")
-    assert not (tmp_path / "out").exists()
