@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from functools import cache
 
+from typer import testing
 from typer.testing import CliRunner
 
 from calib.commands.app import app
 
+# typer makes all commands anew for each call, which takes longer than most of them
+testing._get_command = cache(testing._get_command)
+
 CLI = [sys.executable, "-m", "calib"]
-
-
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
 
 
