@@ -15,16 +15,7 @@ from calib.engines.catalogue import load_catalogue
 from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
-from engine_cases import (
-    NAMINGS,
-    QUANTIZATIONS,
-    Fixture,
-    alike,
-    collect,
-    fixtures,
-    scale_tensors,
-    wanted,
-)
+from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, scale_tensors, wanted
 from engine_fates import NOT_FP8, fate, reason
 from engine_tables import differences, flat, groups, modules, named, recorded, together
 
@@ -59,6 +50,12 @@ def test_the_fate_of_scales(held, expected):
     assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
 
 
+def test_reasons_say_nothing_of_this_machine():
+    error = ValueError("There is no 'layers.0.self_attn.k_scale' in LlamaModel. Look in /tmp/a/b")
+    assert reason("crash", error) == "crash: ValueError: There is no 'k_scale'"
+    assert reason("crash", KeyError("/tmp/a/b")) == "crash: KeyError: '...'"
+
+
 def test_every_scale_is_its_own_and_both_names_hold_the_same():
     per_head = wanted(fixtures(["Gemma3ForCausalLM"])[0], NAMINGS[0], heads=4)
     values = [value for pair in per_head for scale in pair for value in scale]
@@ -66,12 +63,6 @@ def test_every_scale_is_its_own_and_both_names_hold_the_same():
     tensors = dict(scale_tensors(LLAMA, "both"))
     assert len(tensors) == 12
     assert all(tensor == tensors[name.replace(".attn", "")] for name, tensor in tensors.items())
-
-
-def test_reasons_say_nothing_of_this_machine():
-    error = ValueError("There is no 'layers.0.self_attn.k_scale' in LlamaModel. Look in /tmp/a/b")
-    assert reason("crash", error) == "crash: ValueError: There is no 'k_scale'"
-    assert reason("crash", KeyError("/tmp/a/b")) == "crash: KeyError: '...'"
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):
@@ -103,27 +94,21 @@ class Engine:
         return self.put({m: (values[f"{m}.k"], values[f"{m}.v"]) for m in LLAMA.modules})
 
 
-def test_a_crossing_loader_is_noticed():
+def test_what_a_loader_does_is_noticed(monkeypatch):
     def crossing(held):
         first, second, third = LLAMA.modules
         return {**held, first: held[second], second: held[first], third: crossed(held[third])}
 
-    results = collect(Engine(crossing), LLAMA)
-    assert results["compressed-tensors"]["{module}.{x}_scale"] == (
+    name = "{module}.{x}_scale"
+    assert collect(Engine(crossing), LLAMA)["compressed-tensors"][name] == (
         "partly: 1 of 3 with K and V crossed, 2 of 3 with another layer's scales"
     )
-    assert collect(Engine(dict), LLAMA)["compressed-tensors"]["{module}.{x}_scale"] == "loaded"
-
-
-def test_what_cannot_be_built_or_read_is_said():
     results = collect(Engine(dict), LLAMA)
-    assert {*results["none"].values()} == {"refused: RuntimeError: no config"}
+    assert results["compressed-tensors"][name] == "loaded"
     assert results["compressed-tensors"]["{module}.kv_scale"].startswith("crash: KeyError: ")
-    Engine.quantizations, before = ("none",), Engine.quantizations
-    try:
-        assert collect(Engine(dict), LLAMA) == "RuntimeError: no config"
-    finally:
-        Engine.quantizations = before
+    assert {*results["none"].values()} == {"refused: RuntimeError: no config"}
+    monkeypatch.setattr(Engine, "quantizations", ("none",))
+    assert collect(Engine(dict), LLAMA) == "RuntimeError: no config"
 
 
 def test_equal_architectures_are_one_group_and_differences_a_line():
@@ -159,16 +144,17 @@ def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
 
 
 def test_spellings_of_published_checkpoints():
-    def spellings(name, module):
-        return [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()]
-
-    assert spellings("GPT2LMHeadModel", "transformer.h.0.attn") == ["h.0.attn"]
-    assert spellings("LlamaForCausalLM", "model.layers.0.self_attn") == []
-    assert spellings("LlavaForConditionalGeneration", "language_model.model.layers.0.self_attn") == [
-        "model.layers.0.self_attn",
-        "model.language_model.layers.0.self_attn",
-        "language_model.layers.0.self_attn",
-    ]
+    for name, module, spellings in (
+        ("GPT2LMHeadModel", "transformer.h.0.attn", ["h.0.attn"]),
+        ("LlamaForCausalLM", "model.layers.0.self_attn", []),
+        (
+            "LlavaForConditionalGeneration",
+            "language_model.model.layers.0.self_attn",
+            [f"{x}.layers.0.self_attn" for x in ("model", "model.language_model", "language_model")],
+        ),
+    ):
+        others = Fixture(name, {}, (module,)).spellings()
+        assert [other.modules[0] for other in others] == spellings
 
 
 @pytest.mark.parametrize("name", RUN)

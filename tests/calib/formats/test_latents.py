@@ -84,8 +84,8 @@ def test_modelopt_holds_them_for_vllms_other_backend(architecture, of_latents):
 
 def test_a_class_that_vllm_lacks_needs_no_flag(of_latents):
     made = export(scales(), of_latents("YoutuForCausalLM"), "modelopt")
-    assert made.flags == ""
-    assert made.notes == ("these scales are of latents (MLA), for vLLM alone",)
+    assert (made.flags, made.notes) == ("", ("these scales are of latents (MLA), for vLLM alone",))
+    assert export(scales(), of_latents("AXK2ForCausalLM"), "modelopt").tensors
 
 
 def test_they_have_the_name_that_arrives(make_checkpoint):
@@ -101,50 +101,34 @@ def test_they_have_the_name_that_arrives(make_checkpoint):
         export(both, source, "modelopt")
 
 
+NOT_KNOWN = "loads scales of latents .* of {} is not known, or"
+
+
 @pytest.mark.parametrize(
-    "architecture",
-    # K and V in vLLM; not built; not known
-    ["MiniCPM3ForCausalLM", "DeepseekV4ForCausalLM", "OwnForCausalLM"],
+    ("architecture", "config", "message"),
+    [
+        ("MiniCPM3ForCausalLM", {}, NOT_KNOWN),  # K and V in vLLM
+        ("DeepseekV4ForCausalLM", {}, NOT_KNOWN),  # not built
+        ("OwnForCausalLM", {}, NOT_KNOWN),
+        ("AXK2ForCausalLM", {"index_topk": 8}, "and uses scales of .* as its attention is sparse"),
+        ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "would replace"),
+    ],
 )
-def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, of_latents):
-    message = f"loads scales of latents .* of {architecture} is not known, or .* Use {BAKE}"
-    with pytest.raises(UnsupportedExportError, match=message):
-        export(scales(), of_latents(architecture), "modelopt")
-
-
-def test_modelopt_is_refused_where_attention_is_sparse(of_latents):
-    source = of_latents("AXK2ForCausalLM", index_topk=8)
-    message = f"loads and uses scales of latents .* as its attention is sparse. Use {BAKE}"
-    with pytest.raises(UnsupportedExportError, match=message):
-        export(scales(), source, "modelopt")
-    assert export(scales(), of_latents("AXK2ForCausalLM"), "modelopt").tensors
-
-
-def test_beside_quantised_weights_the_way_out_is_to_bake(of_latents):
-    source = of_latents(quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedExportError, match=f"would replace. Use {BAKE}"):
-        export(scales(), source, "modelopt")
+def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, config, message, of_latents):
+    with pytest.raises(UnsupportedExportError, match=rf"{message.format(architecture)}.*\. Use {BAKE}"):
+        export(scales(), of_latents(architecture, **config), "modelopt")
 
 
 # ---- jobs ----
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory):
-    """A tiny model with latent attention."""
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    return save_model(model, tmp_path_factory.mktemp("latents") / "model")
-
-
-def test_a_refusal_comes_before_anything_is_measured(deepseek, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
-    done = calibrate(deepseek, "-o", tmp_path / "out", "--format", "vllm")
-    one_line_error(done, "--format vllm:", BAKE)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_output_is_served_as_its_card_says_and_as_verify_says(deepseek, tmp_path):
-    out = tmp_path / "out"
+def test_an_output_is_served_as_its_card_says_and_as_verify_says(tmp_path, monkeypatch):
+    model, out = tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "out"
+    deepseek = save_model(model, tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
+        one_line_error(calibrate(deepseek, "-o", out, "--format", "vllm"), "--format vllm:", BAKE)
+        assert not out.exists()
     done = calibrate(deepseek, "-o", out, "--format", "modelopt")
     assert done.exit_code == 0, done.stderr
     command = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}"
