@@ -33,7 +33,14 @@ NAMES, INNER = "{module}.{x}_scale", "{module}.attn.{x}_scale"
 PROJ = "{module}.{x}_proj.{x}_scale"
 MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
 WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
-SCALES = [f"{module}.{x}_scale" for module in MODULES for x in "kv"]
+
+
+def scales_of(modules, names=NAMES):
+    """The names of the scales of K and V."""
+    return [names.format(module=module, x=x) for module in modules for x in "kv"]
+
+
+SCALES = scales_of(MODULES)
 
 
 def model(

@@ -49,14 +49,6 @@ def test_vllm_0_33_loads_as_0_32_that_was_run():
     assert {name for name in both if before.results[name] != now.results[name]} == set()
 
 
-@pytest.mark.parametrize(("engine", "least"), [("vllm", 60), ("sglang", 40)])
-def test_the_tables_hold_what_people_serve(engine, least):
-    known = find_engine(engine).classes.results
-    for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"):
-        assert f"{family}ForCausalLM" in known
-    assert len(known) >= least
-
-
 # ---- versions ----
 
 

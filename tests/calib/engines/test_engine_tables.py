@@ -15,8 +15,8 @@ from calib.engines.catalogue import load_catalogue
 from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
-from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, scale_tensors, wanted
-from engine_fates import NOT_FP8, fate, reason
+from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, wanted
+from engine_fates import NOT_FP8, fate
 from engine_tables import differences, flat, groups, modules, named, recorded, together
 
 RUN = [name for name, engine in load_catalogue().items() if engine.classes]
@@ -48,21 +48,6 @@ def crossed(pair):
 def test_the_fate_of_scales(held, expected):
     # in the order of layers, not of names: 10 comes after 2
     assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
-
-
-def test_reasons_say_nothing_of_this_machine():
-    error = ValueError("There is no 'layers.0.self_attn.k_scale' in LlamaModel. Look in /tmp/a/b")
-    assert reason("crash", error) == "crash: ValueError: There is no 'k_scale'"
-    assert reason("crash", KeyError("/tmp/a/b")) == "crash: KeyError: '...'"
-
-
-def test_every_scale_is_its_own_and_both_names_hold_the_same():
-    per_head = wanted(fixtures(["Gemma3ForCausalLM"])[0], NAMINGS[0], heads=4)
-    values = [value for pair in per_head for scale in pair for value in scale]
-    assert len({*values}) == len(values) == 32
-    tensors = dict(scale_tensors(LLAMA, "both"))
-    assert len(tensors) == 12
-    assert all(tensor == tensors[name.replace(".attn", "")] for name, tensor in tensors.items())
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):
@@ -141,20 +126,6 @@ def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
     engine = Renames(dict)
     kept = [other.modules[0] for other in alike(engine, sees, collect(engine, sees))]
     assert kept == ["model.language_model.layers.0.self_attn"]
-
-
-def test_spellings_of_published_checkpoints():
-    for name, module, spellings in (
-        ("GPT2LMHeadModel", "transformer.h.0.attn", ["h.0.attn"]),
-        ("LlamaForCausalLM", "model.layers.0.self_attn", []),
-        (
-            "LlavaForConditionalGeneration",
-            "language_model.model.layers.0.self_attn",
-            [f"{x}.layers.0.self_attn" for x in ("model", "model.language_model", "language_model")],
-        ),
-    ):
-        others = Fixture(name, {}, (module,)).spellings()
-        assert [other.modules[0] for other in others] == spellings
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -9,16 +9,15 @@ import pytest
 from command_line import fp8kv
 from scale_directories import (
     COMPRESSED,
-    INNER,
     MODELOPT,
     MODULES,
-    NAMES,
     PROJ,
     SCALES,
     WEIGHTS,
     lines_of,
     model,
     said,
+    scales_of,
     simulated,
     write,
 )
@@ -31,22 +30,16 @@ KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 # ---- classes ----
 
 
-@pytest.mark.parametrize("architectures", [["MadeUpForCausalLM"], None])
-def test_a_class_that_nobody_knows_is_status_1_with_all_engines(architectures, tmp_path):
-    done = fp8kv("verify", model(tmp_path, architectures=architectures))
-    assert done.exit_code == 1
-    assert " of 2 │" not in lines_of(done)
-
-
-def test_what_names_no_class_is_not_known_and_status_1(tmp_path):
+def test_a_class_that_nobody_knows_is_status_1_with_all_engines(tmp_path):
     for i, named in enumerate(([5], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", [])):
-        (tmp_path / str(i)).mkdir()
-        directory = write(tmp_path / str(i), WEIGHTS, SCALES, architectures=named)
+        directory = model(tmp_path / str(i), architectures=named)
         outcome = simulated(directory, "vllm").outcomes[0]
         assert (outcome.status, outcome.values) == ("unknown", ()), named
         assert outcome.reason == "not known: config.json does not name one architecture", named
-    done = fp8kv("verify", directory, "--engine", "sglang")
-    assert done.exit_code == 1
+    for architectures in (["MadeUpForCausalLM"], None):
+        done = fp8kv("verify", model(tmp_path / "model", architectures=architectures))
+        assert done.exit_code == 1
+        assert " of 2 │" not in lines_of(done)
     assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in lines_of(done)
     assert "not known: config.json does not name one architecture" in lines_of(done)
 
@@ -54,46 +47,40 @@ def test_what_names_no_class_is_not_known_and_status_1(tmp_path):
 # ---- names ----
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "aphrodite", "tgi"])
 @pytest.mark.parametrize("module", ["foo.bar.{}.thing", "language_model.model.layers.{}.self_attn"])
-def test_attention_called_as_in_no_checkpoint_that_was_run(engine, module, tmp_path):
+def test_attention_called_as_in_no_checkpoint_that_was_run(module, tmp_path):
     modules = [module.format(i) for i in range(2)]
-    scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
-    directory = write(tmp_path, [f"{m}.qkv.weight" for m in modules], scales)
-    assert said(directory, engine) == "not known"
-    assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
+    directory = write(tmp_path, [f"{m}.qkv.weight" for m in modules], scales_of(modules))
+    for engine in ("vllm", "sglang", "aphrodite", "tgi"):
+        assert said(directory, engine) == "not known"
+        assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(("prefix", "expected"), [("language_model.model", "loaded"), ("model", "not known")])
 def test_names_belong_to_a_class(engine, prefix, expected, tmp_path):
-    module = f"{prefix}.layers.0.self_attn"
-    scales = [NAMES.format(module=module, x=x) for x in "kv"]
-    architectures = ["LlavaForConditionalGeneration"]
+    module, architectures = f"{prefix}.layers.0.self_attn", ["LlavaForConditionalGeneration"]
+    scales = scales_of([module])
     directory = write(tmp_path, [f"{module}.k_proj.weight"], scales, architectures=architectures)
     assert said(directory, engine) == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"],
-)
-def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(name, tmp_path):
-    for prefix in ("language_model.model", "model.language_model"):
-        modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
-        scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
-        weights = [f"{m}.k_proj.weight" for m in modules]
-        # what joins pictures to the text attends too
-        weights += ["multi_modal_projector.cross_attn.k_proj.weight"]
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(prefix, tmp_path):
+    modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
+    scales = scales_of(modules)
+    # what joins pictures to the text attends too
+    weights = [*(f"{m}.k_proj.weight" for m in modules), "multi_modal_projector.cross_attn.k_proj.weight"]
+    for name in ("Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"):
         architectures = [f"{name}ForConditionalGeneration"]
-        assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded"
+        assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded", name
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
+def test_a_scale_of_v_below_k_proj_is_not_known(tmp_path):
     # vLLM loads them, one over the other; SGLang drops them
     crossed = [f"{m}.{a}_proj.{b}_scale" for m in MODULES for a, b in ("kv", "vk")]
-    assert said(write(tmp_path, WEIGHTS, crossed, MODELOPT), engine) == "not known"
+    directory = write(tmp_path, WEIGHTS, crossed, MODELOPT)
+    assert said(directory, "vllm") == said(directory, "sglang") == "not known"
 
 
 @pytest.mark.parametrize("ending", ["_scale ", "_SCALE"])
@@ -107,8 +94,7 @@ def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path)
 
 
 def test_scales_of_several_fates_are_partly(tmp_path):
-    names = [NAMES, "{module}.qkv_proj.{x}_scale"]
-    scales = [n.format(module=m, x=x) for n, m in zip(names, MODULES, strict=True) for x in "kv"]
+    scales = scales_of(MODULES[:1]) + scales_of(MODULES[1:], "{module}.qkv_proj.{x}_scale")
     found = simulated(write(tmp_path, WEIGHTS, scales), "sglang")
     assert (found.fate, found.is_good) == ("partly", False)
 
@@ -117,16 +103,13 @@ def test_scales_of_several_fates_are_partly(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("architecture", ["Gemma4ForCausalLM", "Gemma3nForCausalLM"])
-def test_a_layer_that_shares_k_and_v_needs_scales_too(engine, architecture, tmp_path):
+def test_a_layer_that_shares_k_and_v_needs_scales_too(engine, tmp_path):
     modules = [f"model.layers.{i}.self_attn" for i in range(4)]
     weights = [f"{m}.q_proj.weight" for m in modules]
     weights += [f"{m}.k_proj.weight" for m in modules[:2]]
-    fates = find_engine(engine).classes.results[architecture]["compressed-tensors"]
-    name = next(name for name in (NAMES, INNER) if fates[name] == "loaded")
+    document = {"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 2}
     for count, expected in ((2, "1.0"), (4, "loaded")):
-        scales = [name.format(module=m, x=x) for m in modules[:count] for x in "kv"]
-        made = write(tmp_path, weights, scales, architectures=[architecture], num_kv_shared_layers=2)
+        made = write(tmp_path, weights, scales_of(modules[:count]), **document)
         assert said(made, engine) == expected
 
 
@@ -201,12 +184,9 @@ def test_a_config_that_no_engine_starts_with_or_was_run_with(changes, vllm, sgla
 def test_modelopt(changes, vllm, sglang, tmp_path):
     directory = model(tmp_path, names=PROJ, config=MODELOPT | changes)
     assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-
-
-def test_a_config_that_is_not_known_promises_no_cache(tmp_path):
-    config = MODELOPT | {"quant_algo": "nonsense"}
-    printed = lines_of(fp8kv("verify", model(tmp_path, config=config), "--engine", "vllm"))
-    assert "│ not known │ not known │ 1.0 │ --kv-cache-dtype fp8 │" in printed
+    if changes == {"quant_algo": "nonsense"}:  # it promises no cache
+        printed = lines_of(fp8kv("verify", directory, "--engine", "vllm"))
+        assert "│ not known │ not known │ 1.0 │ --kv-cache-dtype fp8 │" in printed
 
 
 @pytest.mark.parametrize(
@@ -216,7 +196,6 @@ def test_a_config_that_is_not_known_promises_no_cache(tmp_path):
         ("modelopt", {"quant_algo": "FP8"}, "loaded with a flag", "1.0"),
         # vLLM does not start, SGLang loads
         ("other", KV, "not known", "not known"),
-        (None, KV, "not known", "not known"),
     ],
 )
 def test_modelopts_own_file_is_read_by_its_producer(producer, algorithms, vllm, sglang, tmp_path):

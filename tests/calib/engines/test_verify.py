@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command_line import fp8kv
-from scale_directories import COMPRESSED, GOOD, MODELOPT, PER_HEAD, lines_of, model, simulated
+from scale_directories import COMPRESSED, GOOD, PER_HEAD, lines_of, model, simulated
 
 
 @pytest.mark.parametrize(
@@ -13,11 +13,9 @@ from scale_directories import COMPRESSED, GOOD, MODELOPT, PER_HEAD, lines_of, mo
         ("vllm", COMPRESSED, "loaded"),
         ("vllm", None, "refused"),
         ("sglang", COMPRESSED, "loaded"),
-        ("sglang", MODELOPT | {"kv_cache_scheme": None}, "default"),
         ("sglang", {"quant_method": "modelopt"}, "refused"),
         ("sglang", {"quant_method": "fp8"}, "loaded"),
         ("sglang", None, "default"),
-        ("aphrodite", COMPRESSED, "loaded"),
         ("aphrodite", None, "default"),
         ("tgi", None, "loaded"),
         ("tgi", COMPRESSED, "loaded"),

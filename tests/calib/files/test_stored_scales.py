@@ -60,35 +60,24 @@ def test_scales_are_found_by_layer(tmp_path):
     assert found.problems == []
 
 
+SEEING = ["vision_tower.encoder.layers.0.self_attn.k_proj", "audio_tower.layers.1.self_attn.k_proj"]
+SEEING += ["model.visual.blocks.3.attn.qkv"]
+QUERIES = [*(f"{LAYER.format(i)}.q_proj" for i in range(3)), f"{LAYER.format(0)}.k_proj"]
+
+
 @pytest.mark.parametrize(
     ("names", "modules"),
     [
         # what sees or hears has no cache
-        (
-            [
-                "model.language_model.layers.0.self_attn.k_proj",
-                "vision_tower.encoder.layers.0.self_attn.k_proj",
-                "model.visual.blocks.3.attn.qkv",
-                "audio_tower.layers.1.self_attn.k_proj",
-            ],
-            {"model.language_model.layers.0.self_attn"},
-        ),
+        ([f"{LAYER.format(0)}.k_proj", *SEEING], {LAYER.format(0)}),
         # a layer with queries alone shares K and V
-        (
-            [
-                *(f"{LAYER.format(i)}.q_proj" for i in range(3)),
-                f"{LAYER.format(0)}.k_proj",
-                "model.layers.0.cross.q_proj",
-            ],
-            {LAYER.format(i) for i in range(3)},
-        ),
+        ([*QUERIES, "model.layers.0.cross.q_proj"], {LAYER.format(i) for i in range(3)}),
     ],
 )
 def test_attention_modules_that_cache(names, modules, tmp_path):
     index = {f"{name}.weight": "model.safetensors" for name in names}
     # the first is in the index alone
-    tensors = {name: torch.ones(1) for name in [*index][1:]}
-    directory = write(tmp_path, tensors, index=index)
+    directory = write(tmp_path, {name: torch.ones(1) for name in [*index][1:]}, index=index)
     assert open_model_directory(directory, weights=False).modules == modules
 
 
@@ -232,11 +221,8 @@ def test_inspect_prints_a_row_per_layer(tmp_path):
     assert "0.25 to 0.5 (2)" in done.stdout
     document = json.loads(fp8kv("inspect", tmp_path, "--json").stdout)
     assert document["layers"][1]["q"] == [3.0]
-
-
-def test_names_cannot_steer_a_terminal(tmp_path):
-    tensors = {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}
-    done = fp8kv("inspect", write(tmp_path, tensors))
+    # names cannot steer a terminal
+    done = fp8kv("inspect", write(tmp_path, {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}))
     assert "\x1b" not in done.stdout
 
 

@@ -91,22 +91,26 @@ def test_convert_and_calibrate_do_the_same(model, tmp_path):
                         assert [x * factor for x in a] == pytest.approx(b, rel=rel)
 
 
-@pytest.mark.parametrize("command", ["calibrate", "convert"])
-def test_the_card_and_the_command_that_serves_it_are_of_what_is_written(command, model, tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    flags = ("--strategy", "attn_head", "-o")
-    if command == "calibrate":
-        done = calibrate(model, *flags, out, "--reduce", "max")
-        assert "--attention-backend" not in " ".join(done.stdout.split())
-    else:
-        calibrate(model, *flags, source)
-        assert "--attention-backend" in (source / "README.md").read_text()
-        done = fp8kv("convert", source, "--to", "vllm", "--reduce", "max", "-o", out)
+def test_the_card_and_the_command_that_serves_it_are_of_what_is_written(model, tmp_path):
+    source, reduced, converted = tmp_path / "source", tmp_path / "reduced", tmp_path / "converted"
+    calibrate(model, "--strategy", "attn_head", "-o", source)
+    assert "--attention-backend" in (source / "README.md").read_text()
+    done = calibrate(model, "--strategy", "attn_head", "-o", reduced, "--reduce", "max")
     assert done.exit_code == 0
-    card = (out / "README.md").read_text()
-    assert "--attention-backend" not in card
-    assert "strategy `tensor`" in card
-    assert fp8kv("verify", out, "--engine", "sglang").exit_code == 0
+    assert "--attention-backend" not in " ".join(done.stdout.split())
+    convert = ("convert", source, "--to", "vllm", "--reduce", "max", "-o", converted)
+    assert fp8kv(*convert).exit_code == 0
+    for out in (reduced, converted):
+        card = (out / "README.md").read_text()
+        assert "--attention-backend" not in card
+        assert "strategy `tensor`" in card
+        assert fp8kv("verify", out, "--engine", "sglang").exit_code == 0
+    # apply reduces as the calibration did, unless a strategy is named
+    for extra, count in (((), 1), (("--strategy", "attn_head"), 2)):
+        out = tmp_path / f"out-{count}"
+        done = fp8kv("apply", reduced, model, "-o", out, *extra)
+        assert done.exit_code == 0, done.stderr
+        assert {len(k) for _, k, _ in held(out)} == {count}
 
 
 def test_query_scales_are_not_left_out_unasked(model, tmp_path):
@@ -117,14 +121,3 @@ def test_query_scales_are_not_left_out_unasked(model, tmp_path):
         assert done.exit_code == (0 if name in PER_HEAD else 2), name
         if name not in (*PER_HEAD, "fp8kv"):
             assert "--without-q" in done.stderr
-
-
-def test_apply_reduces_as_the_calibration_did_unless_a_strategy_is_named(model, tmp_path):
-    source = tmp_path / "source"
-    flags = ("-o", source, "--strategy", "attn_head", "--reduce", "max")
-    assert calibrate(model, *flags).exit_code == 0
-    for extra, count in (((), 1), (("--strategy", "attn_head"), 2)):
-        out = tmp_path / f"out-{count}"
-        done = fp8kv("apply", source, model, "-o", out, *extra)
-        assert done.exit_code == 0, done.stderr
-        assert {len(k) for _, k, _ in held(out)} == {count}
