@@ -1,24 +1,25 @@
 """`--attention`: which engine rounds, for which caches, and that the report says so."""
 
-import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
+from evaluations import variants_of
 from families import FAMILIES, LATENT, save_model, tiny_model
 
-from calib.capture.loop import calibrate
-from calib.data import make_batches
+from calib.capture.attention import layer_shapes
 from calib.errors import InputError
+from calib.evaluate.attention_modes import check_model
 from calib.evaluate.page.page import render_html, render_markdown
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
-from calib.evaluate.variants import Setup, Variant, build_variants, select_variants
+from calib.evaluate.variants import Setup, Variant, select_variants
 from calib.recipe import load_recipe
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
-from fp8kv_runtime.fp8 import dequantize, quantize
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
 from fp8kv_runtime.options import AttentionOptions
 
@@ -28,7 +29,7 @@ SMALL = Suite(3, 2, 32, 2, 5, (), (), 1)
 ATTENTION = {
     "fa3": fa3_attention,
     "vllm_triton": vllm_triton_attention,
-    "vllm_triton_fp8": lambda *arguments: vllm_triton_attention(*arguments, dtype=None),
+    "vllm_triton_fp8": partial(vllm_triton_attention, dtype=None),
 }
 
 
@@ -43,13 +44,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def variants(model):
-    return {variant.name: variant for variant in variants_of(model)}
-
-
-def variants_of(model):
-    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    stats = calibrate(model, make_batches([IDS.tolist()], 1, pad_id=0), recipe)
-    return build_variants(stats, stats)
+    return variants_of(model, IDS)
 
 
 @torch.inference_mode()
@@ -59,12 +54,12 @@ def logits(model, variant, mode, ids=IDS[None], **inputs):
 
 
 @torch.inference_mode()
-def plainly(model, variant, attention, *, q=None, codes=torch.float8_e4m3fn):
+def plainly(model, variant, attention):
     """The same without a cache of ours: K and V rounded, then the engine's formula."""
-    layers = variant.layers
+    codes = FP8_DTYPES[variant.scales.fp8_dtype]
 
     def attend(original, module, query, key, value, *args, **kwargs):
-        layer = layers[module.layer_idx]
+        layer = variant.layers[module.layer_idx]
         key, value = (
             dequantize(quantize(x, scale.view(-1, 1, 1), codes), scale.view(-1, 1, 1))
             for x, scale in ((key, layer.k), (value, layer.v))
@@ -75,7 +70,7 @@ def plainly(model, variant, attention, *, q=None, codes=torch.float8_e4m3fn):
             visible &= columns > rows - kwargs["sliding_window"]
         options = AttentionOptions(
             kwargs["scaling"], softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
-            q_scale=None if q is None else layer.q,
+            q_scale=layer.q if "q" in variant.tensors else None,
         )  # fmt: skip
         return attention(query, key, value, visible[None, None], options).transpose(1, 2), None
 
@@ -83,21 +78,19 @@ def plainly(model, variant, attention, *, q=None, codes=torch.float8_e4m3fn):
         return model(input_ids=IDS[None]).logits
 
 
-@pytest.mark.parametrize("name", ["none", "tensor", "attn_head", "qkv"])
 @pytest.mark.parametrize("mode", ATTENTION)
-def test_a_cache_in_a_mode_is_the_engines_formula_on_rounded_k_and_v(mode, name, model, variants):
-    variant = variants[name]
-    queries = "scaled" if name == "qkv" else None
-    want = plainly(model, variant, ATTENTION[mode], q=queries)
-    assert torch.equal(logits(model, variant, mode), want)
-    assert not torch.equal(want, logits(model, variant, "exact"))
+def test_a_cache_in_a_mode_is_the_engines_formula_on_rounded_k_and_v(mode, model, variants):
+    for name in ("tensor", "qkv", "attn_head"):
+        want = plainly(model, variants[name], ATTENTION[mode])
+        assert torch.equal(logits(model, variants[name], mode), want), name
+        assert not torch.equal(want, logits(model, variants[name], "exact")), name
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_windows_softcaps_and_sinks_are_the_models(family):
     # the scores of a random model are small: a cap of 50 would not show
     model = make_model(family, **({"attn_logit_softcapping": 0.01} if family == "gemma2" else {}))
-    variant = next(v for v in variants_of(model) if v.name == "tensor")
+    variant = variants_of(model, IDS)["tensor"]
     want = plainly(model, variant, fa3_attention)
     torch.testing.assert_close(logits(model, variant, "fa3"), want)
 
@@ -105,7 +98,7 @@ def test_windows_softcaps_and_sinks_are_the_models(family):
 def test_masks_of_float16_are_no_bias():
     model = make_model("gemma2").half()
     model.set_attn_implementation("eager")  # masks are numbers, the least -65504
-    variant = next(v for v in variants_of(model) if v.name == "tensor")
+    variant = variants_of(model, IDS)["tensor"]
     changed = IDS.clone()
     changed[-1] += 1
     found, other = (logits(model, variant, "fa3", ids=ids[None]) for ids in (IDS, changed))
@@ -113,14 +106,10 @@ def test_masks_of_float16_are_no_bias():
     assert not torch.equal(found[:, -1], other[:, -1])
 
 
-def test_given_scales_bring_those_of_queries(model, variants):
-    scales = variants["qkv"].scales
-    given = Variant("mine", "", "given", scales)
+def test_given_scales_bring_those_of_queries_and_half_a_cache_is_as_ever(model, variants):
+    given = Variant("mine", "", "given", variants["qkv"].scales)
     assert torch.equal(logits(model, given, "fa3"), logits(model, variants["qkv"], "fa3"))
     assert not torch.equal(logits(model, given, "fa3"), logits(model, variants["attn_head"], "fa3"))
-
-
-def test_what_is_no_fp8_cache_of_k_and_v_is_as_ever(model, variants):
     for name in ("k only", "v only", "bf16"):
         runs = (logits(model, variants[name], mode) for mode in ("exact", "fa3"))
         assert torch.equal(*runs), name
@@ -139,6 +128,19 @@ def test_left_padding_is_not_seen(model, variants):
         torch.testing.assert_close(made, alone, atol=0.05, rtol=0.05)
 
 
+def test_generated_text_is_in_the_mode_too(model, variants):
+    written = []
+    for mode in ("exact", "fa3"):
+        with variants["none"].apply(Setup(model, None, attention=mode)):
+            made = model.generate(
+                IDS[None, :8], max_new_tokens=4, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+        written.append(torch.stack(made.logits))
+    assert written[1].isfinite().all()
+    assert not torch.equal(*written)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return save_model(make_model(), tmp_path_factory.mktemp("modes") / "small")
@@ -146,26 +148,23 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reports(directory):
-    def report(mode, **choices):
-        recipe = load_recipe(None, {**CHOICES, "evaluation.attention": mode, **choices})
-        return summarize(evaluate(str(directory), recipe, suite=SMALL))
+    def report(mode, *names):
+        choices = {**CHOICES, "evaluation.attention": mode, "evaluation.variants": names or None}
+        return summarize(evaluate(str(directory), load_recipe(None, choices), suite=SMALL))
 
-    named = {"evaluation.variants": ["none", "tensor", "k only"]}
-    return {mode: report(mode, **named) for mode in ("exact", *ATTENTION)} | {"all": report("fa3")}
+    return {"exact": report("exact", "tensor", "k only"), "fa3": report("fa3")}
 
 
 def test_the_report_says_whose_attention_it_is_of(reports):
-    for mode in ATTENTION:
-        report = reports[mode]
-        said = report.to_json()
-        assert (said["attention"], said["backend"]) == (mode, "torch")
-        rows = {name: row.get("attention") for name, row in said["variants"].items()}
-        assert rows["none"] == rows["tensor"] == mode
-        assert rows["reference"] is rows["bf16"] is None
-        assert rows["k only"] is None
-        for page in (render_html(report), render_markdown(report).replace("\\", "")):
-            assert f"attention of {mode} simulated" in page
-            assert "measured with exact attention: bf16, eager, k only" in page
+    report = reports["fa3"]
+    said = report.to_json()
+    assert (said["attention"], said["backend"]) == ("fa3", "torch")
+    rows = {name: row.get("attention") for name, row in said["variants"].items()}
+    assert rows["none"] == rows["tensor"] == "fa3"
+    assert rows["reference"] is rows["bf16"] is rows["k only"] is None
+    for page in (render_html(report), render_markdown(report).replace("\\", "")):
+        assert "attention of fa3 simulated" in page
+        assert "measured with exact attention: bf16, eager, k only, v only" in page
     assert reports["exact"].to_json()["attention"] == "exact"
     assert "simulated" not in render_markdown(reports["exact"])
 
@@ -181,7 +180,7 @@ def test_every_figure_of_a_row_is_in_the_mode(reports):
 
 
 def test_caches_that_the_kernel_does_not_take_are_left_out_and_named(reports):
-    report = reports["all"]
+    report = reports["fa3"]
     left = {"e5m2", "channel", "channel+k_center"}
     assert left.isdisjoint(report.variants)
     assert {"none", "tensor", "mse", "attn_head", "qkv", "random"} <= report.variants.keys()
@@ -190,83 +189,54 @@ def test_caches_that_the_kernel_does_not_take_are_left_out_and_named(reports):
     assert any("channel, and FlashAttention 3 takes one per tensor or KV" in x for x in lines)
 
 
-def test_generated_text_is_in_the_mode_too(model, variants):
-    prompt = IDS[None, :8]
-    written = []
-    for mode in ("exact", "fa3"):
-        with variants["none"].apply(Setup(model, None, attention=mode)):
-            made = model.generate(
-                prompt, max_new_tokens=12, do_sample=False, output_logits=True,
-                return_dict_in_generate=True,
-            )  # fmt: skip
-        written.append(torch.stack(made.logits))
-    assert written[1].isfinite().all()
-    assert not torch.equal(*written)
-
-
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("mode", "name", "said"),
     [
-        (["fa3", "--variants", "none,e5m2"], ["'e5m2'", "e5m2 codes", "takes e4m3fn"]),
-        (["fa3", "--variants", "channel"], ["one scale per channel", "per tensor or KV head"]),
-        (["fa3", "--variants", "channel+k_center"], ["mean subtracted from K"]),
-        (["vllm_triton", "--variants", "attn_head"], ["one scale per KV head", "one per tensor"]),
-        (["vllm_triton_fp8", "--variants", "qkv"], ["one scale per KV head", "one per tensor"]),
-        (["fa3", "--backend", "triton"], ["plain torch", "use backend torch or auto"]),
+        ("fa3", "e5m2", "'e5m2' has e5m2 codes, .* takes e4m3fn"),
+        ("fa3", "channel", "one scale per channel, .* per tensor or KV head"),
+        ("fa3", "channel+k_center", "mean subtracted from K"),
+        ("vllm_triton", "attn_head", "one scale per KV head, .* one per tensor"),
+        ("vllm_triton_fp8", "qkv", "one scale per KV head, .* one per tensor"),
     ],
-    ids=lambda each: "-".join(each[:3]).strip("-"),
 )
-def test_what_is_not_simulated_is_refused_in_one_line(flags, said, directory):
+def test_a_cache_that_was_asked_for_and_is_not_simulated_is_refused(mode, name, said, model, variants):
+    with pytest.raises(InputError, match=said):
+        select_variants(Setup(model, None, attention=mode), [*variants.values()], [name])
+
+
+def test_the_command_refuses_in_one_line(directory):
     data = ("--dataset", "random", "--samples", 2, "--seq-len", 16, "--device", "cpu")
-    one_line_error(fp8kv("eval", directory, *data, "--attention", *flags), *said)
-
-
-def test_an_engine_that_is_not_known_is_refused(directory):
-    result = fp8kv("eval", directory, "--attention", "fa2")
-    assert result.exit_code == 2
-    assert "'exact', 'fa3', 'vllm_triton', 'vllm_triton_fp8'" in " ".join(
-        result.stderr.replace("│", " ").split()
-    )
+    flags = ("fa3", "--variants", "none,e5m2")
+    one_line_error(fp8kv("eval", directory, *data, "--attention", *flags), "'e5m2'", "takes e4m3fn")
+    flags = ("fa3", "--backend", "triton")
+    one_line_error(fp8kv("eval", directory, *data, "--attention", *flags), "plain torch", "torch or auto")
+    done = fp8kv("eval", directory, "--attention", "fa2")
+    assert done.exit_code == 2
+    words = " ".join(done.stderr.replace("│", " ").split())
+    assert "'exact', 'fa3', 'vllm_triton', 'vllm_triton_fp8'" in words
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "mode", "said"),
     [
-        ("deepseek_v3", {}, "fa3", "caches latents (MLA)"),
-        (
-            "llama",
-            {"head_dim": 24},
-            "fa3",
-            "at most 256; this model has head size 24",
-        ),
+        ("deepseek_v3", {}, "fa3", r"caches latents \(MLA\)"),
+        ("llama", {"head_dim": 24}, "fa3", "at most 256; this model has head size 24"),
         ("llama", {"head_dim": 16}, "vllm_triton", "32 or more; this model has head size 16"),
         ("falcon", {}, "fa3", "FalconForCausalLM calls attention itself"),
     ],
-    ids=["latents", "fa3", "vllm_triton", "no interface"],
 )
-def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode, said, tmp_path):
-    config = {**FAMILIES, **LATENT}[family]
-    path = save_model(tiny_model(family, **{**config, **changes}), tmp_path / "model")
-    recipe = load_recipe(None, {**CHOICES, "evaluation.attention": mode})
-    with pytest.raises(InputError, match=re.escape(said)):
-        evaluate(str(path), recipe, suite=SMALL)
+def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode, said):
+    model = tiny_model(family, **{**{**FAMILIES, **LATENT}[family], **changes})
+    with pytest.raises(InputError, match=said):
+        check_model(mode, model, layer_shapes(model))
 
 
-@pytest.mark.parametrize(
-    ("mode", "attention"),
-    [
-        ("vllm_triton", vllm_triton_attention),
-        (
-            "vllm_triton_fp8",
-            lambda *arguments: vllm_triton_attention(*arguments, dtype=None, fp8=torch.float8_e4m3fnuz),
-        ),
-    ],
-)
-def test_codes_of_an_mi300_are_for_vllms_triton_kernel(mode, attention, model, variants):
+def test_codes_of_an_mi300_are_for_vllms_triton_kernel(model, variants):
     scales = replace(variants["tensor"].scales, fp8_dtype="e4m3fnuz")
     mine = Variant("mine", "", "given", scales)
-    assert select_variants(Setup(model, None, attention=mode), [mine], None) == ([mine], [])
-    want = plainly(model, mine, attention, codes=torch.float8_e4m3fnuz)
-    assert torch.equal(logits(model, mine, mode), want)
+    queries_too = partial(vllm_triton_attention, dtype=None, fp8=torch.float8_e4m3fnuz)
+    for mode, attention in (("vllm_triton", vllm_triton_attention), ("vllm_triton_fp8", queries_too)):
+        assert select_variants(Setup(model, None, attention=mode), [mine], None) == ([mine], [])
+        assert torch.equal(logits(model, mine, mode), plainly(model, mine, attention)), mode
     with pytest.raises(InputError, match="'mine' has e4m3fnuz codes"):
         select_variants(Setup(model, None, attention="fa3"), [mine], None)

@@ -1,9 +1,13 @@
 """Two reports side by side: the figures, what makes them doubtful, and what is not a report."""
 
 import json
+import re
 
 import pytest
 from command_line import fp8kv, one_line_error
+
+from calib.errors import InputError
+from calib.evaluate.compare import load_report
 
 
 def figure(value, spread=0.1):
@@ -12,14 +16,8 @@ def figure(value, spread=0.1):
 
 
 def row(kl, *, measurable=True, **others):
-    return {
-        "kl": figure(kl),
-        "ppl_change": figure(0.01),
-        "top1": figure(0.95),
-        "measurable": measurable,
-        "what": "a cache",
-        **others,
-    }
+    figures = {"kl": figure(kl), "ppl_change": figure(0.01), "top1": figure(0.95)}
+    return {**figures, "measurable": measurable, "what": "a cache", **others}
 
 
 REPORT = {
@@ -70,9 +68,9 @@ def compared(*arguments):
 
 
 def test_ratio_and_whether_the_intervals_overlap(report):
-    a = report("a")
     # 0.02 ± 10 % and 0.023 ± 10 % overlap, 0.01 ± 10 % and 0.03 ± 10 % do not
-    found = compared(a, report("b", variants__tensor=row(0.023), variants__attn_head=row(0.03)))
+    a, b = report("a"), report("b", variants__tensor=row(0.023), variants__attn_head=row(0.03))
+    found = compared(a, b)
     tensor, head = found["variants"]["tensor"], found["variants"]["attn_head"]
     assert tensor["kl_ratio"] == pytest.approx(1.15)
     assert tensor["no_measurable_difference"]
@@ -83,13 +81,9 @@ def test_ratio_and_whether_the_intervals_overlap(report):
     assert tensor["b"]["passkey"] is None
     assert "reference" not in found["variants"]
     assert found["warnings"] == []
-
-
-def test_the_order_is_that_of_the_arguments(report):
-    a, b = report("a"), report("b", variants__tensor=row(0.2))
-    forward, backward = (compared(*order)["variants"]["tensor"] for order in ((a, b), (b, a)))
-    assert forward["kl_ratio"] == pytest.approx(10)
-    assert backward["kl_ratio"] == pytest.approx(0.1)
+    backward = compared(b, a)["variants"]["attn_head"]
+    assert backward["kl_ratio"] == pytest.approx(1 / 3)
+    assert not backward["no_measurable_difference"]
 
 
 def test_below_the_noise_floor_nothing_differs(report):
@@ -102,51 +96,36 @@ def test_below_the_noise_floor_nothing_differs(report):
     assert not compared(nothing, measurable)["variants"]["tensor"]["no_measurable_difference"]
 
 
-def test_the_table(report):
-    a = report("a")
-    other = {"attn_head": row(0.03, ppl_change=figure(-1e-9)), "tensor": row(0.02)}
-    b = report("b", variants__attn_head=other["attn_head"], variants__tensor=other["tensor"])
-    done = fp8kv("compare", a, b / "report.json")
+def test_the_table_shows_both_and_names_what_one_alone_has(report):
+    a, head = report("a"), row(0.03, ppl_change=figure(-1e-9))
+    variants = {"reference": row(0.0), "attn_head": head, "channel": row(0.1)}
+    done = fp8kv("compare", a, report("b", variants=variants) / "report.json")
     assert done.exit_code == 0
     lines = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("│")}
-    assert "0.01 [0.009, 0.011]" in lines["attn_head"]
-    assert "0.03 [0.027, 0.033]" in lines["attn_head"]
-    assert "3x" in lines["attn_head"]
-    assert "+1.00%, +0.00%" in lines["attn_head"]
-    assert "95.0%, 95.0%" in lines["attn_head"]
-    assert "no measurable difference" in lines["tensor"]
-    assert "20 tokens, -" in lines["tensor"]
-    assert "100%, -" in lines["tensor"]
-    assert f"A: {a}" in done.stdout
-    assert f"B: {b / 'report.json'}" in done.stdout
-
-
-def test_variants_that_one_has_are_named(report):
-    b = report("b", variants={"reference": row(0.0), "channel": row(0.1)})
-    done = fp8kv("compare", report("a"), b)
-    assert done.exit_code == 0
-    assert "only in A: tensor, attn_head, only here" in done.stdout
+    for cell in ("0.01 [0.009, 0.011]", "0.03 [0.027, 0.033]", "3x", "+1.00%, +0.00%", "95.0%, 95.0%"):
+        assert cell in lines["attn_head"]
+    assert "only in A: tensor, only here" in done.stdout
     assert "only in B: channel" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("change", "warning"),
-    [
-        ({"model": "other"}, "the model differs: org/model in A, other in B; the figures are not"),
-        ({"data__source": "mine"}, "the data differs: builtin:python-docs in A, mine in B; the fi"),
-        ({"data__fingerprint": "9"}, "fingerprint differs: 12ab in A, 9 in B; the figures are not"),
-        ({"data__tokens": 99}, "held-out tokens differs: 4096 in A, 99 in B; the figures are not"),
-        ({"data__documents": 9}, "held-out documents differs: 8 in A, 9 in B; the figures are not"),
-        ({"data__calibration_tokens": 1}, "calibration tokens differs: 6144 in A, 1 in B; so do"),
-        ({"dtype": "bfloat16"}, "dtype differs: float32 in A, bfloat16 in B; small differences"),
-        ({"backend": "triton"}, "backend differs: torch in A, triton in B; small differences"),
-        ({"suite": {"prompts": 4}}, "the suite's prompts differs: None in A, 4 in B; so does what"),
-    ],
-)
-def test_other_conditions_are_warned_of(change, warning, report):
-    (found,) = compared(report("a"), report("b", **change))["warnings"]
-    assert warning in found
-    assert f"warning: {found}" in fp8kv("compare", report("c"), report("d", **change)).stdout
+def test_other_conditions_are_warned_of(report):
+    a = report("a")
+    for number, (change, warning) in enumerate(
+        (
+            ({"model": "other"}, "the model differs: org/model in A, other in B; the figures are not"),
+            ({"data__source": "mine"}, "the data differs: builtin:python-docs in A, mine in B; the fi"),
+            ({"data__fingerprint": "9"}, "fingerprint differs: 12ab in A, 9 in B; the figures are not"),
+            ({"data__tokens": 99}, "held-out tokens differs: 4096 in A, 99 in B; the figures are not"),
+            ({"data__documents": 9}, "held-out documents differs: 8 in A, 9 in B; the figures are not"),
+            ({"data__calibration_tokens": 1}, "calibration tokens differs: 6144 in A, 1 in B; so do"),
+            ({"dtype": "bfloat16"}, "dtype differs: float32 in A, bfloat16 in B; small differences"),
+            ({"backend": "triton"}, "backend differs: torch in A, triton in B; small differences"),
+            ({"suite": {"prompts": 4}}, "the suite's prompts differs: None in A, 4 in B; so does what"),
+        )
+    ):
+        (found,) = compared(a, b := report(f"b{number}", **change))["warnings"]
+        assert warning in found
+    assert f"warning: {found}" in fp8kv("compare", a, b).stdout
 
 
 def test_names_cannot_steer_the_terminal(report):
@@ -164,33 +143,29 @@ def test_names_cannot_steer_the_terminal(report):
     ("text", "problem"),
     [
         ("", "is not a report"),
-        ("{", "is not a report"),
         ("[1]", "is not a report"),
-        ("[" * 100_000, "is not a report"),
         ('{"a": ' * 100_000, "is not a report"),
         (b"\xff\xfe{}", "is not a report"),
         ('{"model": 3}', "is not a report of fp8kv-eval: it has no `schema`"),
         ('{"schema": 2}', "is of schema 2; this version reads 1"),
         ('{"schema": "1"}', "is of schema '1'; this version reads 1"),
         ('{"schema": 1}', "is damaged: model: Field required"),
-        (json.dumps({**REPORT, "variants": []}), "is damaged: variants: "),
-        (json.dumps({**REPORT, "model": 3}), "is damaged: model: "),
         (json.dumps({**REPORT, "variants": {"x": {}}}), "is damaged: variants.x.kl: "),
         (json.dumps(REPORT).replace("0.95", '"0.95"'), "top1.value: Input should be a valid num"),
     ],
 )
-def test_what_is_no_report_is_one_line(text, problem, report, tmp_path):
+def test_what_is_no_report_is_refused(text, problem, tmp_path):
     file = tmp_path / "bad.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    one_line_error(fp8kv("compare", report("a"), file), f"'{file}' ", problem)
-    one_line_error(fp8kv("compare", file, tmp_path / "a"), problem)
+    with pytest.raises(InputError, match=re.escape(problem)) as caught:
+        load_report(file)
+    assert f"'{file}' " in str(caught.value)
 
 
-def test_paths_that_hold_no_report(report, tmp_path):
+def test_paths_that_hold_no_report_get_one_line(report, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop/report.json").mkdir(parents=True)
     good = report("a")
     one_line_error(fp8kv("compare", good, tmp_path / "empty"), "holds no report.json; give what")
     one_line_error(fp8kv("compare", tmp_path / "gone", good), "cannot read", "No such file")
-    (tmp_path / "loop").mkdir()
-    (tmp_path / "loop/report.json").mkdir()
     one_line_error(fp8kv("compare", tmp_path / "loop", good), "cannot read", "Is a directory")

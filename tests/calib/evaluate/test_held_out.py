@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 from command_line import fp8kv, one_line_error
-from families import FAMILIES, save_model, tiny_model
-from realistic import give_realistic_weights
+from families import save_model, tiny_model
 
 from calib.evaluate import inputs
 from calib.evaluate.report import Suite
@@ -27,29 +26,27 @@ def write(path, seeds, each=1):
     return path
 
 
-def calibrate(model, text, out, *flags):
+def calibrate(model, text, out):
     small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
-    done = fp8kv("calibrate", model, "--dataset", text, "-o", out, *small, *flags)
+    done = fp8kv("calibrate", model, "--dataset", text, "-o", out, *small)
     assert done.exit_code == 0, done.stderr
-    return out
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """A model, two texts, and everything that is made of calibrations on the first of them."""
     place = tmp_path_factory.mktemp("held-out")
-    model = give_realistic_weights(tiny_model("llama", **FAMILIES["llama"]))
-    save_model(model, place / "model")
+    model, out = place / "model", place / "out"
+    save_model(tiny_model("llama", num_hidden_layers=2, hidden_size=32), model)
     text, other = write(place / "a.jsonl", READ), write(place / "b.jsonl", FRESH)
-    calibrate(place / "model", text, place / "out")
-    calibrate(place / "model", other, place / "other")
+    calibrate(model, text, out)
+    calibrate(model, other, place / "other")
     (place / "here").mkdir()
     (place / "here/link.jsonl").symlink_to(text)
     shutil.copy(text, place / "copy.json")
     write(place / "order.jsonl", reversed(READ))
     write(place / "pairs.jsonl", READ, each=2)
     write(place / "again.jsonl", [*FRESH[:2], *READ, *READ])
-    model, out = place / "model", place / "out"
     for command in (
         ("merge", place / "other", out, "-o", place / "merged"),
         ("apply", out, model, "-o", place / "applied"),
@@ -65,11 +62,11 @@ def places(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def small_suite(monkeypatch):
+def quick_suite(monkeypatch):
     monkeypatch.setitem(inputs.SUITES, "quick", SUITE)
 
 
-def evaluate(places, text, scales=("out",), model="model", *flags):
+def evaluate(places, text, scales=("out",), model="model", flags=()):
     given = [part for name in scales for part in ("--scales", places / name)]
     flags = ("--device", "cpu", "--variants", "tensor", "--json", *flags)
     return fp8kv("eval", places / model, "--dataset", text, *given, *flags)
@@ -79,28 +76,19 @@ def evaluate(places, text, scales=("out",), model="model", *flags):
     ("text", "flags"),
     [
         ("a.jsonl", ()),
-        ("./a.jsonl", ()),
-        ("../{name}/a.jsonl", ()),
-        ("{place}/a.jsonl", ()),
         ("here/link.jsonl", ()),
         ("copy.json", ()),
         ("order.jsonl", ()),
         ("pairs.jsonl", ()),
         ("again.jsonl", ()),
         ("a.jsonl", ("--seed", 1)),
-        ("a.jsonl", ("--seq-len", 25)),
         ("pairs.jsonl", ("--seq-len", 80)),
     ],
 )
 def test_text_that_was_calibrated_on_is_refused_however_it_is_given(places, text, flags, monkeypatch):
     monkeypatch.chdir(places)
-    done = evaluate(places, text.format(place=places, name=places.name), ("out",), "model", *flags)
+    done = evaluate(places, text, flags=flags)
     one_line_error(done, f"'{places / 'out'}' read ", "; use another dataset")
-
-
-def test_another_working_directory_changes_nothing(places, monkeypatch):
-    monkeypatch.chdir(places / "here")
-    one_line_error(evaluate(places, "../a.jsonl"), f"'{places / 'out'}' read ")
 
 
 @pytest.mark.parametrize("scales", ["merged", "applied", "packed", "converted", "back", "repaired"])
@@ -117,14 +105,12 @@ def test_a_baked_model_keeps_what_its_factors_were_made_of(places):
 def test_new_text_is_evaluated_without_a_word(places):
     done = evaluate(places, places / "b.jsonl", ("out", "converted"))
     assert done.exit_code == 0, done.stderr
-    lines = json.loads(done.stdout)["warnings"]
-    assert len(lines) == 1
-    assert "tokens were read, too few" in lines[0]  # by the evaluation itself
+    (line,) = json.loads(done.stdout)["warnings"]
+    assert "tokens were read, too few" in line  # by the evaluation itself
 
 
 def test_what_was_read_is_left_out_and_the_next_are_taken(places):
-    mixed = write(places / "mixed.jsonl", [*READ, *FRESH[:20]])
-    done = evaluate(places, mixed)
+    done = evaluate(places, write(places / "mixed.jsonl", [*READ, *FRESH[:20]]))
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["data"]["documents"] == SUITE.documents
@@ -133,14 +119,12 @@ def test_what_was_read_is_left_out_and_the_next_are_taken(places):
 
 
 def test_the_evaluation_does_not_measure_what_it_calibrates_on(places):
-    one = write(places / "one.jsonl", [FRESH[0]] * 60)
-    done = evaluate(places, one, ())
+    done = evaluate(places, write(places / "one.jsonl", [FRESH[0]] * 60), ())
     one_line_error(done, "0 of ", "this evaluation read ")
 
 
 def test_other_text_is_held_to_the_same(places):
-    flags = ("--also", places / "copy.json")
-    done = evaluate(places, places / "b.jsonl", ("out",), "model", *flags)
+    done = evaluate(places, places / "b.jsonl", flags=("--also", places / "copy.json"))
     one_line_error(done, "--also", f"'{places / 'out'}' read ")
 
 
@@ -162,5 +146,5 @@ def test_too_little_text_is_refused_as_calibrate_refuses_it(places, monkeypatch)
     flags = ("--device", "cpu", "--dataset", places / "b.jsonl")
     for command in ("eval", "recommend"):
         one_line_error(fp8kv(command, places / "model", *flags), "48 tokens, ", "are too few to cal")
-    done = evaluate(places, places / "b.jsonl", (), "model", "--allow-few-tokens")
+    done = evaluate(places, places / "b.jsonl", (), flags=("--allow-few-tokens",))
     assert done.exit_code == 0, done.stderr

@@ -1,36 +1,99 @@
-"""Documents are read in chunks: the figures do not depend on their size."""
+"""What is measured on a document does not depend on chunks; a search skips as few layers as any could."""
+
+from itertools import combinations
 
 import pytest
 import torch
+from evaluations import variants_of
 from families import FAMILIES, tiny_model
 
-from calib.capture.loop import calibrate
-from calib.data import make_batches
 from calib.evaluate import measure
-from calib.evaluate.measure import compare_variants
-from calib.evaluate.variants import REFERENCE, Setup, build_variants
-from calib.recipe import load_recipe
-
-# of which no K or V lies so near the middle of two codes that attention's float32 decides
-DOCUMENT = torch.randint(1, 90, (37,), generator=torch.Generator().manual_seed(1))
+from calib.evaluate.measure import _only, compare_variants, search_layers
+from calib.evaluate.variants import REFERENCE, Setup
+from calib.evaluate.verdict import _search_line, skip_argument
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-def test_chunks_give_what_one_pass_gives(family, monkeypatch):
-    # float64, where chunks differ by what attention does in float32 alone
-    model = tiny_model(family, **FAMILIES[family]).double()
-    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    stats = calibrate(model, make_batches([DOCUMENT.tolist()], 1, pad_id=0), recipe)
-    variants = build_variants(stats, stats)
-    with torch.inference_mode():
-        whole = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
-        monkeypatch.setattr(measure, "_TOKENS", 10)
-        chunked = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
+def document(seed, length):
+    return torch.randint(1, 90, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def test_chunks_give_what_one_pass_gives(monkeypatch):
+    # float64, where chunks differ by what attention does in float32 alone; a document of which no K or V lies
+    # so near the middle of two codes that this decides
+    model, tokens = tiny_model("gemma3_text", **FAMILIES["gemma3_text"]).double(), document(1, 37)
+    variants = [*variants_of(model, tokens).values()]
+    setup = Setup(model, None, "torch")
+
+    whole = compare_variants(setup, tokens, variants)
+    monkeypatch.setattr(measure, "_TOKENS", 10)
+    chunked = compare_variants(setup, tokens, variants)
+
     assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
     for name, divergence in whole.items():
-        assert divergence.kl.shape == (37,)
-        assert divergence.nll.shape == (36,)
+        assert (divergence.kl.shape, divergence.nll.shape) == ((37,), (36,))
         torch.testing.assert_close(chunked[name].kl, divergence.kl, rtol=1e-3, atol=1e-8)
         torch.testing.assert_close(chunked[name].nll, divergence.nll, rtol=1e-4, atol=1e-5)
         assert torch.equal(chunked[name].agrees, divergence.agrees)
     assert whole["e5m2"].kl.mean() > 1.5 * whole["tensor"].kl.mean() > 0
+
+
+@torch.inference_mode()
+def test_the_kernels_give_the_same_figures():
+    model, tokens = tiny_model("llama", num_hidden_layers=1), document(1, 8)
+    tensor = [variants_of(model, tokens)["tensor"]]
+    plain, kernels = (
+        compare_variants(Setup(model, None, backend), tokens, tensor)["tensor"]
+        for backend in ("torch", "triton")
+    )
+    assert not torch.equal(kernels.kl, plain.kl)  # they add in another order
+    torch.testing.assert_close(kernels.kl, plain.kl, rtol=1e-3, atol=1e-8)
+
+
+DOCUMENTS = [document(30, 30), document(20, 20)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", num_hidden_layers=4).eval()
+
+
+@pytest.fixture(scope="module")
+def variant(model):
+    return variants_of(model, *DOCUMENTS)["tensor"]
+
+
+@pytest.fixture(scope="module")
+def kl_of(model, variant):
+    """Mean KL by the set of layers that are skipped, for every set."""
+
+    @torch.inference_mode()
+    def mean(kept):
+        if not kept:
+            return 0.0
+        only = _only(variant, kept)
+        kl = [compare_variants(Setup(model, None, "torch"), d, [only])[only.name].kl for d in DOCUMENTS]
+        return torch.cat(kl).double().mean().item()
+
+    every = set(range(4))
+    return {s: mean(every - set(s)) for n in range(5) for s in combinations(sorted(every), n)}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 1.5])
+def test_no_other_choice_of_layers_is_smaller(share, model, variant, kl_of):
+    budget = share * kl_of[()]
+    found = search_layers(Setup(model, None, "torch"), [variant], DOCUMENTS, budget)
+    fewest = min(len(skipped) for skipped, kl in kl_of.items() if kl <= budget)
+    assert len(found.skipped) == fewest
+    assert found.kl == pytest.approx(kl_of[found.skipped], rel=1e-6)
+    assert found.kl <= budget
+    assert found.kl_of_all == pytest.approx(kl_of[()], rel=1e-6)
+    for layer, kl in found.kl_alone.items():
+        others = tuple(i for i in range(4) if i != layer)
+        assert kl == pytest.approx(kl_of[others], rel=1e-6)
+    if found.skipped:  # in vLLM's words, at the end of its line so that it can be copied
+        assert _search_line(found).endswith(f" {skip_argument(found.skipped)}")
+
+
+def test_the_argument_that_skips_layers_is_vllms():
+    assert skip_argument([3, 11]) == "--kv-cache-dtype-skip-layers 3 11"

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ from command_line import fp8kv
 from evaluations import with_measured
 from families import save_model, tiny_model
 
-from calib.evaluate.page.page import render_html, render_markdown, write_report
+from calib.evaluate.page.page import render_html, render_markdown
 from calib.evaluate.page.tables import summary_lines, variants_table
 from calib.evaluate.report import Report
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import failures
+from calib.files.strict_json import json_text
 from calib.files.text import parse_condition
 
+pytestmark = pytest.mark.xdist_group("evaluate")
 ROOT = Path(__file__).parents[3]
-SPOILED = [math.nan, math.inf]
 
 
 def strict(text):
@@ -33,7 +35,7 @@ def strict(text):
 
 
 def spoiled(evaluation, names, number, tokens=3):
-    """The evaluation, the KL and likelihoods of some tokens of `names` spoiled."""
+    """The report where the KL and likelihoods of some tokens of `names` are spoiled."""
     measured = dict(evaluation.measured)
     for name in names:
         first, *rest = measured[name].documents
@@ -55,11 +57,9 @@ def everything(report):
     return "\n".join([*lines, render_markdown(report), render_html(report)])
 
 
-@pytest.mark.parametrize("number", SPOILED)
-def test_one_cache_has_null_and_a_reason(number, small_evaluation, tmp_path):
-    report = spoiled(small_evaluation, ["none"], number)
-    write_report(report, tmp_path)
-    document = strict((tmp_path / "report.json").read_text())
+def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
+    report = spoiled(small_evaluation, ["none"], math.inf)
+    document = strict(json_text(report.to_json()))
     row = document["variants"]["none"]
     assert row["kl"] == {"value": None, "low": None, "high": None}
     assert row["ppl"] is None
@@ -68,16 +68,23 @@ def test_one_cache_has_null_and_a_reason(number, small_evaluation, tmp_path):
     assert row["not_finite"].startswith(reason)
     assert "not_finite" not in document["variants"]["tensor"]
     assert any(line.startswith(f"'none': {reason}") for line in document["warnings"])
+    assert row["measurable"]
     assert document["advised"] not in (None, "none")
     assert not any("without scales" in line for line in document["advice"])
-    assert json.loads(json.dumps(Report.model_validate(document).to_json())) == document
     assert words(everything(report)) == set()
-    assert "not finite" in {row[0]: row[2] for row in variants_table(report).lines}["none"]
+    assert {row[0]: row[2] for row in variants_table(report).lines}["none"] == "not finite"
+
+    read_back = Report.model_validate(document)
+    assert strict(json_text(read_back.to_json())) == document
+    for metric, operator in product(("kl", "kl_p99", "ppl_change"), "<>"):
+        condition = parse_condition(f"{metric}{operator}0.5")
+        for each in (report, read_back):
+            (line,) = failures(condition, each, ["none"])
+            assert line == f"none: {metric} is not a finite number ({condition.text})"
 
 
-@pytest.mark.parametrize("number", SPOILED)
-def test_nothing_is_advised_where_nothing_has_a_kl(number, small_evaluation):
-    report = spoiled(small_evaluation, list(small_evaluation.measured), number)
+def test_nothing_is_advised_where_nothing_has_a_kl(small_evaluation):
+    report = spoiled(small_evaluation, list(small_evaluation.measured), math.nan)
     assert report.advised is None
     (advice,) = report.advice
     assert advice.startswith("Serve none of these caches: the KL is not a finite number with any")
@@ -85,64 +92,48 @@ def test_nothing_is_advised_where_nothing_has_a_kl(number, small_evaluation):
     (warning,) = [line for line in report.warnings if "finite" in line]
     assert warning.startswith("the model itself is broken on this text, whatever its cache: the KL")
     assert "no measurable difference" not in render_markdown(report)
-    text = json.dumps(report.to_json(), allow_nan=False)
+    text = json_text(report.to_json())
     assert strict(text)["noise_floor"] is None
     assert words(everything(report)) == set()
     assert words(everything(Report.model_validate(strict(text)))) == set()
 
 
-@pytest.mark.parametrize("metric", ["kl", "kl_p99", "ppl_change"])
-@pytest.mark.parametrize("operator", ["<", ">"])
-@pytest.mark.parametrize("number", SPOILED)
-def test_no_gate_is_passed(metric, operator, number, small_evaluation):
-    measured = spoiled(small_evaluation, ["tensor"], number)
-    read_back = Report.model_validate(strict(json.dumps(measured.to_json())))
-    condition = parse_condition(f"{metric}{operator}0.5")
-    for report in (measured, read_back):
-        (line,) = failures(condition, report, ["tensor"])
-        assert line == f"tensor: {metric} is not a finite number ({condition.text})"
-
-
-@pytest.mark.parametrize("number", ["null", "NaN", "Infinity", "1e999"])
-def test_reports_are_compared_that_hold_none(number, small_report, tmp_path):
+def test_reports_are_compared_that_hold_none(small_report, tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(small_report))
     lost = dict.fromkeys(("value", "low", "high"), "LOST")
     variants = {**small_report["variants"]}
     variants["tensor"] = variants["tensor"] | {"kl": lost, "ppl_change": lost}
     text = json.dumps({**small_report, "variants": variants})
-    bad.write_text(text.replace('"LOST"', number))
-    for pair in ((good, bad), (bad, good), (bad, bad)):
-        done = fp8kv("compare", *pair)
-        assert done.exit_code == 0
-        row = next(line for line in done.stdout.splitlines() if "tensor" in line)
-        assert "not finite" in row
-        assert "no measurable difference" not in row
-        assert words(done.stdout) == set()
-        found = strict(fp8kv("compare", *pair, "--json").stdout)["variants"]["tensor"]
-        assert found["kl_ratio"] is None
-        assert found["no_measurable_difference"] is False
+    for number in ("null", "NaN", "1e999"):
+        bad.write_text(text.replace('"LOST"', number))
+        for pair in ((good, bad), (bad, good), (bad, bad)):
+            done = fp8kv("compare", *pair)
+            assert done.exit_code == 0
+            row = next(line for line in done.stdout.splitlines() if "tensor" in line)
+            assert "not finite" in row
+            assert "no measurable difference" not in row
+            assert words(done.stdout) == set()
+            found = strict(fp8kv("compare", *pair, "--json").stdout)["variants"]["tensor"]
+            assert found["kl_ratio"] is None
+            assert found["no_measurable_difference"] is False
     # a page of an earlier report, and of this one, can be made
     assert words(render_html(Report.model_validate(json.loads(bad.read_text())))) == set()
-
-
-@pytest.fixture(scope="module")
-def broken_directory(tmp_path_factory):
-    """A model whose first logit is no number, whatever its cache."""
-    model = tiny_model("llama")
-    model.lm_head.weight.data[0] = math.nan
-    return save_model(model, tmp_path_factory.mktemp("model") / "broken")
 
 
 FEW = ["--dataset", "random", "--samples", 3, "--seq-len", 24, "--device", "cpu"]
 
 
-def test_a_model_whose_logits_are_no_numbers_has_a_report(broken_directory, tmp_path):
-    out, variants = tmp_path / "report", ["--variants", "tensor,none", "--search", "0.1"]
+def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_path):
+    model, out = tiny_model("llama", num_hidden_layers=2, hidden_size=32), tmp_path / "report"
+    model.lm_head.weight.data[0] = math.nan
+    broken = save_model(model, tmp_path / "broken")
+
     done = fp8kv(
-        "eval", broken_directory, *FEW, *variants, "-o", out, "--also", "builtin:code",
-        "--fail-if", "kl<0.5", "--fail-if", "top1<0.5",
+        "eval", broken, *FEW, "--variants", "tensor,none", "--search", "0.1", "-o", out,
+        "--also", "builtin:code", "--fail-if", "kl<0.5", "--fail-if", "top1<0.5",
     )  # fmt: skip
+
     assert isinstance(done.exception, SystemExit), done.exc_info
     assert done.exit_code == 1
     assert "failed: none: kl is not a finite number (kl<0.5)" in done.stderr
@@ -154,15 +145,13 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report(broken_directory, tmp_
     assert document["other_texts"][0]["variants"]["tensor"]["kl"]["value"] is None
     assert document["other_texts"][0]["variants"]["tensor"]["differs"] == "not finite"
 
+    done = fp8kv("recommend", broken, *FEW, "--json")
 
-def test_recommend_keeps_16_bits_where_nothing_has_a_kl(broken_directory):
-    done = fp8kv("recommend", broken_directory, *FEW, "--json")
     assert done.exit_code == 0
     found = strict(done.stdout)
     assert found["chosen"]["cache"] == "reference"
     assert {each["why"] for each in found["passed"]} == {"its KL is not a finite number"}
     assert {each["kl"]["value"] for each in found["passed"]} == {None}
-    assert words(fp8kv("recommend", broken_directory, *FEW).stdout) == set()
 
 
 def test_only_one_place_writes_json():

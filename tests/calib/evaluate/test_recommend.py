@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
-from evaluations import caches_recipe
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
 from calib.engines.cache_support import Offer
+from calib.errors import InputError
 from calib.evaluate.measure import Measured
-from calib.evaluate.recommend import Wish, advised_cache, answer_lines, recommend
-from calib.evaluate.report import Row, Suite
-from calib.evaluate.run import evaluate
+from calib.evaluate.recommend import Wish, advised_cache, answer_lines, make_wish, recommend
+from calib.evaluate.report import Row
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.statistics import Divergence, estimate
 from calib.evaluate.summarize import summarize
@@ -25,16 +24,14 @@ from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.sources import find_model
 
+pytestmark = pytest.mark.xdist_group("caches")
 OFFER = Offer("vllm", "1", ("h100",), commands=("x",))
 ANYWHERE = SimpleNamespace(find=lambda variant, engine, gpu: OFFER)
-PLACES = [*product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"])]
-RECIPE = caches_recipe("none", "tensor", "attn_head")
 NOISE = torch.rand(4, 50, generator=torch.Generator().manual_seed(0))
 
 
-def figures(name, kl, size, *, kind="cache", baked=False, noise=None):
+def figures(name, kl, size, *, kind="cache", baked=False, noise=NOISE):
     """A variant with KL of about `kl` in every one of four documents."""
-    noise = NOISE if noise is None else noise
     documents = [Divergence(kl * (0.9 + 0.2 * row), None, None) for row in noise]
     row = Row.model_construct(
         description=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
@@ -61,31 +58,32 @@ FIELD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        (0.5, "int4"),  # the cheapest
-        (0.03, "none"),  # tensor is measurably better, and needs calibrated scales
-        (0.01, "tensor"),
-        (0.005, "int8"),  # as cheap, and needs no baked weights
-        (0.0007, "int8, baked"),
-        (0.0004, REFERENCE),
-        (1e-9, REFERENCE),
-    ],
-)
-def test_the_cheapest_within_a_budget(budget, expected):
-    found = chosen(FIELD, kl=budget)
-    assert found.chosen.cache == expected
-    assert found.chosen.kl.high <= budget
-    assert {each.cache for each in found.alternatives} == {
-        name for name, *_ in [(REFERENCE,), *FIELD] if name != expected
-    }
+def test_the_cheapest_within_a_budget():
+    for budget, expected in {
+        0.5: "int4",  # the cheapest
+        0.03: "none",  # tensor is measurably better, and needs calibrated scales
+        0.01: "tensor",
+        0.005: "int8",  # as cheap, and needs no baked weights
+        0.0007: "int8, baked",
+        0.0004: REFERENCE,
+    }.items():
+        found = chosen(FIELD, kl=budget)
+        assert found.chosen.cache == expected, budget
+        assert found.chosen.kl.high <= budget
+        others = {each.cache for each in found.alternatives}
+        assert {expected, *others} == {REFERENCE, *(name for name, *_ in FIELD)}
 
 
 def test_what_is_better_and_needs_more_is_named():
-    why = {each.cache: each.why for each in chosen(FIELD, kl=0.03).alternatives}
+    found = chosen(FIELD, kl=0.03)
+    why = {each.cache: each.why for each in found.alternatives}
     assert why["tensor"] == "measurably better, needs calibrated scales"
     assert why["int8"] == "more bytes"
+    line = advised_cache(found)
+    assert line.startswith("The cheapest within KL 0.03 is none, which needs nothing")
+    assert "(attn_head, tensor: measurably better in as many bytes)" in line
+    way = found.chosen.model_copy(update={"commands": ("make", "serve")})
+    assert advised_cache(found.model_copy(update={"chosen": way})).endswith(": make && serve")
 
 
 def test_the_upper_end_of_the_interval_counts():
@@ -96,12 +94,14 @@ def test_the_upper_end_of_the_interval_counts():
     assert chosen([FIELD[3]], kl=row.kl.high).chosen.cache == "int8"
 
 
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0.2, REFERENCE), (0.3, "int4"), (0.5, "tensor"), (0.53, "int8, baked"), (1.0, REFERENCE)],
-)
-def test_the_best_within_a_budget_of_bytes(share, expected):
-    assert chosen(FIELD, kl=None, share=share).chosen.cache == expected
+def test_the_best_within_a_budget_of_bytes():
+    for share, expected in {0.3: "int4", 0.5: "tensor", 0.53: "int8, baked"}.items():
+        assert chosen(FIELD, kl=None, share=share).chosen.cache == expected, share
+    # 16 bits may be within the budget as well
+    for share, words in ((1.0, "nothing that can be served has a lower KL"), (0.2, "nothing else")):
+        found = chosen(FIELD, kl=None, share=share)
+        assert found.chosen.cache == REFERENCE
+        assert answer_lines(found)[0].startswith(f"16 bits: {words}")
 
 
 def test_what_does_not_differ_measurably_goes_to_the_simpler():
@@ -133,158 +133,120 @@ def test_no_number_is_never_chosen():
     assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
 
 
-def test_16_bits_may_be_within_the_budget_as_well():
-    for share, words in ((1.0, "nothing that can be served has a lower KL"), (0.2, "nothing else")):
-        assert answer_lines(chosen(FIELD, kl=None, share=share))[0].startswith(f"16 bits: {words}")
-
-
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("m") / "it's tiny")
+def report(caches_evaluation):
+    return summarize(caches_evaluation)
 
 
-@pytest.fixture(scope="module")
-def evaluation(directory):
-    return evaluate(str(directory), RECIPE, suite=Suite(4, 3, 32, 0, 0, (), (), 0))
-
-
-@pytest.fixture(scope="module")
-def report(evaluation):
-    return summarize(evaluation)
-
-
-@pytest.mark.parametrize(("engine", "gpu"), PLACES)
-def test_every_answer_can_be_served(engine, gpu, evaluation, report, directory):
-    wish = Wish(kl=1.0, engine=engine, gpu=gpu)
-    judgement = Judgement(evaluation.measured, report.variants, report.noise_floor)
-    found = recommend(judgement, evaluation.offers, wish)
-    served = [found.chosen.cache, *(each.cache for each in found.alternatives)]
-    assert set(served) | set(found.not_served) == {
-        name for name, row in report.variants.items() if row.kind != "control"
-    }
-    for name in served:
-        offer = evaluation.offers.find(evaluation.measured[name].variant, engine, gpu)
-        assert engine in (None, offer.engine)
-        assert gpu is None or name == REFERENCE or gpu in offer.gpus
-        needs = [shlex.split(command)[:2] for command in offer.commands[:-1]]
-        if name.endswith("baked"):
-            assert needs == [["fp8kv-calibrate", str(directory)], ["fp8kv", "bake"]]
-        elif name in ("tensor", "attn_head"):
-            assert needs == [["fp8kv-calibrate", str(directory)]]
-            assert offer.engine != "lmdeploy"
-        else:
-            assert needs == []
-            assert str(directory) in shlex.split(offer.commands[-1])
-    assert ("attn_head" in served) == (engine in (None, "vllm") and gpu in (None, "h100", "b200"))
-    # on an A100 vLLM has FP8 for larger heads than these
-    has_no_tensor = engine == "lmdeploy" or (engine, gpu) == ("vllm", "a100")
-    assert ("tensor" in served) != has_no_tensor
+def test_every_answer_can_be_served(caches_evaluation, report, caches_directory):
+    assert report.recommended.chosen.cache in report.advice[-1]
+    assert report.recommended.chosen.commands[-1] in report.advice[-1]
+    judgement = Judgement(caches_evaluation.measured, report.variants, report.noise_floor)
+    for place in product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"]):
+        engine, gpu = place
+        found = recommend(judgement, caches_evaluation.offers, Wish(kl=1.0, engine=engine, gpu=gpu))
+        served = [found.chosen.cache, *(each.cache for each in found.alternatives)]
+        assert set(served) | set(found.not_served) == {
+            name for name, row in report.variants.items() if row.kind != "control"
+        }
+        for name in served:
+            offer = caches_evaluation.offers.find(caches_evaluation.measured[name].variant, engine, gpu)
+            assert engine in (None, offer.engine), place
+            assert gpu is None or name == REFERENCE or gpu in offer.gpus, place
+            needs = [shlex.split(command)[:2] for command in offer.commands[:-1]]
+            made = shlex.split(offer.commands[-2])[-1] if needs else str(caches_directory)
+            assert made in shlex.split(offer.commands[-1]), (place, name)
+            calibration = ["fp8kv-calibrate", str(caches_directory)]
+            if name.endswith("baked"):
+                assert needs == [calibration, ["fp8kv", "bake"]]
+            elif name in ("tensor", "attn_head"):
+                assert needs == [calibration]
+                assert offer.engine != "lmdeploy"
+            else:
+                assert needs == []
+        has_heads = engine in (None, "vllm") and gpu in (None, "h100", "b200")
+        assert ("attn_head" in served) == has_heads, place
+        # on an A100 vLLM has FP8 for larger heads than these
+        has_no_tensor = engine == "lmdeploy" or place == ("vllm", "a100")
+        assert ("tensor" in served) != has_no_tensor, place
 
 
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "modelopt"), ("sglang", "sglang")])
-def test_fp8_that_ends_at_240(engine, name, evaluation):
+def test_fp8_that_ends_at_240(engine, name, caches_evaluation):
     """It is given scales that the engine doubles there, and never 1.0, which clips."""
-    of = {key: m.variant for key, m in evaluation.measured.items()}
-    offer = evaluation.offers.find(of["tensor"], engine, "mi300x")
+    offers, of = caches_evaluation.offers, {n: m.variant for n, m in caches_evaluation.measured.items()}
+    offer = offers.find(of["tensor"], engine, "mi300x")
     assert offer.gpus == ("mi300x",)
     assert f"--format {name} " in offer.commands[0]
     for at_1 in ("none", "fp8, baked"):
-        assert "ends at 240" in evaluation.offers.find(of[at_1], engine, "mi300x")
-        assert "mi300x" not in evaluation.offers.find(of[at_1], engine, None).gpus
-    assert evaluation.offers.find(of["int8_per_token_head"], "vllm", "mi300x").gpus == ("mi300x",)
+        assert "ends at 240" in offers.find(of[at_1], engine, "mi300x")
+        assert "mi300x" not in offers.find(of[at_1], engine, None).gpus
+    assert offers.find(of["int8_per_token_head"], "vllm", "mi300x").gpus == ("mi300x",)
 
 
-def test_what_is_made_is_what_is_served(evaluation):
-    for name, measured in evaluation.measured.items():
-        offer = evaluation.offers.find(measured.variant, None, None)
-        if not isinstance(offer, str) and len(offer.commands) > 1:
-            made = shlex.split(offer.commands[-2])[-1]
-            assert made in shlex.split(offer.commands[-1]), name
-
-
-def test_the_report_advises_the_same(evaluation, report):
-    assert report.recommended.chosen.cache in report.advice[-1]
-    assert report.recommended.chosen.commands[-1] in report.advice[-1]
-
-
-def test_advice_has_every_command():
-    found = chosen([FIELD[3]], kl=1.0)
-    way = found.chosen.model_copy(update={"commands": ("make", "serve")})
-    line = advised_cache(found.model_copy(update={"chosen": way}))
-    assert line.endswith(": make && serve")
-
-
-def test_advice_within_a_budget_names_what_is_better():
-    line = advised_cache(chosen(FIELD, kl=0.03))
-    assert line.startswith("The cheapest within KL 0.03 is none, which needs nothing")
-    assert "(attn_head, tensor: measurably better in as many bytes)" in line
-
-
-def test_trust_is_asked_of_every_command(evaluation):
-    offers = replace(evaluation.offers, trust_remote_code=True)
-    for name in ("tensor", "fp8, baked", REFERENCE):
-        commands = offers.find(evaluation.measured[name].variant, None, None).commands
+def test_trust_is_asked_of_every_command(caches_evaluation):
+    offers = caches_evaluation.offers
+    trusting = replace(offers, trust_remote_code=True)
+    for name, count in {"tensor": 2, "fp8, baked": 3, REFERENCE: 1}.items():
+        variant = caches_evaluation.measured[name].variant
+        commands = trusting.find(variant, None, None).commands
+        assert len(commands) == count
         assert all(each.endswith(" --trust-remote-code") for each in commands)
-        untold = evaluation.offers.find(evaluation.measured[name].variant, None, None)
-        assert not any("--trust-remote-code" in each for each in untold.commands)
-        assert len(commands) == {"tensor": 2, "fp8, baked": 3, REFERENCE: 1}[name]
+        assert not any("--trust-remote-code" in each for each in offers.find(variant, None, None).commands)
 
 
 @pytest.mark.parametrize("format_name", ["vllm", "vllm-nvfp4"])
-def test_scales_in_the_checkpoint_are_not_1(format_name, evaluation, directory, tmp_path):
-    done = calibrate(directory, "-o", tmp_path / "out", "--format", format_name)
+def test_scales_in_the_checkpoint_are_not_1(format_name, caches_evaluation, caches_directory, tmp_path):
+    done = calibrate(caches_directory, "-o", tmp_path / "out", "--format", format_name)
     assert done.exit_code == 0, done.stderr
     checkpoint = find_model(str(tmp_path / "out"))
     shapes = [(2, 128, 128)]
-    before, after = replace(evaluation.offers, shapes=shapes), Offers("m", checkpoint, "", shapes)
+    before = replace(caches_evaluation.offers, shapes=shapes)
+    after = Offers("m", checkpoint, "", shapes)
     for name in ("none", "fp8, baked", "nvfp4", "nvfp4_4over6"):
-        variant = evaluation.measured[name].variant
+        variant = caches_evaluation.measured[name].variant
         assert not isinstance(before.find(variant, None, None), str)
         refusal = after.find(variant, None, None)
         assert "has KV scales of its own" in refusal
         assert "fp8kv strip" in refusal
     for name in (REFERENCE, "int8_per_token_head"):
-        assert not isinstance(after.find(evaluation.measured[name].variant, None, None), str)
+        assert not isinstance(after.find(caches_evaluation.measured[name].variant, None, None), str)
 
 
-@pytest.mark.parametrize(
-    ("flags", "phrases"),
-    [
-        (["--budget-kl", "0"], ["--budget-kl takes a number above 0", "got '0'"]),
-        (["--budget-kl", "-1"], ["--budget-kl takes a number above 0"]),
-        (["--budget-kl", "nan"], ["got 'nan'"]),
-        (["--budget-kl", "much"], ["got 'much'"]),
-        (["--budget-bytes", "0"], ["--budget-bytes takes a number above 0"]),
-        (["--budget-bytes", "2"], ["--budget-bytes 2 is more than 1"]),
-        (["--budget-kl", "1", "--budget-bytes", "0.5"], ["give one of them"]),
-        (["--engine", "llama.cpp"], ["--engine 'llama.cpp'", "vllm, sglang, lmdeploy"]),
-        (["--gpu", "tpu"], ["--gpu 'tpu'", "a100", "mi300x"]),
-        (["--engine", "lmdeploy", "--gpu", "mi300x"], ["lmdeploy on mi300x"]),
-    ],
-)
-def test_bad_flags_are_one_line(flags, phrases):
-    # no model is needed to refuse them
-    one_line_error(fp8kv("recommend", "gone", *flags), *phrases)
+def test_wishes_that_cannot_be_meant():
+    for flags, problem in (
+        (("0", None, None, None), "--budget-kl takes a number above 0 .*got '0'"),
+        (("nan", None, None, None), "got 'nan'"),
+        (("much", None, None, None), "got 'much'"),
+        ((None, "-1", None, None), "--budget-bytes takes a number above 0"),
+        ((None, "2", None, None), "--budget-bytes 2 is more than 1"),
+        (("1", "0.5", None, None), "give one of them"),
+        ((None, None, "llama.cpp", None), "--engine 'llama.cpp'.* vllm, sglang, lmdeploy"),
+        ((None, None, None, "tpu"), "--gpu 'tpu'.* a100.* mi300x"),
+        ((None, None, "lmdeploy", "mi300x"), "lmdeploy on mi300x"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            make_wish(*flags)
 
 
-def test_the_command_line(directory):
-    flags = ("--dataset", "random", "--samples", "3", "--seq-len", "16", "--device", "cpu")
-    done = fp8kv("recommend", directory, "--budget-kl", "1", "--engine", "vllm", *flags)
+FEW = ("--dataset", "random", "--samples", "3", "--seq-len", "16", "--device", "cpu")
+
+
+def test_the_command_line(caches_directory):
+    # no model is needed to refuse flags
+    one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
+    done = fp8kv("recommend", caches_directory, "--budget-kl", "1", "--engine", "vllm", *FEW)
     assert done.exit_code == 0, done.stderr
     assert "not chosen" in done.stdout
     assert "speed was not measured" in done.stdout
     assert "int4_per_token_head" in done.stdout
     assert "vllm serve" in done.stdout.splitlines()[-1]
     assert "lmdeploy_int4 cannot be served: vllm does not have lmdeploy_int4" in done.stdout
-    none = fp8kv("recommend", directory, "--budget-kl", "1e-30", *flags)
-    assert none.exit_code == 0, none.stderr
-    assert none.stdout.splitlines()[-2].startswith("16 bits: nothing else")
 
 
 def test_a_head_size_that_a_type_does_not_allow(tmp_path):
-    directory = save_model(tiny_model("llama", head_dim=24), tmp_path / "24")
-    flags = ("--dataset", "random", "--samples", "3", "--seq-len", "16", "--device", "cpu")
-    done = fp8kv("recommend", directory, *flags, "--engine", "vllm", "--gpu", "h100", "--json")
+    directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
+    done = fp8kv("recommend", directory, *FEW, "--engine", "vllm", "--gpu", "h100", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert any("nvfp4: head size 24" in each for each in found["warnings"])

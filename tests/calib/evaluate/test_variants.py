@@ -1,4 +1,4 @@
-"""What the variants are made of."""
+"""What the variants with static scales are made of."""
 
 from dataclasses import replace
 
@@ -18,9 +18,31 @@ from calib.scales.stats import KVStats, TensorStats
 from fp8kv_runtime.hf import swap_attention
 
 SAMPLES = [list(range(1 + i, 40 + i)) for i in range(3)]
+RECIPE = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
 
 
-def all_keys(model):
+@pytest.fixture(scope="module")
+def model():
+    """A model to which only a sample's first token is a 1: no key is larger than its."""
+    model = tiny_model("llama")
+    first = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] = first[first.norm(dim=1).argmax()]
+    return model
+
+
+@pytest.fixture(scope="module")
+def stats(model):
+    return calibrate(model, make_batches(SAMPLES, 1, pad_id=0), RECIPE)
+
+
+@pytest.fixture(scope="module")
+def variants(stats):
+    return {variant.name: variant for variant in build_variants(stats, stats)}
+
+
+@pytest.fixture(scope="module")
+def keys(model):
     """K of every layer, [N, K, D] over all tokens of all samples."""
     seen = {}
 
@@ -34,13 +56,8 @@ def all_keys(model):
     return {layer_idx: torch.cat(keys) for layer_idx, keys in seen.items()}
 
 
-def test_centred_scales_cover_exactly_what_is_left_of_k():
-    model = tiny_model("llama")
-    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    variants = {variant.name: variant for variant in build_variants(stats, stats)}
+def test_centred_scales_cover_exactly_what_is_left_of_k(variants, keys):
     assert {REFERENCE, *variants} == set(BUILT_IN)
-    keys = all_keys(model)
     for layer in variants["channel+k_center"].scales.layers.values():
         mean = keys[layer.layer_idx].double().mean(0).float()
         left = (keys[layer.layer_idx] - mean).abs().amax(0)
@@ -48,17 +65,9 @@ def test_centred_scales_cover_exactly_what_is_left_of_k():
         torch.testing.assert_close(layer.k * 448, left)
 
 
-def test_rest_has_the_scales_of_a_calibration_that_skips_first_tokens():
-    model = tiny_model("llama")
-    first = model.model.layers[0].self_attn.k_proj.weight
-    with torch.no_grad():  # only a sample's first token is a 1: no key is larger than its
-        model.model.embed_tokens.weight[1] = first[first.norm(dim=1).argmax()]
-    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    variants = {variant.name: variant for variant in build_variants(stats, stats)}
-    skipping = calibrate(model, make_batches(SAMPLES, 1, pad_id=0, skip_first=1), recipe)
+def test_rest_has_the_scales_of_a_calibration_that_skips_first_tokens(model, variants, keys):
+    skipping = calibrate(model, make_batches(SAMPLES, 1, pad_id=0, skip_first=1), RECIPE)
     expected = skipping.scales(strategy="tensor", observer=AbsMax())
-    keys = all_keys(model)
     differ = 0
     for name, layer in variants["rest"].scales.layers.items():
         rest = keys[layer.layer_idx].unflatten(0, (3, 39))[:, 1:]
@@ -68,20 +77,16 @@ def test_rest_has_the_scales_of_a_calibration_that_skips_first_tokens():
     assert differ  # here the first token matters
 
 
-def test_a_head_that_only_the_first_token_sees_keeps_its_amax():
-    model = tiny_model("llama")
-    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), load_recipe(None))
+def test_a_head_that_only_the_first_token_sees_keeps_its_amax(stats):
     name, layer = next(iter(stats.layers.items()))
     positions = layer.k.positions.clone()
     positions[1, 1:] = 0
     layer = replace(layer, k=replace(layer.k, positions=positions))
-    stats = KVStats({name: layer})
-    rest = drop_first_tokens(stats).layers[name]
+    rest = drop_first_tokens(KVStats({name: layer})).layers[name]
     assert rest.k.amax[1].item() == layer.k.amax[1].max()
     assert rest.k.amax[0].item() == layer.k.positions[0, 1:].max()
-    plain = replace(layer, k=TensorStats(layer.k.amax))
     with pytest.raises(InputError, match="calibrate again"):
-        drop_first_tokens(KVStats({name: plain}))
+        drop_first_tokens(KVStats({name: replace(layer, k=TensorStats(layer.k.amax))}))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "paligemma"])
