@@ -9,6 +9,7 @@ from coded_forms import FORMS
 from families import LATENT, save_model, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 from calib.same_model.marks import take_marks
@@ -108,6 +109,14 @@ def test_tensors_that_one_side_lacks_or_that_have_another_shape_are_refused(mode
     narrow = marks.tensors | {name: marks.tensors[name].model_copy(update={"shape": [32, 32]})}
     with pytest.raises(OtherWeightsError, match=r"k_proj.weight' is \[32, 64\] there and \[32, 32\] here"):
         compare_marks(marks, marks.model_copy(update={"tensors": narrow}))
+
+
+def test_a_weight_that_holds_nan_has_no_mark(model, tmp_path):
+    def edit(tensors):
+        tensors[ATTENTION.format(0, "k")][:] = float("nan")
+
+    with pytest.raises(InputError, match="a weight holds NaN or Inf; download the model again"):
+        marks_of(copy(model, tmp_path / "broken", edit))
 
 
 def smooth_and_rescale(tensors):

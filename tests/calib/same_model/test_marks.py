@@ -75,6 +75,7 @@ DAMAGE = {
     "cut off": mark(bytes(126)),
     "a number": mark(5),
     "17 bits": mark(bits=17),
+    "of three dimensions": mark(shape=[2, 2, 2]),
 }
 
 

@@ -184,15 +184,15 @@ def test_a_key_that_is_none(monkeypatch):
 
 
 def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
-    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.0)
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.5)
     # the first request is for the models, the second a trial; each text is asked for twice
-    fake.wait = lambda number: time.sleep(2 if number == 6 else 0)
+    fake.wait = lambda number: time.sleep(3 if number == 6 else 0)
     start = time.monotonic()
-    refuses(fake, "/v1/completions took more than the 1 s that there are for all requests; try again")
+    refuses(fake, "/v1/completions took more than the 1.5 s that there are for all requests; try again")
     assert time.monotonic() - start < 8
     # a third text that was asked for once does not count
     fake.requests.clear()
-    fake.wait = lambda number: time.sleep(2 if number == 8 else 0)
+    fake.wait = lambda number: time.sleep(3 if number == 8 else 0)
     answers = ask(fake)
     assert (answers.prompts, *map(len, (answers.first, answers.again))) == (TEXTS[:2], 2, 2)
 

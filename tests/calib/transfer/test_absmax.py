@@ -9,7 +9,6 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model
 from scale_directories import NVFP4, model
 
-from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
 
@@ -108,13 +107,7 @@ def test_what_is_for_fp8_alone_is_refused(several, tiny_directory, tmp_path):
     one_line_error(fp8kv("repair", several / "vllm", *given), "repair mends FP8 scales")
 
 
-def test_stripped_nothing_is_left_of_them_but_what_is_of_weights(several, tmp_path):
-    for name in ("vllm-nvfp4", "sglang-nvfp4"):
-        out = tmp_path / name
-        ran("strip", several / name, "-o", out)
-        assert "quantization_config" not in config_of(out)
-        assert not (out / "hf_quant_config.json").exists()
-        assert not open_model_directory(out, weights=False).tensors
+def test_strip_leaves_no_word_of_the_cache_beside_nvfp4_weights(tmp_path):
     config = NVFP4 | {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
     source = model(tmp_path / "weights", names=PROJ, config=config)
     ran("strip", source, "-o", tmp_path / "out")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from apply_cases import ran
 from command_line import fp8kv, one_line_error
+from pack_cases import report_of
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
@@ -60,7 +61,7 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
         others = [name for name in expected if not name.endswith(".curve")]
         assert all(torch.equal(found[name], expected[name]) for name in others)
     assert_joined(tmp_path / "merged", halves)
-    report = json.loads((tmp_path / "merged/fp8kv_calibration.json").read_text())
+    report = report_of(tmp_path / "merged")
     assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
     # a merged output merges again
     third = calibrated(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
@@ -111,7 +112,7 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
     one_line_error(fp8kv("merge", a, b, *out, "--model", tuned), "is of another model or revision than")
     changed = shutil.copytree(b, tmp_path / "changed")
-    report = json.loads((changed / "fp8kv_calibration.json").read_text())
+    report = report_of(changed)
     marks = report["marks"]["tensors"]
     keys = "layers.{}.self_attn.k_proj.weight"
     marks[keys.format(0)] = marks[keys.format(1)]
@@ -162,25 +163,15 @@ def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
     assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
 
 
-def with_threads(directory, count, out):
-    """A copy of a calibration that says it was measured with `count` threads."""
-    shutil.copytree(directory, out)
-    file = out / "fp8kv_calibration.json"
-    report = json.loads(file.read_text())
-    report.pop("threads", None)
-    file.write_text(json.dumps(report if count is None else {**report, "threads": count}))
-    return out
-
-
 def test_another_number_of_threads_is_named(halves, tmp_path):
-    one = with_threads(halves[0], 1, tmp_path / "one")
+    one, other = (shutil.copytree(half, tmp_path / half.name) for half in halves)
+    edit_json(one / "fp8kv_calibration.json", threads=1)
     for count, warned, kept in ((1, False, 1), (2, True, None), (None, False, None)):
-        other = with_threads(halves[1], count, tmp_path / f"other-{count}")
+        edit_json(other / "fp8kv_calibration.json", threads=count)
         done = ran("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
         warnings = [line for line in json.loads(done.stdout)["warnings"] if "threads" in line]
         assert len(warnings) == warned
-        report = json.loads((tmp_path / f"merged-{count}/fp8kv_calibration.json").read_text())
-        assert report["threads"] == kept
+        assert report_of(tmp_path / f"merged-{count}")["threads"] == kept
         if warned:
             assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]
 

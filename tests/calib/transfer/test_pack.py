@@ -106,11 +106,10 @@ def test_finer_scales_have_no_json(model, tmp_path):
         applied(made, model, tmp_path / f"{name}-out", *out)
 
 
-def test_the_card_is_one_of_the_hub(model, tmp_path):
-    (model_copy := copy(model, tmp_path / "with-card")).joinpath("README.md").write_text(
-        "---\nlicense: apache-2.0\ntags:\n- x\n---\n# A model\n"
-    )
-    given = calibrated(model_copy, tmp_path / "given")
+def test_the_card_is_one_of_the_hub(model, pack, tmp_path):
+    described = copy(model, tmp_path / "with-card")
+    (described / "README.md").write_text("---\nlicense: apache-2.0\ntags:\n- x\n---\n# A model\n")
+    given = calibrated(described, tmp_path / "given")
     flags = ("--base-model", "owner/model")
     card = (packed(given, tmp_path / "pack", *flags) / "README.md").read_text()
     front, text = re.fullmatch(r"---\n(.*?)---\n(.*)", card, re.DOTALL).groups()
@@ -123,7 +122,7 @@ def test_the_card_is_one_of_the_hub(model, tmp_path):
     assert "# FP8 KV-cache scales for owner/model" in text
     for layer in report_of(given)["layers"]:
         assert f"| {layer['k_amax']:.4g} | {layer['v_amax']:.4g} |" in text
-    plain = (packed(calibrated(model, tmp_path / "p"), tmp_path / "q") / "README.md").read_text()
+    plain = (pack / "README.md").read_text()
     assert "license" not in plain
     assert "base_model" not in plain
 

@@ -1,9 +1,10 @@
 """Where models and data lie is in no file of a pack."""
 
 import json
+import shutil
 
 import pytest
-from apply_cases import calibrated, copy, ran
+from apply_cases import copy, ran
 from pack_cases import packed, report_of
 from quantized_models import edit_json
 
@@ -64,27 +65,28 @@ def test_paths_from_here(data, is_gone, model, tmp_path, monkeypatch):
     assert "# FP8 KV-cache scales for ckpt\n" in (pack / "README.md").read_text()
 
 
-def test_paths_of_an_evaluation_and_of_merged_data(model, tmp_path, monkeypatch):
+def edited(measured, out, **changes):
+    shutil.copytree(measured, out)
+    edit_json(out / "fp8kv_calibration.json", **changes)
+    return out
+
+
+def test_paths_of_an_evaluation_and_of_merged_data(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows(tmp_path / "held" / "out" / "rows.jsonl")
-    given = calibrated(model, tmp_path / "given", "--set", "evaluation.dataset=held/out/rows.jsonl")
     source = "HuggingFaceH4/ultrachat_200k [train_sft] + acme/first + acme/second.txt"
-    said = report_of(given)
-    said["recipe"]["evaluation"] |= {
+    report = report_of(measured)
+    report["recipe"]["evaluation"] |= {
+        "dataset": "held/out/rows.jsonl",
         "tasks": ["gsm8k", "acme/tasks/sums.yaml"],
         "also": ["held/out", "HuggingFaceH4/ultrachat_200k", "builtin:python-docs"],
     }
+    changes = {"recipe": report["recipe"], "dataset": report["dataset"] | {"source": source}}
     warnings = ["nothing in acme/first, row 1: none", "see https://huggingface.co/a/b and </s>"]
-    edit_json(
-        given / "fp8kv_calibration.json",
-        recipe=said["recipe"],
-        dataset=said["dataset"] | {"source": source},
-        warnings=warnings,
-    )
-    pack = packed(given, tmp_path / "pack")
+    pack = packed(edited(measured, tmp_path / "given", warnings=warnings, **changes), tmp_path / "pack")
     says_nothing_of(pack, "acme", "held/")
     found = report_of(pack)
-    assert found["dataset"]["source"] == ("HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt")
+    assert found["dataset"]["source"] == "HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt"
     asked = found["recipe"]["evaluation"]
     assert asked["dataset"] == "rows.jsonl"
     assert asked["tasks"] == ["gsm8k", "sums.yaml"]
@@ -92,12 +94,11 @@ def test_paths_of_an_evaluation_and_of_merged_data(model, tmp_path, monkeypatch)
     assert found["warnings"] == ["nothing in first, row 1: none", warnings[1]]
 
 
-def test_names_on_the_hub_stay(model, tmp_path, monkeypatch):
+def test_names_on_the_hub_stay(measured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    given = calibrated(model, tmp_path / "given")
     hub = {"model": "owner/name", "revision": "0123456789" * 4}
-    edit_json(given / "fp8kv_calibration.json", hub=hub, model="owner/name")
+    given = edited(measured, tmp_path / "given", hub=hub, model="owner/name")
     assert report_of(packed(given, tmp_path / "pack"))["model"] == "owner/name"
 
 

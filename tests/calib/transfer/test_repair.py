@@ -230,9 +230,8 @@ def test_a_dead_head_is_covered_as_derivation_does(per_head, tmp_path):
     assert scales(tmp_path / "repaired")[1:] == scales(per_head)[1:]
 
 
-@pytest.mark.parametrize("kind", ["measured", "per_head"])
-def test_statistics_of_zeros_give_no_scale_and_none_is_needed_elsewhere(kind, request, tmp_path):
-    good = request.getfixturevalue(kind)
+def test_statistics_of_zeros_give_no_scale_and_none_is_needed_elsewhere(per_head, tmp_path):
+    good = per_head
     statistics = with_amax(good, tmp_path / "stats.safetensors", 0, "k", slice(None), 0.0)
     broken = damage(good, tmp_path / "broken", {name(0, "k"): 0.0})
     command = ("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
