@@ -12,11 +12,6 @@ from calib.files.stored_scales import read_scales
 
 LAYERS = range(3)
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
-FITTING = [
-    *("compressed-fp8", "compressed-fp8-channel", "compressed-fp8-block", "compressed-int8"),
-    *("compressed-int8-asymmetric", "compressed-w4", "compressed-w4-asymmetric"),
-    *("compressed-w4-ordered", "compressed-w3", "compressed-w8-channel", "compressed-nvfp4"),
-]
 
 
 def ran(*command):

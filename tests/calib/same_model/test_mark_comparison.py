@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from apply_cases import ATTENTION, FITTING, copy, rescale_values, smooth
+from apply_cases import ATTENTION, copy, rescale_values, smooth
 from coded_forms import FORMS
 from families import LATENT, save_model, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +18,10 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "quantized"
 # as benchmarks/peers/tiny_llama.py makes them
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+FITTING = [
+    *("compressed-fp8-channel", "compressed-fp8-block", "compressed-int8-asymmetric", "compressed-nvfp4"),
+    *("compressed-w4-asymmetric", "compressed-w4-ordered", "compressed-w3", "compressed-w8-channel"),
+]
 
 
 def marks_of(directory, layers=3, name="model.layers.{}.self_attn"):
@@ -124,6 +128,10 @@ def smooth_and_rescale(tensors):
     smooth(tensors)
 
 
+def halve_values(tensors):
+    rescale_values(tensors, 0.5)
+
+
 @pytest.mark.parametrize("form", [None, *FITTING])
 def test_quantised_weights_fit_also_behind_smoothed_norms_but_no_rescaled_values(
     form, model, marks, tmp_path
@@ -136,12 +144,9 @@ def test_quantised_weights_fit_also_behind_smoothed_norms_but_no_rescaled_values
     assert same.layers_with_moved_factors == 0
     assert same.largest_error > 0 if form else same.largest_error == 0
     assert compare_marks(marks, edited("smooth", smooth)).layers_with_moved_factors == 3
-    for name, edit in {
-        "smaller": lambda tensors: rescale_values(tensors, 0.5),
-        "rescaled": smooth_and_rescale,
-    }.items():
+    for edit in (halve_values, smooth_and_rescale):
         with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
-            compare_marks(marks, edited(name, edit))
+            compare_marks(marks, edited(edit.__name__, edit))
 
 
 @pytest.mark.parametrize("form", ["compressed-fp8-channel", "compressed-int8"])
