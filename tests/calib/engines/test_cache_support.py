@@ -101,6 +101,11 @@ def test_unknown_places():
         check_place("tgi", None)
     with pytest.raises(InputError, match="gpu 'h1000' is not one of a100, l40s, h100"):
         check_place(None, "h1000")
+    nothing = "no type of KV cache but 16 bits is known for lmdeploy on mi300x"
+    with pytest.raises(InputError, match=nothing):
+        check_place("lmdeploy", "mi300x")
+    for place in ((None, None), ("lmdeploy", None), (None, "mi300x"), ("sglang", "mi300x")):
+        check_place(*place)
     with pytest.raises(ValidationError, match="GPU 'h1000' is not one of a100, l40s, h100"):
         CacheSupport(flag="", gpus=("h1000",))
 

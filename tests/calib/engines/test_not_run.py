@@ -220,10 +220,20 @@ def test_compressed_tensors_without_a_scheme_need_the_flag(tmp_path):
     assert (said(directory, "vllm"), said(directory, "sglang")) == ("loaded with a flag", "1.0")
 
 
-@pytest.mark.parametrize("missing", ["export", "layer_quant_config", None])
-def test_quark_needs_its_keys(missing, tmp_path):
-    config = {"quant_method": "quark", "export": {"kv_cache_group": []}, "layer_quant_config": {}}
-    config.pop(missing, None)
-    directory = model(tmp_path, config=config)
-    found = {said(directory, engine) for engine in ("vllm", "sglang", "aphrodite")}
-    assert found == {"refused" if missing else "loaded with a flag"}
+def test_quark_needs_its_keys_and_all_entries_that_its_group_names(tmp_path):
+    output = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    layers = {"layer_quant_config": {"*k_proj": output}}
+    empty = {"export": {"kv_cache_group": []}}
+    two = {"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}
+    for i, (keys, vllm, sglang) in enumerate(
+        (
+            (empty | layers, "loaded with a flag", "loaded with a flag"),
+            (empty, "refused", "refused"),
+            (layers, "refused", "refused"),
+            # by pattern an entry is enough
+            (two | layers, "loaded with a flag", "refused"),
+        )
+    ):
+        directory = model(tmp_path / str(i), config={"quant_method": "quark", **keys})
+        assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang), keys
+        assert said(directory, "aphrodite") in (vllm, sglang)

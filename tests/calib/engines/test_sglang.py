@@ -61,21 +61,6 @@ def test_zeros_of_both_are_as_none(k, v, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "config", "expected"),
-    [
-        ("LlamaForCausalLM", COMPRESSED, "loaded"),
-        ("SomeForCausalLM", COMPRESSED, "unknown"),
-        # what is decided before the model's classes are asked
-        ("Qwen3ForCausalLM", None, "default"),
-        ("Qwen3ForCausalLM", COMPRESSED | {"kv_cache_scheme": None}, "default"),
-    ],
-)
-def test_only_what_was_run_loads(architecture, config, expected, tmp_path):
-    directory = model(tmp_path, config=config, architectures=[architecture])
-    assert statuses(directory) == {expected}
-
-
-@pytest.mark.parametrize(
     ("architecture", "shown", "why"),
     [
         ("Qwen3ForCausalLM", "no place", "the attention layers of the model's class have no place"),

@@ -43,14 +43,6 @@ def test_a_whole_checkpoint_opens(directory):
     assert open_model_directory(directory).weight_map["model.layers.0.self_attn.k_scale"] == TWO
 
 
-def test_a_single_file_needs_no_index(tmp_path):
-    (tmp_path / "config.json").write_text('{"text_config": {"x": 1}}')
-    save_file(A, tmp_path / "model.safetensors")
-    opened = open_model_directory(tmp_path)
-    assert opened.weight_map == {"a": "model.safetensors"}
-    assert opened.text_config == {"x": 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
