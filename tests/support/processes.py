@@ -1,16 +1,24 @@
-"""Calibrations in several processes, as torchrun starts them, and their statistics."""
+"""Calibrations in several processes, forked from this one or started by torchrun, and their statistics."""
 
 import os
+import pickle
 import subprocess
 import sys
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import torch
+from command_line import fp8kv
 from safetensors.torch import load_file
+from torch import distributed
 
 from calib.scales.stats_file import load_stats
 
 ROOT = Path(__file__).parents[2]
+SECONDS = 120  # after which a fork hangs
 
 
 def statistics(out):
@@ -26,9 +34,49 @@ def assert_same(found, expected):
 
 
 def launched(count, *arguments, **environment):
+    """Run `fp8kv calibrate` by torchrun."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count)
     command = [sys.executable, "-m", *launcher, "-m", "calib", "calibrate", *arguments]
     return subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,
     )  # fmt: skip
+
+
+def calibrate_forked(count, *arguments):
+    """Run `fp8kv calibrate` in forks; return the status and the output of each."""
+
+    def work(rank):
+        done = fp8kv("calibrate", *arguments)
+        return SimpleNamespace(exit_code=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+    return [result for _, result in forked(count, work)]
+
+
+def forked(count, work):
+    """Run `work(rank)` in forks that find each other as torchrun's processes do.
+
+    Return the exit status of each, and what it returned; None if it did not come to that.
+    """
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as directory:
+        files = [Path(directory, str(rank)) for rank in range(count)]
+
+        def rank_of(rank):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            torch.set_num_threads(1)  # those of this process are not in a fork of it
+            files[rank].write_bytes(pickle.dumps(work(rank)))
+
+        ranks = [get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(count)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that forks of threads may hang
+            for rank in ranks:
+                rank.start()
+        for rank in ranks:
+            rank.join(SECONDS)
+            rank.kill()
+            rank.join()
+        results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    return [(rank.exitcode, result) for rank, result in zip(ranks, results, strict=True)]

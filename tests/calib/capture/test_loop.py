@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload
-from families import FAMILIES, HYBRIDS, tiny_model
+from families import tiny_model
 from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
@@ -20,42 +20,6 @@ RECIPE = load_recipe(None)
 
 def batches(size=2):
     return make_batches(SAMPLES, size, pad_id=0)
-
-
-@torch.inference_mode()
-def cached(model, samples):
-    """K and V of every sample alone, as a cache holds them: per layer ([1, K, T, D], ...)."""
-    held = []
-    for sample in samples:
-        cache = DynamicCache()
-        model(input_ids=torch.tensor([sample]), past_key_values=cache, use_cache=True)
-        held.append([(layer.keys, layer.values) for layer in cache.layers])
-    return held
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_amax_is_that_of_the_caches_of_the_same_batches(family):
-    model = tiny_model(family, **FAMILIES[family])
-    stats = calibrate(model, batches(), RECIPE)
-    heads = 4 if family == "gpt_neox" else 2
-    k = [torch.zeros(heads, 1)] * 3
-    v = [torch.zeros(heads, 1)] * 3
-    for batch in batches():
-        cache = DynamicCache()
-        with torch.inference_mode():
-            model(batch.input_ids, attention_mask=batch.attention_mask, past_key_values=cache)
-        for i, layer in enumerate(cache.layers):
-            k[i] = torch.maximum(k[i], amax(layer.keys, batch.attention_mask, heads))
-            v[i] = torch.maximum(v[i], amax(layer.values, batch.attention_mask, heads))
-    for i, layer in enumerate(stats.layers.values()):
-        assert torch.equal(layer.k.amax, k[i])
-        assert torch.equal(layer.v.amax, v[i])
-
-
-def amax(x, mask, heads):
-    """Per head and channel, padding left out by a loop; repeated heads are one head."""
-    rows = [x[b, :, :length].abs().amax(1) for b, length in enumerate(mask.sum(1).tolist())]
-    return torch.stack(rows).amax(0).unflatten(0, (heads, -1)).amax(1)
 
 
 def test_padding_is_excluded():
@@ -107,9 +71,13 @@ def test_histograms_and_means_are_those_of_the_cache():
     model = tiny_model("llama")
     recipe = load_recipe(None, {"observer.name": "mse", "means": True, "targets": "qkv"})
     stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    held = cached(model, SAMPLES)
+    held = []
+    for sample in SAMPLES:
+        held.append(cache := DynamicCache())
+        with torch.inference_mode():
+            model(torch.tensor([sample]), past_key_values=cache, use_cache=True)
     for i, layer in enumerate(stats.layers.values()):
-        keys = torch.cat([sample[i][0] for sample in held], dim=2)[0].transpose(0, 1)
+        keys = torch.cat([cache.layers[i].keys for cache in held], dim=2)[0].transpose(0, 1)
         assert torch.equal(layer.k.histogram, magnitude_histogram(keys))
         assert torch.equal(layer.k.histogram.sum(-1), torch.tensor([89 * 16] * 2))
         # every batch's sum is rounded to a multiple of 2**-20
@@ -119,11 +87,6 @@ def test_histograms_and_means_are_those_of_the_cache():
         assert torch.equal(layer.k.high, keys.amax(0))
         assert layer.q.low is None
         assert layer.q.histogram.shape == (4, NUM_BINS)
-
-
-def test_a_hybrid_has_statistics_for_its_attention_layer_only():
-    model = tiny_model("qwen3_next", **HYBRIDS["qwen3_next"])
-    assert list(calibrate(model, batches(), RECIPE).layers) == ["model.layers.1.self_attn"]
 
 
 def fail_if_run(module):
@@ -147,24 +110,13 @@ def test_a_model_with_offloaded_weights_runs_to_its_end():
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_calibrating_does_not_change_what_the_model_computes(family):
-    model = tiny_model(family, **FAMILIES[family])
-    tokens = torch.tensor([SAMPLES[0]])
-    with torch.inference_mode():
-        before = model(tokens).logits
-        calibrate(model, batches(), RECIPE)
-        after = model(tokens).logits
-    assert torch.equal(before, after)
-
-
 def test_training_modes_come_back_after_success_and_failure():
     model = tiny_model("llama").train()
     model.model.norm.eval()
     modes = [module.training for module in model.modules()]
     calibrate(model, batches(), RECIPE)
     assert [module.training for module in model.modules()] == modes
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="no token was read"):
         calibrate(model, [], RECIPE)
     assert [module.training for module in model.modules()] == modes
 
@@ -184,11 +136,6 @@ def test_infinity_in_v_of_a_later_layer_is_named():
         model.model.layers[1].self_attn.v_proj.weight[0] = 3e38
     with pytest.raises(CalibrationError, match=r"model.layers.1.self_attn: V .* in sample 0;"):
         calibrate(model, make_batches(SAMPLES, 1, pad_id=0), RECIPE)
-
-
-def test_no_batches_is_an_error():
-    with pytest.raises(InputError, match="no token was read"):
-        calibrate(tiny_model("llama"), [], RECIPE)
 
 
 def test_each_batch_is_reported():
