@@ -31,27 +31,25 @@ def model(directory):
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy"),
+    ("layout", "flags"),
     [
-        ("vllm", "tensor"),
-        ("vllm", "attn_head"),
-        ("aphrodite", "attn_head"),
-        ("sglang", "tensor"),
-        ("tgi", "tensor"),
-        ("modelopt", "tensor"),
-        ("trtllm", "tensor"),
+        ("vllm", ("--strategy", "attn_head")),
+        ("aphrodite", ("--strategy", "attn_head")),
+        ("sglang", ()),
+        ("tgi", ("--fp8-dtype", "e4m3fnuz")),
+        ("modelopt", ()),
+        ("trtllm", ()),
     ],
 )
-def test_our_own_exports_are_read_like_anyones(layout, strategy, directory, model, tmp_path):
+def test_our_own_exports_are_read_like_anyones(layout, flags, directory, model, tmp_path):
     out = tmp_path / "out"
-    done = calibrate(directory, "-o", out, "--format", layout, "--strategy", strategy)
-    assert done.exit_code == 0
+    assert calibrate(directory, "-o", out, "--format", layout, *flags).exit_code == 0
     expected = load_scales(out)
     for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (out / file).unlink()
     found = load_directory_scales(out, model)
-    assert found.strategy == strategy
-    assert list(found.layers) == list(expected.layers)
+    assert (found.strategy, found.fp8_dtype) == (expected.strategy, expected.fp8_dtype)
+    assert [*found.layers] == [*expected.layers]
     for name, layer in expected.layers.items():
         assert torch.equal(found.layers[name].k, layer.k)
         assert torch.equal(found.layers[name].v, layer.v)
@@ -61,12 +59,8 @@ def test_json_has_one_scale_for_both(model, tmp_path):
     ranks = {"0": {"0": 0.5, "1": 0.25, "2": 1}, "1": {"0": 0.125, "1": 0.75, "2": 1}}
     text = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": ranks}}
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps(text))
-    layers = [*load_directory_scales(tmp_path, model).layers.values()]
-    assert [(layer.k.item(), layer.v.item()) for layer in layers] == [
-        (0.5, 0.5),
-        (0.75, 0.75),
-        (1.0, 1.0),
-    ]
+    layers = load_directory_scales(tmp_path, model).layers.values()
+    assert [layer.k.item() for layer in layers] == [layer.v.item() for layer in layers] == [0.5, 0.75, 1.0]
 
 
 def write(directory, endings, *, layers=3, value=None):
@@ -90,22 +84,20 @@ def write(directory, endings, *, layers=3, value=None):
         ["kv_cache_scaling_factor"],
     ],
 )
-@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)])
-def test_names_of_other_tools(endings, value, model, tmp_path):
-    scales = load_directory_scales(write(tmp_path, endings, value=value), model)
-    assert [layer.k.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
-    assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
-
-
-SHARED = {"kv": 4.0, "k": 2.0, "v": 4.0}
+def test_names_of_other_tools(endings, model, tmp_path):
+    for value in (torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)):
+        scales = load_directory_scales(write(tmp_path, endings, value=value), model)
+        assert [layer.k.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
+        assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
 
 
 def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
-    tensors = {}
-    for i in range(3):
-        name = f"model.layers.{i}.self_attn"
-        both = {f"{name}.{x}_scale": torch.tensor(value) for x, value in SHARED.items()}
-        tensors |= both
+    given = {"kv": 4.0, "k": 2.0, "v": 4.0}
+    tensors = {
+        f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(value)
+        for i in range(3)
+        for x, value in given.items()
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     layer = next(iter(load_directory_scales(tmp_path, model).layers.values()))
     assert (layer.k.item(), layer.v.item()) == (2.0, 4.0)
@@ -125,6 +117,8 @@ def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
         (["kv_scale"], {"value": torch.tensor(float("nan"))}, "k_scale of layer 0 is [nan]"),
         (["kv_scale"], {"value": torch.tensor(0.0)}, "is [0.0]; a scale is finite and positive"),
         (["kv_scale"], {"value": torch.tensor(-1.0)}, "is [-1.0]; a scale is finite"),
+        (["kv_scale"], {"value": torch.tensor(1e-50, dtype=torch.float64)}, "finite and positive"),
+        (["kv_scale"], {"value": torch.tensor(1e39, dtype=torch.float64)}, "finite and positive"),
         (["kv_scale"], {"value": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
         (["weight"], {}, "holds no KV-cache scales"),
     ],
@@ -173,9 +167,7 @@ FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
 @pytest.mark.parametrize(
     ("config", "dtype", "expected"),
     [
-        (None, None, "e4m3fn"),
         ({}, None, "e4m3fn"),
-        ({"kv_cache_torch_dtype": "float8_e4m3fn"}, None, "e4m3fn"),
         (FNUZ, None, "e4m3fnuz"),
         ({"kv_cache_torch_dtype": "float8_e5m2"}, None, "e5m2"),
         (FNUZ | quantized(kv_cache_scheme=FLOAT8), None, "e4m3fnuz"),
@@ -200,11 +192,7 @@ def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, mod
         (FNUZ, "float8_e4m3fn", "float8_e4m3fnuz and dtype of kv_cache_scales.json float8_e4m3fn"),
         (quantized(kv_cache_scheme=FLOAT8 | {"num_bits": 4}), None, "NVFP4 cache"),
         (quantized(kv_cache_scheme=FLOAT8 | {"type": "int"}), None, "is 'int of 8 bits'"),
-        (
-            quantized("modelopt", quantization={"kv_cache_quant_algo": "NVFP4"}),
-            None,
-            "NVFP4 cache",
-        ),
+        (quantized("modelopt", quantization={"kv_cache_quant_algo": "NVFP4"}), None, "NVFP4 cache"),
         (quark("int8"), None, "is 'int8'"),
         (quark("fp8_e5m2") | FNUZ, None, "contradict"),
     ],
@@ -217,19 +205,6 @@ def test_an_fp8_type_that_is_not_known_is_refused(config, dtype, message, model,
     assert "\n" not in str(caught.value)
 
 
-def test_fnuz_scales_of_a_tgi_checkpoint_are_the_calibrations(directory, model, tmp_path):
-    out = tmp_path / "out"
-    done = calibrate(directory, "-o", out, "--format", "tgi", "--fp8-dtype", "e4m3fnuz")
-    assert done.exit_code == 0
-    expected = load_scales(out)
-    for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
-        (out / file).unlink()
-    found = load_directory_scales(out, model)
-    assert found.fp8_dtype == expected.fp8_dtype == "e4m3fnuz"
-    for name, layer in expected.layers.items():
-        assert torch.equal(found.layers[name].k, layer.k)
-
-
 def test_the_largest_values_are_those_of_the_runtime():
     assert {name: fp8_max(dtype) for name, dtype in FP8_DTYPES.items()} == FP8_MAX
 
@@ -238,8 +213,7 @@ def test_the_largest_values_are_those_of_the_runtime():
 def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
     model = tiny_model("gemma3n_text", **SHARED_KV)
     out = tmp_path / "out"
-    done = calibrate(save_model(model, tmp_path / "model"), "-o", out)
-    assert done.exit_code == 0, done.stderr
+    assert calibrate(save_model(model, tmp_path / "model"), "-o", out).exit_code == 0
     expected = load_scales(out)
     scales = load_file(out / "model-fp8kv-scales.safetensors")
     alone = tmp_path / "alone"
@@ -252,13 +226,6 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
     assert len(found.shared) == 1
     for name, layer in expected.layers.items():
         assert torch.equal(found.layers[name].k, layer.k)
-
-
-@pytest.mark.parametrize("value", [1e-50, 1e39])
-def test_a_scale_beyond_float32_is_none(value, model, tmp_path):
-    write(tmp_path, ["kv_scale"], value=torch.tensor(value, dtype=torch.float64))
-    with pytest.raises(InputError, match="a scale is finite and positive"):
-        load_directory_scales(tmp_path, model)
 
 
 def test_what_is_served_is_taken_and_not_what_was_measured(directory, model, tmp_path):

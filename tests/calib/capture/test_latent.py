@@ -63,7 +63,7 @@ def test_a_latent_is_what_its_weights_say():
     torch.testing.assert_close(layer.v.amax[0], k_pe, rtol=1e-5, atol=0)  # sines of two libraries
 
 
-def test_an_observer_sees_latent_and_k_pe_as_one():
+def test_an_observer_sees_latent_and_k_pe_as_one(tmp_path):
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     with torch.no_grad():  # of the last layer k_pe is the larger one
         model.model.layers[-1].self_attn.kv_a_proj_with_mqa.weight[16:] *= 4096
@@ -76,6 +76,12 @@ def test_an_observer_sees_latent_and_k_pe_as_one():
     for clipped, whole in zip(derive_scales(stats, MSE).layers.values(), absmax, strict=True):
         assert torch.equal(clipped.k, clipped.v)
         assert whole.k / 4 <= clipped.k <= whole.k
+    with pytest.raises(InputError, match="one latent per token"):
+        derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
+    save_stats(stats, tmp_path / "stats.safetensors")
+    assert load_stats(tmp_path / "stats.safetensors").latent
+    halves = [calibrate(model, part, MSE) for part in (batches()[:1], batches()[1:])]
+    assert halves[0].merge(halves[1]).latent
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +121,6 @@ def test_layers_with_k_and_v_beside_latents_have_two_scales():
     assert plain.k != plain.v
 
 
-def test_statistics_say_that_they_are_of_latents(tmp_path):
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    stats = calibrate(model, batches(), MSE)
-    save_stats(stats, tmp_path / "stats.safetensors")
-    assert load_stats(tmp_path / "stats.safetensors").latent
-    halves = [calibrate(model, part, MSE) for part in (batches()[:1], batches()[1:])]
-    assert halves[0].merge(halves[1]).latent
-
-
 @pytest.mark.parametrize(
     ("flags", "phrase"),
     [
@@ -139,12 +136,6 @@ def test_more_than_one_scale_is_refused_before_anything_is_measured(flags, phras
     assert not (tmp_path / "out").exists()
 
 
-def test_statistics_of_latents_give_no_scales_per_head():
-    stats = calibrate(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), batches(), MSE)
-    with pytest.raises(InputError, match="one latent per token"):
-        derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
-
-
 def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, measured, tmp_path):
     shutil.copytree(saved["deepseek_v3"], tmp_path / "kimi")
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
@@ -153,8 +144,11 @@ def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, measured, tmp_path):
     run(str(tmp_path / "kimi"), JOB, tmp_path / "out")
     kimi, deepseek = load_stats(tmp_path / "out"), load_stats(measured)
     assert kimi.latent
+    amax = deepseek.amax_by_head()
     for name, layer in deepseek.layers.items():
         assert torch.equal(kimi.layers[name].join_latent().amax, layer.join_latent().amax)
+        largest = float(layer.join_latent().amax.max())
+        assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
 
 
 def renamed(directory, out):
@@ -175,14 +169,6 @@ def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, m
     assert not load_stats(wrong).latent
     done = fp8kv("generate", saved["deepseek_v3"], "w4 w5", "--scales", wrong)
     one_line_error(done, "layer 0 has a cache of K and V, and latents in", status=2)
-
-
-def test_absmax_of_latents_is_that_which_their_scale_is_for(measured):
-    stats = load_stats(measured)
-    amax = stats.amax_by_head()
-    for layer in stats.layers.values():
-        largest = float(layer.join_latent().amax.max())
-        assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
 
 
 @pytest.mark.parametrize(

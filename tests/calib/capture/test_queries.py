@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import SMALL, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.caches.types import Shape
@@ -98,28 +98,23 @@ def test_rounded_queries_are_those_of_an_engine(opt, scales):
     torch.testing.assert_close(runtime, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_query_scales_of_a_class_that_nothing_is_shown_of_are_refused(tmp_path):
+def test_a_class_that_nothing_is_shown_of_is_refused_where_its_query_matters(tmp_path):
     model = tiny_model("bitnet", num_hidden_layers=2)
     said = "which query engines hand to attention is not known for BitNetForCausalLM"
     with pytest.raises(InputError, match=said):
         scales_for(model, [IDS], recipe=Recipe(targets="qkv"))
-    save_model(model, tmp_path / "model")
-    data = ("--dataset", "random", "--samples", 2, "--seq-len", 16, "--device", "cpu")
-    for command in (
-        ("calibrate", tmp_path / "model", "--targets", "qkv", "-o", tmp_path / "out"),
-        ("eval", tmp_path / "model", "--attention", "fa3"),
-    ):
-        one_line_error(fp8kv(*command, *data), said)
-
-
-def test_queries_in_16_bits_are_simulated_for_every_class():
-    """A factor that engines leave out of the query changes how FP8 rounds and cuts it off."""
-    model = tiny_model("bitnet", num_hidden_layers=2)
     shapes = [Shape(2, 32, 32, "heads")]
+    # a factor that engines leave out of the query changes how FP8 rounds and cuts it off
     for mode in ("fa3", "vllm_triton_fp8"):
-        with pytest.raises(InputError, match="is not known for BitNetForCausalLM"):
+        with pytest.raises(InputError, match=said):
             check_model(mode, model, shapes)
     check_model("vllm_triton", model, shapes)
+    save_model(model, tmp_path / "model")
+    for command in (
+        ("calibrate", tmp_path / "model", *SMALL, "--targets", "qkv", "-o", tmp_path / "out"),
+        ("eval", tmp_path / "model", *SMALL, "--attention", "fa3"),
+    ):
+        one_line_error(fp8kv(*command), said)
 
 
 def test_a_model_is_of_the_class_that_its_config_names(opt):

@@ -9,36 +9,14 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.recipe import Recipe
 
-# keys that are made in other ways
-OTHERS = {
-    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 3},
-    "dbrx": {
-        "d_model": 64,
-        "n_heads": 4,
-        "n_layers": 3,
-        "max_seq_len": 256,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
-    },
-}
 # one family of each way to make keys and norms
 MADE = ("llama", "gemma2", "phi3", "gpt_neox", "falcon", "cohere2", "gpt_oss")
-OPTIONS = {**OTHERS, **{family: FAMILIES[family] for family in MADE}, "deepseek_v3": LATENT["deepseek_v3"]}
+OPTIONS = {**{family: FAMILIES[family] for family in MADE}, "deepseek_v3": LATENT["deepseek_v3"]}
 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_a_family_has_realistic_weights(family):
     model = tiny_model(family, **OPTIONS[family])
-    check_norms_and_biases(model)
-    embedding = model.get_input_embeddings().weight.detach().abs().amax(1)
-    others = torch.cat([embedding[:SINK], embedding[SINK + 1 :]])
-    assert embedding[SINK] >= 20 * others.max()
-    check_outliers(model)
-    check_rows(model)
-
-
-def check_norms_and_biases(model):
-    biases = []
     for name, module in model.named_modules():
         if is_norm(module):
             weight = module.weight
@@ -47,14 +25,11 @@ def check_norms_and_biases(model):
             assert factor.max() == pytest.approx(60, rel=2**-7), name
             assert factor.min() >= 0.3 * (1 - 2**-8), name
             assert (factor.std() / factor.mean()) > 0.5, name
-        for own, parameter in module.named_parameters(recurse=False):
-            if own.endswith("bias") and own != "dt_bias":
-                biases.append(parameter.detach().flatten())
-    if biases:
-        together = torch.cat(biases)
-        error = 5 / len(together) ** 0.5
-        assert together.median() == pytest.approx(0, abs=error)
-        assert together.abs().median() == pytest.approx(0.6745, abs=error)  # of N(0, 1)
+    embedding = model.get_input_embeddings().weight.detach().abs().amax(1)
+    others = torch.cat([embedding[:SINK], embedding[SINK + 1 :]])
+    assert embedding[SINK] >= 20 * others.max()
+    check_outliers(model)
+    check_rows(model)
 
 
 def check_outliers(model):

@@ -62,9 +62,7 @@ def test_the_first_look_is_after_tokens_and_samples_enough_and_the_last_at_the_e
     few_and_long = random_batches(samples=40, seq_len=2048, batch=1)
     assert decision_points(few_and_long)[0] == FIRST_SAMPLES
     assert decision_points(random_batches(samples=3)) == [1]
-
-
-def test_tokens_that_are_not_counted_bring_no_look_nearer():
+    # tokens that are not counted bring no look nearer
     ids = torch.randint(64, (SAMPLES, SEQ_LEN)).tolist()
     plain, skipping = (make_batches(ids, BATCH, pad_id=0, skip_first=n) for n in (0, 50))
     assert decision_points(plain)[0] < decision_points(skipping)[0]

@@ -14,7 +14,6 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
         ("bare", "bare"),
         ({"prompt": "p", "text": "t", "messages": CHAT}, CHAT),
         ({"content": "c", "text": "t"}, "t"),
-        ({"id": "1", "content": "c"}, "c"),
         ({"id": "1", "document": "d"}, "d"),
         ({"prompt": "p", "completion": "c", "answer": 3}, "p\n\nc"),
         ({"instruction": "do", "input": "", "output": "done"}, "do\n\ndone"),
@@ -48,11 +47,9 @@ def test_keys_that_arrow_filled_with_none_are_removed_but_not_the_content():
 @pytest.mark.parametrize(
     ("row", "column", "message"),
     [
-        ({"a": "x", "b": "y"}, "c", "no column 'c' in the dataset; columns: a, b; choose one with"),
+        ({"a": "x", "b": "y"}, "c", "columns: a, b; choose one with `--set data.column=NAME`"),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
-        ({"a": 1}, None, "cannot tell which column holds the text; columns: a; choose one with"),
         ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
-        ({"text": ["a"]}, None, "column 'text' holds list, neither text nor a list of chat"),
         ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
         ({}, None, "the row holds nothing"),
         ({"messages": [{"from": ["x"], "value": "y"}]}, None, "it needs role and content, or"),
@@ -65,17 +62,10 @@ def test_an_unusable_row_says_what_it_has_and_what_to_do(row, column, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_column_error_names_the_flag():
-    with pytest.raises(InputError, match=r"`--set data\.column=NAME`$"):
-        find_document({"a": 1}, None)
-
-
 @pytest.mark.parametrize(
     ("document", "words"),
     [
         ("", 0),
-        (" \n\t", 0),
-        ("x", 1),
         ("one two\nthree", 3),
         ([], 0),
         ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], 0),

@@ -1,16 +1,19 @@
-"""The whole way from a recipe to fingerprinted samples."""
+"""The whole way from a recipe to fingerprinted samples: one source, in an order of the seed alone."""
 
 import hashlib
 import json
+import random
+from pydoc_data.topics import topics
 
+import datasets
 import pytest
 
-from calib import data
 from calib.data import CalibrationData, load_data
+from calib.data.loading import open_source
 from calib.data.samples import Piece
-from calib.errors import InputError
 from calib.recipe import DataRecipe
 
+DOCS = "builtin:python-docs"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
@@ -29,11 +32,6 @@ def mixed(tmp_path):
     return str(tmp_path / "mixed.jsonl")
 
 
-def test_public_names_are_sorted_and_there():
-    assert data.__all__ == sorted(data.__all__)
-    assert all(hasattr(data, name) for name in data.__all__)
-
-
 def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer):
     loaded = load_data(DataRecipe(dataset=mixed, split="x", samples=9), tokenizer, no_model)
     texts = {tokenizer.decode(ids) for ids in loaded.samples}
@@ -48,10 +46,10 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer)
 
 
 def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
-    recipe = DataRecipe(dataset="builtin:python-docs", samples=64, seq_len=512)
+    recipe = DataRecipe(dataset=DOCS, samples=64, seq_len=512)
     loaded = load_data(recipe, tokenizer, no_model)
     assert [len(sample) for sample in loaded.samples] == [512] * 64
-    assert (loaded.source, loaded.warnings) == ("builtin:python-docs", ())
+    assert (loaded.source, loaded.warnings) == (DOCS, ())
     assert load_data(recipe, tokenizer, no_model) == loaded
     other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, no_model)
     assert other.fingerprint != loaded.fingerprint
@@ -73,17 +71,74 @@ def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama, dataset, w
     assert loaded == load_data(recipe, tokenizer, lambda: tiny_llama)
 
 
-def test_a_bad_dataset_is_found_before_the_model_is_loaded(tokenizer):
-    with pytest.raises(InputError, match=r"no file or directory '\./gone\.txt'"):
-        load_data(DataRecipe(dataset="./gone.txt"), tokenizer, no_model)
-
-
 def test_the_fingerprint_is_the_sha256_of_lengths_and_ids():
     words = [2, 5, 6, 1, 7]
     expected = hashlib.sha256(b"".join(w.to_bytes(8, "little") for w in words)).hexdigest()
     assert fingerprint([5, 6], [7]) == expected
 
 
-def test_the_fingerprint_sees_boundaries_and_order():
-    prints = {fingerprint(*samples) for samples in ([[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]])}
-    assert len(prints) == 4
+@pytest.fixture
+def ten_lines(tmp_path):
+    path = tmp_path / "ten.jsonl"
+    path.write_text("".join(f'"line {i}"\n' for i in range(10)))
+    return str(path)
+
+
+def test_local_rows_are_shuffled_by_the_seed(ten_lines):
+    order = list(range(10))
+    random.Random(7).shuffle(order)
+    source = open_source(DataRecipe(dataset=ten_lines, seed=7))
+    assert source.name == ten_lines
+    assert list(source.rows) == [(f"{ten_lines}, line {i + 1}", f"line {i}") for i in order]
+    assert order != sorted(order)
+
+
+def test_python_docs_are_whole_paragraphs_long_enough_for_a_sample():
+    rows = [row for _, row in open_source(DataRecipe(dataset=DOCS, seq_len=512)).rows]
+    assert min(map(len, rows)) >= 512 * 6 - len("\n\n")
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    assert all(row in text for row in rows)
+    # all but what is left after the last piece
+    assert len(text) - sum(len(row) + 2 for row in rows) < 512 * 6
+    assert len(rows) > 100
+
+
+def test_settings_without_a_meaning_are_reported(ten_lines):
+    recipe = DataRecipe(dataset=DOCS, config="c", split="s", column="x")
+    assert open_source(recipe).warnings == (
+        f"data.config 'c' is ignored: dataset '{DOCS}' has none",
+        f"data.split 's' is ignored: dataset '{DOCS}' has none",
+        f"data.column 'x' is ignored: dataset '{DOCS}' has none",
+    )
+    local = DataRecipe(dataset=ten_lines, split="s", column="x")
+    assert open_source(local).warnings == (f"data.split 's' is ignored: dataset '{ten_lines}' has none",)
+
+
+@pytest.mark.parametrize(("config", "name"), [(None, "o/d [train]"), ("en", "o/d (en) [train]")])
+def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
+    asked = []
+
+    def load(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.IterableDataset.from_generator(lambda: iter([{"text": "streamed"}]))
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *args: ["test", "train"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source(DataRecipe(dataset="o/d", config=config))
+    assert source.name == name
+    assert list(source.rows) == [("row 1 as shuffled", {"text": "streamed"})]
+    assert asked == [(("o/d", config), {"split": "train", "streaming": True})]
+
+
+def test_files_of_a_directory_that_are_not_read_are_a_warning(ten_lines, tmp_path):
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
+    for name in (".DS_Store", ".gitattributes"):
+        (tmp_path / name).touch()
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
+    for name in ("b.csv", *"cdefghij"):
+        (tmp_path / name).touch()
+    (warning,) = open_source(DataRecipe(dataset=str(tmp_path))).warnings
+    assert warning == (
+        f"dataset '{tmp_path}': not read are b.csv, c, d, e, f, g, ... (9 in all); "
+        "supported: .jsonl, .json, .parquet, .txt, directly in it"
+    )

@@ -6,7 +6,6 @@ from calib.data.samples import MAX_REFUSALS, encode, tokenize_rows
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
-BOS = 0
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SYSTEM = [{"role": "system", "content": "be brief"}, *CHAT]
 
@@ -21,54 +20,30 @@ def tokenize(rows, tokenizer, recipe):
     return [piece.ids for piece in pieces], warnings, words
 
 
-def test_text_gets_the_bos_of_the_tokenizer(tokenizer):
-    ids = encode("hi", tokenizer)
-    assert ids.count(BOS) == 1
-    assert tokenizer.decode(ids) == "<s>hi"
-
-
-def test_a_chat_gets_the_bos_of_its_template_and_no_second_one(tokenizer):
+def test_a_text_gets_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template_alone(
+    tokenizer, byte_tokenizer
+):
+    assert tokenizer.decode(encode("hi", tokenizer)) == "<s>hi"
     ids = encode(CHAT, tokenizer)
-    assert ids.count(BOS) == 1
     assert tokenizer.decode(ids) == "<s><|user|>hi<|assistant|>yo"
     # the marker is one token, not the characters it is written with
     assert ids[1] == tokenizer.convert_tokens_to_ids("<|user|>")
-
-
-def test_a_template_without_bos_adds_none(byte_tokenizer):
     no_bos = byte_tokenizer(chat_template="{{ messages[0].content }}")
     assert no_bos.decode(encode(CHAT, no_bos)) == "hi"
 
 
-def test_samples_are_cut_at_seq_len(tokenizer):
-    samples, _, _ = tokenize(["abcdef", "xy"], tokenizer, recipe_of(seq_len=4))
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>xy"]
-
-
-def test_only_as_many_rows_are_read_as_are_needed(tokenizer):
-    rows = iter(["a", " \n", "b", "c"])
-    samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
+def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
+    rows = iter(["abcdef", " \n", {"text": "t", "body": "b"}, "c"])
+    samples, warnings, _ = tokenize(rows, tokenizer, recipe_of(seq_len=4, column="body"))
+    assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>b"]
     assert warnings == ()
     assert list(rows) == ["c"]
-
-
-def test_too_few_documents_are_all_used_with_a_warning(tokenizer):
-    samples, warnings, _ = tokenize(["a", "", "b"], tokenizer, recipe_of(samples=5))
-    assert len(samples) == 2
-    assert warnings == ("5 samples were asked for and dataset 'd' has 2; all 2 are used",)
 
 
 @pytest.mark.parametrize("rows", [[], ["", " \n"], [{"text": None}], [{"messages": []}]])
 def test_no_usable_document_is_an_error(tokenizer, rows):
     with pytest.raises(InputError, match=r"^dataset 'd' is empty: no row holds any text; use "):
         tokenize(rows, tokenizer, recipe_of())
-
-
-def test_the_column_of_the_recipe_is_read(tokenizer):
-    rows = [{"text": "t", "body": "b"}]
-    samples, _, _ = tokenize(rows, tokenizer, recipe_of(column="body"))
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>b"]
 
 
 def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
@@ -106,7 +81,7 @@ STRINGS = {
 }
 
 
-@pytest.mark.parametrize("template", STRINGS.values(), ids=STRINGS)
+@pytest.mark.parametrize("template", STRINGS.values())
 def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, template):
     tokenizer = byte_tokenizer(chat_template=template)
     chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
@@ -129,7 +104,6 @@ def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
         ([{"type": "text", "text": None}], "a part of type 'text' without text"),
         (["q"], "neither text nor parts"),
         ({"text": "q"}, "neither text nor parts"),
-        (7, "neither text nor parts"),
     ],
 )
 def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
@@ -142,16 +116,7 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, 
     assert reason in warning
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {},
-        {"a": 1},
-        {"a": "x", "b": "y"},
-        {"text": 3},
-        {"messages": [{"from": ["x"], "value": "y"}]},
-    ],
-)
+@pytest.mark.parametrize("row", [{}, {"a": "x", "b": "y"}])
 def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, row):
     samples, (warning,), _ = tokenize(["a", row, row, "b", row], tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]

@@ -5,14 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import (
-    FAMILIES,
-    HYBRIDS,
-    LATENT,
-    SHARED_KV,
-    tiny_model,
-    tiny_vision_language_model,
-)
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
@@ -26,24 +18,6 @@ from calib.recipe import load_recipe
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 23, 23, 11, 7)]
 PLENTY = 1 << 40
-# four layers, of which the last reads the cache of the one before it; each gets embeddings anew
-PER_LAYER_INPUTS = {
-    **SHARED_KV,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 4,
-    "intermediate_size": [96] * 4,
-}
-
-
-def every_model():
-    """Name -> what builds the model, for each one that calibrates in memory."""
-    models = {**FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": PER_LAYER_INPUTS}
-    builders = {name: lambda n=name, o=options: tiny_model(n, **o) for name, options in models.items()}
-    seeing = {"gemma3": {}, "paligemma": {}, "idefics3": {"model_type": "llama"}}
-    return builders | {
-        name: lambda n=name, o=options: tiny_vision_language_model(n, **o) for name, options in seeing.items()
-    }
 
 
 @dataclass
@@ -126,9 +100,3 @@ def bits(value):
     if hasattr(value, "__dataclass_fields__"):
         return {name: bits(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
-
-
-def pytest_generate_tests(metafunc):
-    if "build" in metafunc.fixturenames:
-        builders = every_model()
-        metafunc.parametrize("build", builders.values(), ids=builders.keys())

