@@ -20,6 +20,8 @@ NOT_RUN = {
     "torchrun": "starts eight processes; tests/calib/capture/test_processes.py starts two",
     "accelerate launch": "the same",
     "srun": "the same, on a cluster",
+    "python3 -m venv": "makes an environment; `make install-check` does",
+    ". fp8kv-env/bin/activate": "the same",
     "pip install": "changes the environment",
     "fp8kv bench": "takes minutes without a GPU; tests/calib/test_bench.py",
     "fp8kv-eval MODEL --tasks hellaswag,gsm8k": "lm-eval fetches these from the Hub itself",
