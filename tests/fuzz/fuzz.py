@@ -34,6 +34,9 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.models.quantized.config import QuantizationConfig, name_subject
     from calib.recipe import load_recipe
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from coded_forms import FORMS
+
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 ENGINES = choose_engines(None, None)
 PLACES = (Place(), Place(2, fnuz=True))
@@ -135,62 +138,22 @@ CONFIG = (
     b'"type":"float","strategy":"attn_head","symmetric":true}}}'
 )
 WEIGHT = b'"model.layers.0.self_attn.k_proj.weight":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
-_FLOAT = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
-_INT = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
-_GPTQ = {"qweight": "I32 8 32", "qzeros": "I32 2 4", "scales": "F16 2 32", "g_idx": "I32 64"}
-_NVFP4 = {"weight": "U8 8 16", "weight_scale": "F8_E4M3 8 2", "weight_scale_2": "F32"}
 
 
-def _compressed(form: str, weights: dict) -> dict:
-    groups = {"g": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+def _coded_modules() -> list[bytes]:
+    """Return configs, and types and shapes of a module's tensors, of each form of quantised weights."""
+    types = {dtype: name for name, dtype in DTYPES.items()}
+    found = [({"quant_method": "mxfp4"}, {"down_proj_blocks": "U8 2 4 1 16", "down_proj_scales": "U8 2 4 1"})]
+    for form in FORMS.values():
+        tensors, _ = form.make("m", torch.randn(32, 32), **form.options)
+        parts = {name.partition(".")[2]: x for name, x in tensors.items()}
+        shapes = {part: " ".join([types[x.dtype], *map(str, x.shape)]) for part, x in parts.items()}
+        found.append(({"quant_method": "modelopt", **form.says.get("quantization", form.says)}, shapes))
+        if form.says.get("quant_method") == "gptq":
+            found.append((form.says | {"quant_method": "auto-round", "packing_format": "auto_round"}, shapes))
+    return [f"{json_text(says)}\n\n{json_text(shapes)}".encode() for says, shapes in found]
 
 
-# configs, and the tensors of a module that fits each
-CODED = [
-    ({"quant_method": "gptq", "bits": 4, "group_size": 32}, _GPTQ),
-    (
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round"},
-        _GPTQ,
-    ),
-    (
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
-        {"qweight": "I32 64 4", "qzeros": "I32 2 4", "scales": "F16 2 32"},
-    ),
-    (
-        {"quant_method": "fp8", "weight_block_size": [16, 16]},
-        {"weight": "F8_E4M3 32 32", "weight_scale_inv": "F32 2 2"},
-    ),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _NVFP4),
-    (
-        {"quant_method": "mxfp4"},
-        {"down_proj_blocks": "U8 2 4 1 16", "down_proj_scales": "U8 2 4 1"},
-    ),
-    (
-        {
-            "quant_method": "quark",
-            "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}},
-        },
-        {"weight": "F8_E4M3 8 8", "weight_scale": "F32 8"},
-    ),
-    (
-        _compressed("pack-quantized", _INT),
-        {
-            "weight_packed": "I32 32 8",
-            "weight_scale": "F32 32 2",
-            "weight_zero_point": "I32 4 2",
-            "weight_shape": "I64 2",
-        },
-    ),
-    (
-        _compressed("nvfp4-pack-quantized", _FLOAT),
-        {
-            "weight_packed": "U8 8 16",
-            "weight_scale": "F8_E4M3 8 2",
-            "weight_global_scale": "F32 1",
-        },
-    ),
-]
 # what mutation starts from: random bytes alone would never be JSON
 SEEDS = {
     "header": [len(SCALES).to_bytes(8, "little") + SCALES + bytes(4)],
@@ -199,7 +162,7 @@ SEEDS = {
     "names": [b"model.layers.0.self_attn.k_scale", b"h.1.attn.v_proj.output_scale"],
     "scales_json": [FACTORS],
     "directory": [CONFIG + b"\n\n" + SCALES[:-1] + b"," + WEIGHT + b"}" + bytes(8)],
-    "quantized_weights": [f"{json_text(says)}\n\n{json_text(parts)}".encode() for says, parts in CODED],
+    "quantized_weights": _coded_modules(),
     "recipe": [b"strategy: attn_head\ndata: {samples: 4, seq_len: 8}\nobserver: {name: mse}\n"],
 }
 # target -> inputs
