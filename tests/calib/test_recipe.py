@@ -53,6 +53,8 @@ def test_overrides_win_over_the_file(tmp_path):
     recipe = load_recipe(str(tmp_path / "mine.yaml"), {"data.samples": 9, "headroom": 1.5})
     assert (recipe.strategy, recipe.data.samples, recipe.data.seed) == ("attn_head", 9, 3)
     assert recipe.headroom == 1.5
+    assert not recipe.collects_means
+    assert load_recipe(None, {"center_keys": True}).collects_means
     with pytest.raises(InputError, match="'strategy.x' cannot be set"):
         load_recipe(str(tmp_path / "mine.yaml"), {"strategy.x": 1})
 
@@ -87,6 +89,7 @@ def test_overrides_win_over_the_file(tmp_path):
         ("evaluation: {fail_if: [speed>3]}", "evaluation.fail_if.0: .*METRIC one of kl"),
         ("evaluation: {variants: [tensr]}", "evaluation.variants.0: Input should be 'bf16'.*tensr"),
         ("evaluation: {kl_budget: .inf}", "kl_budget: Input should be a finite number"),
+        ("evaluation: {attention: fa3, backend: triton}", "'fa3' is simulated in plain torch, and backend"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):

@@ -1,6 +1,5 @@
 """A stale file with scales beside a checkpoint: the index decides, or every command refuses."""
 
-import functools
 import json
 import shutil
 
@@ -94,41 +93,30 @@ def small_suite():
         yield
 
 
-@pytest.fixture(scope="module")
-def expected(places, tmp_path_factory):
-    """The results of a command without a stale file, with an index or without."""
-    root = tmp_path_factory.mktemp("expected")
-    shutil.copytree(places["GOOD"], root / "True" / "scales")
-    without_index(shutil.copytree(places["GOOD"], root / "False" / "scales"))
-
-    @functools.cache
-    def made(command, index):
-        done = run(command, places, root / str(index) / "scales", root / "out")
-        return results(done, root / "out")
-
-    return made
-
-
-@pytest.mark.parametrize("command", OF_FILES)
-def test_the_index_decides_or_two_values_are_refused(command, places, expected, tmp_path):
+@pytest.mark.parametrize("command", [*OF_FILES, *OF_STATISTICS])
+def test_the_index_decides_or_two_values_are_refused(command, places, tmp_path):
+    words = (OF_FILES | OF_STATISTICS)[command]
+    out, clean = tmp_path / "out", shutil.copytree(places["GOOD"], tmp_path / "clean" / "scales")
     listed = stale(places, tmp_path / "listed", "zz.safetensors", 1 / 400, index=True)
-    done = run(OF_FILES[command], places, listed, tmp_path / "out")
-    assert results(done, tmp_path / "out") == expected(OF_FILES[command], True)
+    expected = results(run(words, places, clean, out), out)
+    assert results(run(words, places, listed, out), out) == expected
     unlisted = stale(places, tmp_path / "unlisted", "aa.safetensors", 1 / 400, index=False)
-    done = run(OF_FILES[command], places, unlisted, tmp_path / "out")
+    done = run(words, places, unlisted, out)
+    if command in OF_STATISTICS:
+        without_index(clean)
+        assert results(done, out) == results(run(words, places, clean, out), out)
+        return
     name, value = "'model.layers.0.self_attn.k_scale'", read_scales(places["GOOD"]).layers[0].k[0]
     own, other = f"{value:.6g} as {name} in {SCALES}", f"{value / 400:.6g} as {name} in aa.safetensors"
     one_line_error(done, "two values for the K scale of layer 0 (and of 1 more)", own, other)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
     ("file", "factor", "index"),
     [("aa.safetensors", 1 / 400, True), ("zz.safetensors", 1 / 400, False), ("aa.safetensors", 1.0, False)],
 )
-def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(
-    file, factor, index, places, expected, tmp_path
-):
+def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(file, factor, index, places, tmp_path):
     directory = stale(places, tmp_path, file, factor, index=index)
     verified = fp8kv("verify", directory, "--engine", "vllm", "--json")
     inspected = fp8kv("inspect", directory, "--json")
@@ -143,16 +131,11 @@ def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(
     own = [list(layer.k) for layer in read_scales(places["GOOD"]).layers]
     # equal ones are the same; of two others the larger is shown, which clips nothing
     assert [layer["k"] for layer in shown["layers"]] == own
-    if index or factor == 1:
-        done = run(OF_FILES["convert"], places, directory, tmp_path / "out")
-        assert results(done, tmp_path / "out") == expected(OF_FILES["convert"], index)
-
-
-@pytest.mark.parametrize("command", OF_STATISTICS)
-def test_statistics_know_no_stale_file(command, places, expected, tmp_path):
-    directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=False)
-    done = run(OF_STATISTICS[command], places, directory, tmp_path / "out")
-    assert results(done, tmp_path / "out") == expected(OF_STATISTICS[command], False)
+    if factor == 1:
+        out = tmp_path / "out"
+        _, expected = results(run(OF_FILES["convert"], places, places["GOOD"], out), out)
+        _, found = results(run(OF_FILES["convert"], places, directory, out), out)
+        assert found[SCALES] == expected[SCALES]
 
 
 def test_statistics_take_no_scales_beside_them(places, tmp_path):
