@@ -158,26 +158,24 @@ def test_a_factor_that_a_shared_norm_cannot_hold():
 
 
 @pytest.mark.parametrize(
-    "flags", [("--headroom", "0.1"), ("--observer", "percentile"), ("--fp8-dtype", "e5m2")]
+    ("flags", "largest"),
+    [
+        (("--headroom", "0.1"), 1),
+        (("--observer", "percentile"), 1),
+        (("--fp8-dtype", "e5m2"), 1),
+        (("--fp8-dtype", "e4m3fnuz"), 240 / 448),
+    ],
 )
-def test_recipes_that_clip_or_reach_further(flags, llama, tmp_path):
+def test_recipes_that_clip_or_are_for_another_type(flags, largest, llama, tmp_path):
+    out = tmp_path / "out"
     scales = calibrated(llama.source, tmp_path / "scales", *flags, "--format", "fp8kv")
-    assert bake(llama.source, scales, tmp_path / "out", "--for", "fp8").exit_code == 0
-    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after", "--strategy", "attn_head"))
-    assert 0.5 < after.min() <= after.max() <= 1
-    assert fp8kv("verify", tmp_path / "out").exit_code == 0
-    fnuz = fp8kv("verify", tmp_path / "out", "--fnuz", "--json")
-    assert fnuz.exit_code == 1
-    assert "ends at 240" in json.loads(fnuz.stdout)["problems"][0]
-
-
-def test_a_recipe_for_the_type_that_ends_at_240(llama, tmp_path):
-    scales = calibrated(llama.source, tmp_path / "s", "--fp8-dtype", "e4m3fnuz", "--format", "fp8kv")
-    assert bake(llama.source, scales, tmp_path / "out", "--for", "fp8").exit_code == 0
-    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after", "--strategy", "attn_head"))
-    assert 120 / 448 < after.min() <= after.max() <= 240 / 448
-    for flags in ((), ("--fnuz",)):
-        assert fp8kv("verify", tmp_path / "out", *flags).exit_code == 0
+    assert bake(llama.source, scales, out, "--for", "fp8").exit_code == 0
+    after = scales_of(calibrated(out, tmp_path / "after", "--strategy", "attn_head"))
+    assert largest / 2 < after.min() <= after.max() <= largest
+    assert fp8kv("verify", out).exit_code == 0
+    fnuz = fp8kv("verify", out, "--fnuz", "--json")
+    assert fnuz.exit_code == (largest == 1)
+    assert ("ends at 240" in str(json.loads(fnuz.stdout)["problems"])) == (largest == 1)
 
 
 @pytest.mark.parametrize(("purpose", "octaves"), [("fp8", (2, 3)), ("int8", (0, 2))])

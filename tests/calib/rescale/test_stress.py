@@ -2,21 +2,27 @@
 
 import hashlib
 import json
+import pydoc_data.topics
 import shutil
 
 import pytest
 import torch
 from baking import TOKENS, in_float32
 from command_line import calibrate, fp8kv, one_line_error
+from fake_quant import measured_scales
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import kl_div
+from transformers import AutoTokenizer
 
 from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
+from calib.generate import unit_scales
 from calib.rescale import weight_changes
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
 from calib.rescale.weight_changes import cached_attention
+from fp8kv_runtime.hf import fp8_attention
 
 # Gemma multiplies by 1 + weight, which bfloat16 cannot hold times 256
 TWINS = {
@@ -172,7 +178,6 @@ def test_a_config_that_names_another_dtype_than_the_files_hold(tiny_directory, t
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        ("gpt2", {}, "GPT2Attention) has no linear layer named q_proj"),
         ("gemma3n_text", {**SHARED_KV, "num_kv_shared_layers": 0}, "normalises V"),
         ("stablelm", {"qk_layernorm": True}, "q_layernorm has no single weight"),
         ("llama4_text", {}, "no twin of Llama4ForCausalLM: K of model.layers.0"),
@@ -243,3 +248,26 @@ def test_only_what_fp8kv_wrote_is_replaced(qwen2, tmp_path):
     (out / "fp8kv_stress.json").unlink()
     one_line_error(stress(source, out, "--overwrite"), "was not written by fp8kv")
     assert isinstance(stress("./gone", out, "--debug").exception, InputError)
+
+
+@torch.inference_mode()
+def test_on_a_real_model_scales_make_all_the_difference(smollm2_directory, tmp_path):
+    done = stress(smollm2_directory, tmp_path / "twin")
+    assert done.exit_code == 0, done.stderr
+    page = pydoc_data.topics.topics["assert"]
+    tokens = AutoTokenizer.from_pretrained(smollm2_directory)(page, return_tensors="pt")["input_ids"][:, :128]
+    source, twin = in_float32(smollm2_directory), in_float32(tmp_path / "twin")
+    expected = source(tokens).logits
+    assert torch.equal(expected, twin(tokens).logits)
+
+    def divergence(model, scales):
+        with fp8_attention(model, scales, backend="torch"):
+            found = model(tokens).logits
+        logs = [x.log_softmax(-1).flatten(0, 1) for x in (found, expected)]
+        return kl_div(*logs, log_target=True, reduction="batchmean").item()
+
+    # the source does without: its K and V fit FP8 as they are
+    assert divergence(source, unit_scales(source)) < 0.1
+    assert divergence(twin, unit_scales(twin)) > 1
+    calibrated = divergence(source, measured_scales(source, tokens))
+    assert divergence(twin, measured_scales(twin, tokens)) < 1.3 * calibrated

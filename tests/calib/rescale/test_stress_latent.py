@@ -1,4 +1,7 @@
-"""`fp8kv stress` of latent attention (MLA): one factor for the latent and k_pe, as their scale is."""
+"""`fp8kv stress` of latent attention (MLA): one factor for the latent and k_pe, as their scale is.
+
+The twin is garbage at 1.0, and with its scales, or baked, as good as the source.
+"""
 
 import json
 import re
@@ -6,11 +9,14 @@ import shlex
 
 import pytest
 import torch
-from baking import TOKENS, in_float32
+from baking import TOKENS, bake, calibrated, in_float32
 from command_line import fp8kv
 from families import LATENT, save_model, tiny_model
 
 from calib.capture.attention import observe_qkv
+from calib.generate import unit_scales
+from calib.scales.stats_file import load_scales
+from fp8kv_runtime.hf import fp8_attention
 
 # what the commands of its card end with
 ENDINGS = {
@@ -75,6 +81,32 @@ def check_commands(card, twin, ending):
     # FP8 is on by itself where the config says so
     assert {*(engine["flag"] or "").split()} <= {*ending.split()}
     assert ("transformers" in (engine["flag"] or "")) == ("transformers" in ending)
+
+
+@torch.inference_mode()
+def test_one_scale_per_layer_makes_all_the_difference(tmp_path):
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(30)  # attention must matter
+    source = save_model(model.bfloat16(), tmp_path / "source")
+    twin, baked, flags = tmp_path / "twin", tmp_path / "baked", ("--format", "fp8kv")
+    assert fp8kv("stress", source, "-o", twin).exit_code == 0
+    scales = [calibrated(each, tmp_path / f"{each.name}-s", *flags) for each in (source, twin)]
+    assert bake(twin, scales[1], baked, "--for", "fp8").exit_code == 0
+    expected = in_float32(source)(TOKENS).logits
+
+    def loss(directory, given=None):
+        model = in_float32(directory)
+        with fp8_attention(model, load_scales(given) if given else unit_scales(model), backend="torch"):
+            found = model(TOKENS).logits
+        return ((found - expected).norm() / expected.norm()).item()
+
+    as_the_source = loss(source, scales[0])
+    assert as_the_source < 0.1
+    assert loss(twin) > 0.5
+    # the same latents times a power of two, so the same rounding
+    assert loss(twin, scales[1]) == as_the_source
+    assert loss(baked) < 1.5 * as_the_source
 
 
 def test_factors_that_are_given(deepseek, tmp_path):

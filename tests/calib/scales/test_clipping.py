@@ -116,6 +116,10 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, fi
         assert found.unknown == tuple(range(many))
         assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
         assert ("of the other layers (the median)" in found.line) == bool(rest)
+    assert ClippedTokens({0: 1e-3, 1: 1e-4, 4: 0.0}).line == (
+        "expected of new text like this: one token in 10,000 has a value beyond the scales in a layer "
+        "(the median), one token in 1,000 in layer 0"
+    )
     assert "less than one token in 10^12" in ClippedTokens({0: 0.0}).line
 
 
