@@ -10,11 +10,13 @@ import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import LATENT, save_model, tiny_model
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.files.names import STATS_FILE
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of, middle_of, read_places
+from calib.scales.plot import draw_growth
 from calib.scales.stats import KVStats, LayerStats, TensorStats, bucket_indices
 from calib.scales.stats_file import load_stats
 
@@ -153,6 +155,13 @@ def test_inspect_shows_first_tokens(measured, tmp_path):
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
     plain = shutil.copytree(measured, tmp_path / "plain", ignore=shutil.ignore_patterns(STATS_FILE))
     assert (panels(measured, tmp_path / "2.svg"), panels(plain, tmp_path / "1.svg")) == (2, 1)
+
+
+def test_growth_is_drawn_as_a_share_of_the_last_with_the_median():
+    axes, zeros = Figure().subplots(), [(1, 0.0), (3, 0.0)]
+    draw_growth(axes, {"k": [[(1, 2.0), (3, 4.0)], [(1, 1.0), (3, 4.0)], zeros]}, {"k": "C0"})
+    assert [[*line.get_ydata()] for line in axes.lines] == [[0.5, 1], [0.25, 1], [0.375, 1]]
+    assert [[*line.get_xdata()] for line in axes.lines] == [[1, 3]] * 3
 
 
 def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):

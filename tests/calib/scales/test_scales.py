@@ -28,7 +28,7 @@ def test_a_scale_of_another_dtype_or_shape_is_refused():
 
 def test_reduce_max_gives_one_scale_per_tensor():
     reduced = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}).reduce_max()
-    assert reduced.strategy == "tensor"
+    assert (reduced.strategy, reduced.has_q, reduced.has_center) == ("tensor", True, False)
     found = {letter: scale.tolist() for letter, scale in reduced.layers["a"].items()}
     assert found == {"k": [2.0], "v": [0.25], "q": [1.0]}
 
