@@ -76,7 +76,7 @@ install-check: $(VENV)/.installed ## wheel and sdist in empty environments: ever
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/install/check_install.py
 
 house: $(VENV)/.installed ## draw docs/house-*.svg from the imports
-	$(BIN)/python tests/support/house_picture.py
+	$(BIN)/python tools/house_picture.py
 
 GPUS ?=
 

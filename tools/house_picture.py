@@ -1,9 +1,13 @@
 """Draw the house from the imports: `make house` writes docs/house-light.svg and -dark.svg."""
 
 from html import escape
-from pathlib import Path
 
 from house import ROOT, floors, room_graph
+
+Rooms = dict[str, set[str]]  # the rooms that each imports
+Edge = tuple[str, str]
+Place = tuple[float, float, float]  # left edge, top and width
+Colours = dict[str, str]
 
 PICTURES = {
     ROOT / "docs" / "house-light.svg": {
@@ -23,8 +27,8 @@ WIDTH, FLOOR, BOX, LETTER, GAP = 1000, 78, 34, 8.0, 16
 TITLE = "Rooms of fp8kv, and what each imports from the floors below"
 
 
-def needed_edges(rooms):
-    """Imports that no longer way explains: `a` to `c` is left out where `a` to `b` to `c` is."""
+def needed_edges(rooms: Rooms) -> list[Edge]:
+    """Return imports that no longer way explains: `a` to `c` is left out where `a` to `b` to `c` is."""
     return sorted(
         (a, c)
         for a, found in rooms.items()
@@ -33,14 +37,15 @@ def needed_edges(rooms):
     )
 
 
-def below(name, rooms):
-    """All that a room imports, by whatever way."""
+def below(name: str, rooms: Rooms) -> set[str]:
+    """Return all that a room imports, by whatever way."""
     return rooms[name].union(*(below(each, rooms) for each in rooms[name]))
 
 
-def places(rooms, edges):
-    """Left edge, top and width of each room, the lowest floor last; each above what it imports."""
-    found, levels = {}, floors()
+def places(rooms: Rooms, edges: list[Edge]) -> dict[str, Place]:
+    """Return left edge, top and width of each room, the lowest floor last; each above what it imports."""
+    found: dict[str, Place] = {}
+    levels = floors()
     for level, floor in enumerate(levels):
         top = (len(levels) - 1 - level) * FLOOR + GAP
         names = sorted(floor & rooms.keys(), key=lambda name: (_mean(name, edges, found), name))
@@ -52,18 +57,18 @@ def places(rooms, edges):
     return found
 
 
-def _mean(name, edges, found):
+def _mean(name: str, edges: list[Edge], found: dict[str, Place]) -> float:
     centres = [_centre(found[b]) for a, b in edges if a == name and b in found]
     return sum(centres) / len(centres) if centres else WIDTH / 2
 
 
-def _centre(place):
+def _centre(place: Place) -> float:
     left, _, width = place
     return left + width / 2
 
 
-def draw(rooms, colours):
-    """One SVG: packages filled, single files hollow."""
+def draw(rooms: Rooms, colours: Colours) -> str:
+    """Return the SVG: packages filled, single files hollow."""
     edges = needed_edges(rooms)
     where = places(rooms, edges)
     height = len(floors()) * FLOOR
@@ -77,14 +82,14 @@ def draw(rooms, colours):
     ])  # fmt: skip
 
 
-def _line(upper, lower, colours):
+def _line(upper: Place, lower: Place, colours: Colours) -> str:
     x0, y0, x1, y1 = _centre(upper), upper[1] + BOX, _centre(lower), lower[1]
     bend = (y1 - y0) / 2
     path = f"M{x0:.1f} {y0} C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1}"
     return f'<path d="{path}" fill="none" stroke="{colours["line"]}"/>'
 
 
-def _box(name, place, colours):
+def _box(name: str, place: Place, colours: Colours) -> str:
     left, top, width = place
     fill = colours["room" if _is_package(name) else "paper"]
     return (
@@ -94,14 +99,15 @@ def _box(name, place, colours):
     )
 
 
-def _is_package(name):
+def _is_package(name: str) -> bool:
     return (ROOT / "calib" / name).is_dir() or (ROOT / name).is_dir()
 
 
-def main():
+def main() -> None:
+    """Draw it in both colours."""
     rooms = room_graph()
     for path, colours in PICTURES.items():
-        Path(path).write_text(draw(rooms, colours))
+        path.write_text(draw(rooms, colours))
 
 
 if __name__ == "__main__":
