@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,15 @@ class Form:
     file: str = "config.json"  # where the config is
     weights: str = r"(?:_proj|experts\.\d+\.w\d)\.weight$"  # a pattern of their names
 
-    def quantise(self, directory, plain):
+    def quantised(self, model, directory):
+        """A copy of the model in this form."""
+        shutil.copytree(model, directory)
+        return self.quantise(directory)
+
+    def quantise(self, directory, plain=None):
         """Quantise the model in `directory`, and keep what its weights stand for in `plain`."""
-        plain.mkdir()
-        for file in directory.iterdir():
-            (plain / file.name).write_bytes(file.read_bytes())
+        if plain:
+            shutil.copytree(directory, plain)
         coded, values = {}, {}
         for name, tensor in load_file(directory / "model.safetensors").items():
             values[name] = tensor
@@ -35,8 +40,9 @@ class Form:
             tensors, values[name] = self.make(module, tensor.float(), **self.options)
             coded |= tensors
         save_file(coded, directory / "model.safetensors", {"format": "pt"})
-        kept = {name: value.contiguous() for name, value in values.items()}
-        save_file(kept, plain / "model.safetensors", {"format": "pt"})
+        if plain:
+            kept = {name: value.contiguous() for name, value in values.items()}
+            save_file(kept, plain / "model.safetensors", {"format": "pt"})
         if self.file == "config.json":
             edit_json(directory / "config.json", quantization_config=self.says)
         else:

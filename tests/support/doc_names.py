@@ -8,7 +8,7 @@ from pathlib import Path
 
 import datasets
 import torch
-from big_weights import quantised
+from coded_forms import FORMS
 from command_line import CliRunner
 from doc_blocks import ROOT, Command
 from realistic import give_realistic_weights
@@ -89,7 +89,7 @@ class Names:
         elif name == "path/to/model":  # that build/demo is made from
             path.symlink_to(sources.builtin_model("builtin:smollm2"))
         elif name == "QUANTISED_MODEL":
-            quantised(self.made("MODEL"), path, "fp8")
+            FORMS["compressed-fp8-channel"].quantised(self.made("MODEL"), path)
         else:
             save_model(path)
 

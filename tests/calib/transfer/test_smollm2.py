@@ -4,12 +4,14 @@ import os
 
 import pytest
 from apply_cases import applied, ran, refused, scales
-from big_weights import quantised
+from coded_forms import FORMS, Form, compressed
+from coded_weights import packed as packed_codes
 from pack_cases import packed
 from safetensors.torch import load_file, save_file
 
 from calib.files.stored_scales import read_scales
 
+W4A16 = Form(compressed("pack-quantized", 4, strategy="group", group_size=64), packed_codes, {"group": 64})
 DATA = ("--dataset", "builtin:python-docs", "--samples", "4", "--seq-len", "512", "--device", "cpu")
 
 
@@ -32,7 +34,7 @@ def ratios(one, other):
 def test_scales_are_near_those_of_a_model_of_4_bits_unless_its_values_were_rescaled(
     smollm2_directory, measured, tmp_path
 ):
-    model = quantised(smollm2_directory, tmp_path / "model", "w4a16")
+    model = W4A16.quantised(smollm2_directory, tmp_path / "model")
     out = applied(measured, model, tmp_path / "applied")
     shard = "model-00001-of-00001.safetensors"
     assert os.path.samefile(out / shard, model / "model.safetensors")
@@ -55,7 +57,7 @@ def test_a_pack_is_small_and_of_the_very_scales_also_beside_fp8(smollm2_director
     pack = packed(measured, tmp_path / "pack")
     weights = (smollm2_directory / "model.safetensors").stat().st_size
     assert sum(file.stat().st_size for file in pack.iterdir()) < weights / 50
-    model = quantised(smollm2_directory, tmp_path / "fp8", "fp8")
+    model = FORMS["compressed-fp8-channel"].quantised(smollm2_directory, tmp_path / "fp8")
     out = applied(pack, model, tmp_path / "applied")
     same = applied(pack, "builtin:smollm2", tmp_path / "same")
     assert scales(out) == scales(same) == scales(measured)
