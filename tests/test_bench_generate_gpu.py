@@ -1,5 +1,6 @@
 """The benchmark of whole models without a GPU: it compares, refuses, and computes its ratios."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from fp8kv_runtime.kernels import decode
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CONFIG = BENCHMARKS / "configs" / "smollm2-135m.json"
+SMALL = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 192}
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which it times")
 
@@ -25,8 +27,9 @@ def script(monkeypatch):
 
 
 def run(script, monkeypatch, tmp_path):
-    output = tmp_path / "result.json"
-    arguments = ["generate_gpu.py", "--config", str(CONFIG), "--output", str(output)]
+    output, config = tmp_path / "result.json", tmp_path / "smollm2.json"
+    config.write_text(json.dumps(json.loads(CONFIG.read_text()) | SMALL))
+    arguments = ["generate_gpu.py", "--config", str(config), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", arguments)
     script.main()
     return output
@@ -36,13 +39,13 @@ def test_without_a_gpu_models_are_compared_and_nothing_is_written(script, monkey
     output = run(script, monkeypatch, tmp_path)
     *rows, last = capsys.readouterr().out.splitlines()
     assert last == "no GPU here: small models were compared, nothing was timed"
-    assert [row.split()[0] for row in rows] == ["smollm2-135m"]
+    assert [row.split()[0] for row in rows] == ["smollm2"]
     assert not output.exists()
 
 
 def test_nothing_is_timed_where_a_kernel_is_wrong(script, monkeypatch, tmp_path):
     right = decode.decode_attention
-    wrong = lambda *arguments: right(*arguments).flip(1)  # noqa: E731
+    wrong = lambda *arguments: 10 * right(*arguments).flip(1)  # noqa: E731
     monkeypatch.setattr(decode, "decode_attention", wrong)
     with pytest.raises(SystemExit, match="nothing was timed"):
         run(script, monkeypatch, tmp_path)

@@ -1,8 +1,8 @@
 """The kernel benchmark without a GPU: its gate, its report and others' masks; no speed."""
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,14 +35,22 @@ def tiny(bench, kernel):
     return [case for case in shrink(bench.speed.CASES) if case.kernel == kernel]
 
 
-def test_tiny_checks_every_kernel_and_writes_nothing(tmp_path):
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "kernel_speed.py", "--tiny", "--output", tmp_path],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *rows, last = done.stdout.splitlines()
+@pytest.fixture
+def run(bench, monkeypatch, tmp_path, capsys):
+    """The command, on so many small cases of each kernel; it returns what it printed."""
+
+    def run_command(*arguments, per_kernel=100):
+        small = [tiny(bench, kernel)[:per_kernel] for kernel in REFERENCES]
+        monkeypatch.setattr(bench.speed, "CASES", tuple(case for cases in small for case in cases))
+        monkeypatch.setattr(sys, "argv", ["kernel_speed.py", "--output", str(tmp_path), *arguments])
+        bench.speed.main()
+        return capsys.readouterr().out
+
+    return run_command
+
+
+def test_tiny_checks_every_kernel_and_writes_nothing(run, tmp_path):
+    *rows, last = run("--tiny", per_kernel=1).splitlines()
     assert last.startswith("correctness only: ")
     assert last.endswith("nothing was timed")
     assert {row.split()[0] for row in rows} == set(REFERENCES)
@@ -69,18 +77,14 @@ def last_token_forgotten(run, query, blocks, sequences, *arguments):
     return run(query, blocks, shorter, *arguments)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [scaled, not_a_number, heads_exchanged, last_token_forgotten],
-    ids=lambda f: f.__name__,
-)
 @pytest.mark.parametrize("kernel", ["decode_attention", "extend_attention"])
-def test_the_gate_refuses_broken_attention(bench, kernel, broken):
+def test_the_gate_refuses_broken_attention(bench, kernel):
     run = REFERENCES[kernel]
     for case in tiny(bench, kernel):
         assert gate.check(case, {kernel: run}, torch.device("cpu")).ok
-        wrong = {kernel: lambda *arguments: broken(run, *arguments)}
-        assert not gate.check(case, wrong, torch.device("cpu")).ok, case.name
+        for broken in (scaled, not_a_number, heads_exchanged, last_token_forgotten):
+            wrong = {kernel: partial(broken, run)}
+            assert not gate.check(case, wrong, torch.device("cpu")).ok, (case.name, broken)
 
 
 def one_token_skipped(key, value, blocks, slots):
@@ -127,23 +131,22 @@ class FakeTimer:
 
 
 @pytest.fixture
-def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
+def run_as_on_a_gpu(bench, run, monkeypatch):
     """The whole command with tiny shapes, references as launchers and a clock that stands still."""
     gpu = SimpleNamespace(
         name="NVIDIA H200", total_memory=2**27, multi_processor_count=132, uuid="no such GPU"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(bench.speed, "CASES", shrink(bench.speed.CASES))
     monkeypatch.setattr(bench.speed, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(sys, "argv", ["kernel_speed.py", "--output", str(tmp_path)])
 
-    def run(launchers):
+    def run_with(launchers):
         monkeypatch.setattr(bench.speed, "load_launchers", lambda: launchers)
-        bench.speed.main()
+        return run()
 
-    return run
+    return run_with
 
 
 def test_what_the_gpu_has_no_memory_for_is_left_out(bench, monkeypatch, capsys):
@@ -170,8 +173,7 @@ def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
+def test_results_say_what_was_measured(bench, run_as_on_a_gpu, tmp_path):
     run_as_on_a_gpu(REFERENCES)
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert [row["kernel"] for row in result["rows"]] == [c.kernel for c in bench.speed.CASES]
@@ -190,11 +192,9 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_machine_without_matplotlib_draws_nothing(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
+def test_a_machine_without_matplotlib_draws_nothing(run_as_on_a_gpu, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run_as_on_a_gpu(REFERENCES)
-    assert "benchmarks/kernel_roofline.py draws it elsewhere" in capsys.readouterr().out
+    assert "benchmarks/kernel_roofline.py draws it elsewhere" in run_as_on_a_gpu(REFERENCES)
     assert not (tmp_path / "kernels.png").exists()
     assert (tmp_path / "kernels.json").exists()
 

@@ -1,49 +1,36 @@
-"""PagedKVCache: which sequence sees which bytes, and what is left after an error."""
+"""PagedKVCache: which sequence sees which bytes, which blocks are shared, and what an error leaves."""
 
+import hashlib
 from copy import deepcopy
 
 import pytest
 import torch
-from cache_contents import contents, filled, layer, make_cache, state, write
+from cache_contents import contents, expected, filled, layer, make_cache, state, write
+from cache_model import run_history
 
-from fp8kv_runtime.cache import OutOfBlocksError, PagedKVCache
+from fp8kv_runtime.cache import BlockPool, OutOfBlocksError, PagedKVCache, content_hashes
 
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 
 
 def test_slots_are_blocks_times_block_size_plus_offset():
     cache = make_cache(8)
-    first, second = cache.allocate(), cache.allocate()
-    slots = [cache.append(first, 3), cache.append(second, 5), cache.append(first, 2)]
+    first, second, empty = (cache.allocate() for _ in range(3))
+    slots = [cache.append(first, 3), cache.append(second, 9), cache.append(first, 2)]
     assert [s.dtype for s in slots] == [torch.int64] * 3
-    tables = cache.block_tables([first, second])
-    assert tables.dtype == torch.int32
-    assert tables.tolist() == [first.block_ids, second.block_ids]
     a, b = first.block_ids
     assert slots[0].tolist() == [4 * a, 4 * a + 1, 4 * a + 2]
     assert slots[2].tolist() == [4 * a + 3, 4 * b]
-    assert torch.equal(cache.slots([first, second], 1, 4)[1], slots[1][1:])
-    batch = cache.sequences([second, first])
-    assert batch.seq_lens.tolist() == [5, 5]
-    assert batch.block_tables.tolist() == [second.block_ids, first.block_ids]
-
-
-def test_shorter_block_tables_end_in_minus_one():
-    cache = make_cache(8)
-    sequences = [cache.allocate() for _ in range(3)]
-    cache.append(sequences[0], 9)
-    cache.append(sequences[1], 1)
-    tables = cache.block_tables(sequences).tolist()
-    assert tables == [
-        sequences[0].block_ids,
-        [*sequences[1].block_ids, -1, -1],
-        [-1, -1, -1],
-    ]
+    assert torch.equal(cache.slots([first, second], 1, 4)[1], slots[1][1:5])
+    batch = cache.sequences([second, first, empty])
+    assert batch.seq_lens.tolist() == [9, 5, 0]
+    assert batch.block_tables.tolist() == [second.block_ids, [a, b, -1], [-1, -1, -1]]
+    assert batch.block_tables.dtype == torch.int32
     assert cache.block_tables([]).shape == (0, 0)
-    assert cache.append(sequences[2], 0).tolist() == []
+    assert cache.append(empty, 0).tolist() == []
 
 
-def test_bytes():
+def test_bytes_are_those_of_blocks_in_use_and_shared_ones_count_once():
     cache = make_cache(8)
     # K and V, two layers: heads x channels bytes a token
     assert cache.bytes_per_token == 2 * (1 * 4 + 2 * 8)
@@ -51,9 +38,8 @@ def test_bytes():
     assert cache.num_bytes_used == 0
     sequence = cache.allocate()
     cache.append(sequence, 5)
-    assert cache.num_bytes_used == 2 * 4 * cache.bytes_per_token
     other = cache.fork(sequence)
-    assert cache.num_bytes_used == 2 * 4 * cache.bytes_per_token  # shared blocks count once
+    assert cache.num_bytes_used == 2 * 4 * cache.bytes_per_token
     cache.append(other)
     assert cache.num_bytes_used == 3 * 4 * cache.bytes_per_token
     cache.free(sequence)
@@ -84,23 +70,14 @@ def test_running_out_leaves_everything_as_it_was():
         # the fork needs a copy of its block, and both one more
         lambda: cache.reserve([short, fork], 3),
     ):
-        with pytest.raises(OutOfBlocksError, match="1 of 5 are free"):
+        with pytest.raises(
+            OutOfBlocksError, match=r"^\d blocks needed, 1 of 5 are free; free a sequence, or"
+        ):
             failing()
         assert state(cache) == before[0]
         assert [vars(s) for s in (long, short, fork)] == before[1]
     cache.reserve([long, fork], 2)
     assert cache.num_free_blocks == 0
-
-
-def test_only_as_many_copies_as_are_needed():
-    """Where all that hold a block append, the last one keeps it."""
-    cache = make_cache(3)
-    first = filled(cache, [1, 2])
-    second, third = cache.fork(first), cache.fork(first)
-    cache.reserve([first, second, third], 1)
-    blocks = {s.block_ids[0] for s in (first, second, third)}
-    assert len(blocks) == 3
-    assert [contents(cache, s)[:2] for s in (second, third)] == [contents(cache, first)[:2]] * 2
 
 
 def test_growing_keeps_bytes_and_sequences():
@@ -109,77 +86,183 @@ def test_growing_keeps_bytes_and_sequences():
     before = contents(cache, first), contents(cache, second)
     counts = cache.layers[0].counts
     write(cache, cache.append(first, token_ids=range(20)), range(20))
-    assert cache.num_blocks == cache.layers[0].num_blocks == cache.layers[1].num_blocks >= 7
+    assert cache.num_blocks == cache.layers[0].num_blocks == cache.layers[1].num_blocks == 7
     assert contents(cache, first)[:3] == before[0]
     assert contents(cache, second) == before[1]
     assert cache.layers[0].counts is counts
+    cache.append(second, 4)
+    assert cache.num_blocks == 14
     cache.append(second, 400)
-    assert len({*first.block_ids, *second.block_ids}) == 6 + 101
+    assert len({*first.block_ids, *second.block_ids}) == 6 + 102
 
 
-def test_a_prefix_is_shared_up_to_the_last_full_block():
+def test_a_prefix_is_shared_up_to_the_last_full_block_and_leaves_a_token_to_run():
     cache = make_cache(16)
     first = filled(cache, PROMPT)
-    same, longer = cache.allocate(PROMPT), cache.allocate([*PROMPT, 1, 2, 3])
-    for second in (same, longer):
+    for prompt in (PROMPT, [*PROMPT, 1, 2, 3], PROMPT[:9]):
+        second = cache.allocate(prompt)
         assert second.num_cached_tokens == second.length == 8
         assert second.block_ids == first.block_ids[:2]
-        assert contents(cache, second) == contents(cache, first)[:8]
-    assert [cache._pool.references(b) for b in first.block_ids] == [3, 3, 1]
-
-
-def test_at_least_one_token_is_left_to_run():
-    cache = make_cache(16)
-    first = filled(cache, PROMPT[:8])
-    second = cache.allocate(PROMPT[:8])
-    assert second.num_cached_tokens == 4
-    assert second.block_ids == first.block_ids[:1]
-    assert cache.allocate(PROMPT[:9]).num_cached_tokens == 8
+        assert contents(cache, second) == expected(PROMPT[:8])
+    assert cache.allocate(PROMPT[:8]).num_cached_tokens == 4
     assert cache.allocate([]).num_cached_tokens == 0
+    for changed, shared in ((0, 0), (3, 0), (4, 4), (7, 4), (8, 8)):
+        other = list(PROMPT)
+        other[changed] += 1
+        assert cache.allocate(other).num_cached_tokens == shared, changed
+    # the second block after another past
+    assert cache.allocate(PROMPT[4:]).num_cached_tokens == 0
 
 
-@pytest.mark.parametrize(("changed", "shared"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
-def test_another_prefix_is_not_shared(changed, shared):
-    cache = make_cache(16)
-    filled(cache, PROMPT)
-    other = list(PROMPT)
-    other[changed] += 1
-    assert cache.allocate(other).num_cached_tokens == shared
+def test_content_hashes_are_of_full_blocks_and_tell_tokens_from_their_bytes():
+    hashes = content_hashes(PROMPT, 4)
+    assert len(set(hashes)) == len(hashes) == 2
+    assert content_hashes(PROMPT[:8], 4) == hashes
+    assert content_hashes([256, 1], 2) != content_hashes([0, 257], 2)
+    assert content_hashes([1, 1, 1, 1], 2) != content_hashes([1, 1, 1, 1], 4) * 2
 
 
-def test_the_same_tokens_after_another_past_are_not_shared():
-    cache = make_cache(16)
-    filled(cache, [*PROMPT[:4], 9, 9, 9, 9, 5])
-    assert cache.allocate([*PROMPT[4:8], 9, 9, 9, 9, 5]).num_cached_tokens == 0
-    assert cache.allocate([9, 9, 9, 9, 5]).num_cached_tokens == 0
-
-
-def test_what_is_not_committed_is_not_shared():
+def test_what_is_not_committed_or_not_known_is_not_shared():
     cache = make_cache(16)
     first = filled(cache, PROMPT, commit=False)
     assert cache.allocate(PROMPT).num_cached_tokens == 0
     cache.commit(first)
     assert cache.allocate(PROMPT).num_cached_tokens == 8
 
+    for known, unknown in ((None, 9), (PROMPT[:3], 9), ([], 3)):
+        cache = make_cache(16)
+        sequence = cache.allocate(known)
+        if known:
+            write(cache, cache.append(sequence, token_ids=known), known)
+        cache.reserve([sequence], unknown)
+        cache.append(sequence, token_ids=PROMPT)  # known again, after a gap
+        before = state(cache)
+        cache.commit(sequence)
+        assert state(cache) == before
+        assert cache.allocate([*PROMPT, *PROMPT]).num_cached_tokens == 0
 
-@pytest.mark.parametrize("start", [None, PROMPT[:3]])
-def test_unknown_tokens_are_never_shared(start):
-    cache = make_cache(16)
-    sequence = cache.allocate(start)
-    if start is not None:
-        write(cache, cache.append(sequence, token_ids=start), start)
-    cache.append(sequence, 9)
-    cache.append(sequence, token_ids=PROMPT)  # known again, after a gap
+
+def test_blocks_are_found_again_after_free_until_they_are_reused():
+    cache = make_cache(4)
+    first = filled(cache, PROMPT)
+    blocks = list(first.block_ids)
+    cache.free(first)
+    assert cache.num_free_blocks == 4
+    second = cache.allocate(PROMPT)
+    assert second.block_ids == blocks[:2]
+    assert contents(cache, second) == expected(PROMPT[:8])
+    assert cache.num_free_blocks == 2
+    cache.free(second)
+    # two blocks were never published; the third taken is the end of the prefix, the fourth its
+    # beginning
+    third = cache.allocate()
+    cache.append(third, 12)
+    found = cache.allocate(PROMPT)
+    assert found.num_cached_tokens == 4
+    cache.free(found)
+    cache.append(third, 4)
+    assert cache.allocate(PROMPT).num_cached_tokens == 0
+
+
+def test_freeing_twice_gives_nothing_back_twice():
+    cache = make_cache(4)
+    sequence, other = filled(cache, PROMPT[:5]), filled(cache, [1])
+    cache.free(sequence)
     before = state(cache)
-    cache.commit(sequence)
+    cache.free(sequence)
     assert state(cache) == before
-    assert cache.allocate([*PROMPT, *PROMPT]).num_cached_tokens == 0
+    assert (sequence.length, sequence.block_ids) == (0, [])
+    assert contents(cache, other) == expected([1])
+
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.release(block)
+    with pytest.raises(ValueError, match=f"^block {block} is free already$"):
+        pool.release(block)
+    assert (pool.references(block), pool.num_free) == (0, 2)
 
 
-def test_tokens_after_a_reserved_gap_are_unknown():
+def test_of_blocks_with_one_content_the_first_is_found_and_a_block_has_one():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.publish(first, b"x")
+    pool.publish(second, b"x")
+    pool.publish(first, b"y")
+    assert (pool.find(b"x"), pool.find(b"y")) == (first, None)
+    pool.forget(second)
+    assert pool.find(b"x") == first
+    pool.forget(first)
+    pool.publish(first, b"y")
+    assert (pool.find(b"x"), pool.find(b"y")) == (None, first)
+
+
+def test_a_published_block_that_is_written_again_is_withdrawn():
+    cache = make_cache(8)
+    first = filled(cache, PROMPT)
+    cache.truncate(first, 6)
+    cache.free(cache.allocate(PROMPT))
+    blocks = list(first.block_ids)
+    write(cache, cache.append(first, token_ids=[1, 2, 3]), [1, 2, 3])
+    assert first.block_ids[:2] == blocks[:2]
+    assert cache.allocate(PROMPT).num_cached_tokens == 4
+    cache.commit(first)
+    again = cache.allocate([*PROMPT[:6], 1, 2, 9])
+    assert contents(cache, again) == expected([*PROMPT[:6], 1, 2])
+
+
+def test_only_as_many_blocks_are_held_and_copied_as_are_needed():
+    cache = make_cache(3)
+    first = filled(cache, PROMPT)
+    for length in (-1, 11):
+        with pytest.raises(ValueError, match=f"^cannot truncate 10 tokens to {length}$"):
+            cache.truncate(first, length)
+    for length in (10, 9, 8, 7, 4, 2):
+        cache.truncate(first, length)
+        assert cache.num_free_blocks == 3 - -(-length // 4)
+    second, third = cache.fork(first), cache.fork(first)
+    cache.reserve([first, second, third], 1)  # where all that hold a block append, the last one keeps it
+    assert len({s.block_ids[0] for s in (first, second, third)}) == 3
+    assert [contents(cache, s)[:2] for s in (first, second, third)] == [expected(PROMPT[:2])] * 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_sequence_sees_its_own_tokens_at_all_times(seed):
+    grows = seed % 3 == 0
+    failures = run_history(seed, steps=300, can_grow=grows)
+    assert (failures == 0) == grows, "a pool that cannot grow should have run out"
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Grows by one for each block that is hashed."""
+    calls, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data: calls.append(data) or sha256(data))
+    return calls
+
+
+def test_commit_hashes_only_what_is_new(hashed):
+    cache, tokens = make_cache(16), [*PROMPT, *range(30)]
+    sequence = cache.allocate([])
+    for token in tokens:
+        cache.append(sequence, token_ids=[token])
+        cache.commit(sequence)
+    assert len(hashed) == len(tokens) // 4
+
     cache = make_cache(16)
-    sequence = cache.allocate(PROMPT)
-    cache.reserve([sequence], 3)
-    write(cache, cache.append(sequence, token_ids=PROMPT), PROMPT)
-    cache.commit(sequence)
-    assert cache.allocate([*PROMPT, 1]).num_cached_tokens == 0
+    first = filled(cache, PROMPT)
+    second = cache.fork(first)
+    cache.truncate(first, 6)
+    for sequence, new in ((first, [7, 8]), (second, [1, 2])):
+        hashed.clear()
+        write(cache, cache.append(sequence, token_ids=new), new)
+        cache.commit(sequence)
+        cache.commit(sequence)
+        assert len(hashed) == 1
+        assert hashed[0].endswith(new[1].to_bytes(8, "little"))
+        assert cache.allocate([*sequence.token_ids, 0]).num_cached_tokens == sequence.length
+    hashed.clear()
+    third = cache.allocate([*first.token_ids, 3, 4, 5, 6, 0])
+    cache.append(third, token_ids=[3, 4, 5, 6])
+    assert len(hashed) == 3
+    cache.commit(third)
+    assert len(hashed) == 4

@@ -146,18 +146,18 @@ def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8, options)
     _nearly_all_close(made, want)
 
 
-@pytest.mark.parametrize(
-    ("attention", "kwargs"),
-    [(fa3_attention, {}), (vllm_triton_attention, {}), (vllm_triton_attention, {"dtype": None})],
-    ids=["fa3", "vllm_triton", "vllm_triton_fp8"],
-)
-def test_a_token_that_sees_nothing_gets_zeros(attention, kwargs):
+def test_a_token_that_sees_nothing_gets_zeros():
     query, key, value, visible = inputs(4, 6, 4, 2, 64)
     visible[0] = False
-    made = dense(attention, query, key, value, visible, AttentionOptions(), **kwargs)
-    assert (made[0] == 0).all()
-    assert made[1:].isfinite().all()
-    assert (made[1:] != 0).any()
+    for attention, how in (
+        (fa3_attention, {}),
+        (vllm_triton_attention, {}),
+        (vllm_triton_attention, {"dtype": None}),
+    ):
+        made = dense(attention, query, key, value, visible, AttentionOptions(), **how)
+        assert (made[0] == 0).all()
+        assert made[1:].isfinite().all()
+        assert (made[1:] != 0).any()
 
 
 @pytest.mark.parametrize(
@@ -176,24 +176,14 @@ def test_weights_far_below_the_largest_leave_the_numerator_and_not_the_sum(below
 
 def test_queries_have_scale_1_unless_one_is_given():
     query, key, value, visible = inputs(8, 8, 4, 2, 64)
-    query /= 2**14  # at scale 1.0 all of them are 0
-    rounded = dense(fa3_attention, query, 2**14 * key, value, visible, AttentionOptions())
-    zeros = torch.zeros_like(query)
-    assert torch.equal(rounded, dense(fa3_attention, zeros, key, value, visible, AttentionOptions()))
-    scale = torch.full((4,), 2.0**-14)
-    scaled = AttentionOptions(q_scale=scale)
-    made = dense(fa3_attention, query, 2**14 * key, value, visible, scaled)
-    plain = dense(fa3_attention, 2**14 * query, key, value, visible, AttentionOptions())
-    torch.testing.assert_close(made, plain, **CLOSE)
 
+    def attend(query, key, q_scale=None):
+        return dense(fa3_attention, query, key, value, visible, AttentionOptions(q_scale=q_scale))
 
-def test_query_heads_that_share_keys_have_the_largest_of_their_scales():
-    query, key, value, visible = inputs(8, 8, 4, 2, 64)
-    runs = [
-        dense(fa3_attention, query, key, value, visible, AttentionOptions(q_scale=scale))
-        for scale in (
-            torch.tensor([0.01, 0.03, 0.02, 0.001]),
-            torch.tensor([0.03, 0.03, 0.02, 0.02]),
-        )
-    ]
-    assert torch.equal(*runs)
+    small, large = query / 2**14, 2**14 * key  # at scale 1.0 all of the small ones are 0
+    assert torch.equal(attend(small, large), attend(torch.zeros_like(small), key))
+    made = attend(small, large, torch.full((4,), 2.0**-14))
+    torch.testing.assert_close(made, attend(query, key), **CLOSE)
+    # query heads that share keys have the largest of their scales
+    apart, shared = torch.tensor([[0.01, 0.03, 0.02, 0.001], [0.03, 0.03, 0.02, 0.02]])
+    assert torch.equal(attend(query, key, apart), attend(query, key, shared))

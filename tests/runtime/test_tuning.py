@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
@@ -35,14 +36,16 @@ def own_table(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", [*TARGETS.values(), INTERPRETER], ids=lambda t: t.name)
-@pytest.mark.parametrize("kernel", ["decode", "extend"])
-def test_a_config_is_shipped_for_every_head_dim_of_every_target(target, kernel):
-    for bits in (8, 16):
+def test_a_config_is_shipped_for_every_head_dim_of_every_target(target):
+    names = ("", target.name, target.backend)
+    for kernel, bits in product(("decode", "extend"), (8, 16)):
         for head_dim in (32, 64, 80, 128, 192, 256):
-            config = tuning.find_config(kernel, ("", target.name, target.backend), bits, head_dim)
+            config = tuning.find_config(kernel, names, bits, head_dim)
             assert config.tile * head_dim <= 64 * 256
-        with pytest.raises(ValueError, match="head_dim 257 is more than the 256"):
-            tuning.find_config(kernel, ("", target.name, target.backend), bits, 257)
+        with pytest.raises(ValueError, match="^head_dim 257 is more than the 256 that kernels handle$"):
+            tuning.find_config(kernel, names, bits, 257)
+    for head_dim in (64, 128, 256):  # queries in two parts have more than one warp
+        assert tuning.find_config("decode", names, 8, head_dim, whole=False).num_warps > 1
 
 
 def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
@@ -64,29 +67,27 @@ def test_what_is_written_is_read(own_table):
     assert [path.name for path in own_table.parent.iterdir()] == ["tuning.json"]
 
 
+ROW = {"on": "x", "bits": 8, "head_dim": 64, "tile": 64, "num_warps": 4}
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("{", "JSONDecodeError"),
         ("[]", "AttributeError"),
         ('{"decode": [{"on": "x", "bits": 8}]}', "KeyError: 'head_dim'"),
-        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": 48, "num_warps": 4}]}',
-         "tile must be a power of two, got 48"),
-        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": true, "num_warps": 4}]}',
-         "tile must be a positive integer, got True"),
-        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": 64, "num_warps": 4, "x": 1}]}',
-         "unexpected keyword"),
-        ('{"decode": [{"on": "x", "bits": 8, "head_dim": "64", "tile": 64, "num_warps": 4}]}',
-         "head_dim must be a positive integer, got '64'"),
-        ('{"decode": [{"on": "x", "bits": 4, "head_dim": 64, "tile": 64, "num_warps": 4}]}',
-         "bits must be 8 or 16, got 4"),
-        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "over": -1, "tile": 64,'
-         ' "num_warps": 4}]}', "over must be an integer, 0 or more, got -1"),
+        (ROW | {"tile": 48}, "tile must be a power of two, got 48"),
+        (ROW | {"tile": True}, "tile must be a positive integer, got True"),
+        (ROW | {"x": 1}, "unexpected keyword"),
+        (ROW | {"head_dim": "64"}, "head_dim must be a positive integer, got '64'"),
+        (ROW | {"num_stages": 0}, "num_stages must be a positive integer, got 0"),
+        (ROW | {"bits": 4}, "bits must be 8 or 16, got 4"),
+        (ROW | {"over": -1}, "over must be an integer, 0 or more, got -1"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
     own_table.parent.mkdir()
-    own_table.write_text(content)
+    own_table.write_text(content if isinstance(content, str) else json.dumps({"decode": [content]}))
     batch = build(Case((9,)))
     with pytest.raises(AttentionError, match=r"is not a tuning table \(.*delete it") as refused:
         batch.attend("kernel")
@@ -112,16 +113,13 @@ def test_where_the_table_is(monkeypatch, tmp_path):
     assert tuned_path() == tmp_path / ".cache" / "fp8kv" / "tuning.json"
 
 
-@pytest.mark.parametrize("tile", [32, 128])
-@pytest.mark.parametrize("kernel", ["decode", "extend"])
-def test_any_config_computes_the_same(kernel, tile, device):
+@pytest.mark.parametrize(("kernel", "query_lens"), [("decode", None), ("extend", (20, 3))])
+def test_any_config_computes_the_same(kernel, query_lens, device):
     names = ("", INTERPRETER.name, INTERPRETER.backend)
-    config = replace(tuning.find_config(kernel, names, 8, 64), tile=tile, rows=32, least=1)
-    case = Case((150, 33, 70), group=4, window=100, sinks=True)
-    with pinned(kernel, replace(config, per_processor=3)):
-        for format in ("e4m3fn", "float16"):
-            query_lens = (20, 3, 1) if kernel == "extend" else None
-            assert_attention(replace(case, format=format, query_lens=query_lens), device)
+    config = replace(tuning.find_config(kernel, names, 8, 64), tile=64, rows=32, least=1, per_processor=3)
+    case = Case((150, 33), query_lens=query_lens, kv_heads=1, group=4, window=100, sinks=True)
+    with pinned(kernel, config):
+        assert_attention(case, device)
 
 
 def tuner(microseconds, attend=None):
@@ -157,29 +155,21 @@ def test_the_fastest_config_is_found():
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
     found = row.config
     assert (found.tile, found.num_warps, found.per_processor, found.least) == (64, 8, 3, 8)
-
-
-def test_one_warp_with_many_programs_is_tried():
+    # one warp with many programs is tried
     made, _ = tuner(lambda c: c.tile + 9 * c.num_warps - c.per_processor)
     found = made.tune("decode", SMALL).config
     assert (found.tile, found.num_warps, found.per_processor) == (16, 1, 16)
 
 
-def test_queries_in_two_parts_have_more_than_one_warp():
-    table = tuning.shipped()["decode"]
-    assert any(row.config.num_warps == 1 for row in table)
-    for target in TARGETS.values():
-        for head_dim in (64, 128, 256):
-            where = ("decode", ("", target.name, target.backend), 8, head_dim)
-            assert tuning.find_config(*where, whole=False).num_warps > 1
-    layers = {
-        "float16": {},
-        "float32": {"dtype": torch.float32},
-        "channels": {"k_scales": "channel"},
-    }
-    batches = {name: build(Case((9,), **changes)) for name, changes in layers.items()}
-    whole = {n: tuning.query_is_whole(b.query.dtype, b.blocks.layout) for n, b in batches.items()}
-    assert whole == {"float16": True, "float32": False, "channels": False}
+def test_queries_in_two_parts_are_those_that_float16_does_not_hold():
+    assert any(row.config.num_warps == 1 for row in tuning.shipped()["decode"])
+    for changes, is_whole in (
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"k_scales": "channel"}, False),
+    ):
+        batch = build(Case((9,), **changes))
+        assert tuning.query_is_whole(batch.query.dtype, batch.blocks.layout) == is_whole, changes
 
 
 def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():

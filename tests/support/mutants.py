@@ -45,16 +45,15 @@ def mutate(tree, old, new, function=None):
 
 
 @contextmanager
-def mutant(directory, file="", *replacements):
-    """The runtime's modules, `file` changed, under a name of their own; gone afterwards."""
+def copied(directory, changed=None):
+    """The runtime's modules under a name of their own, with `changed`: sources by file; gone afterwards."""
     name = f"fp8kv_mutant_{next(_numbers)}"
     package = directory / name
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("hf", "__pycache__"))
-    for source in package.rglob("*.py"):
-        tree = ast.parse(source.read_text())
-        for replacement in replacements if source == package / file else ():
-            mutate(tree, *replacement)
-        source.write_text(ast.unparse(tree).replace("fp8kv_runtime", name))
+    for file, source in (changed or {}).items():
+        (package / file).write_text(source)
+    for path in package.rglob("*.py"):
+        path.write_text(path.read_text().replace("fp8kv_runtime", name))
     sys.path.insert(0, str(directory))
     try:
         yield load_runtime(name)
@@ -62,3 +61,11 @@ def mutant(directory, file="", *replacements):
         sys.path.remove(str(directory))
         for module in [m for m in sys.modules if m.split(".")[0] == name]:
             del sys.modules[module]
+
+
+def mutated(file, *replacements):
+    """The source of a file of the runtime with some nodes of its syntax tree replaced."""
+    tree = ast.parse((SOURCE / file).read_text())
+    for replacement in replacements:
+        mutate(tree, *replacement)
+    return ast.unparse(tree)

@@ -10,6 +10,9 @@ from fp8kv_runtime.hf import fp8_attention, paged_cache
 
 ALL = {**FAMILIES, **HYBRIDS, **UNEVEN, "gemma3n_text": SHARED_KV}
 ALL.pop("falcon")  # calls attention itself
+# softcap and window; a scaling of its own; shared K and V; beside linear attention; K wider than V, and
+# sinks; heads of two sizes
+DIFFERENT = ("gemma2", "granite", "gemma3n_text", "qwen3_next", "mimo_v2_flash", "gemma4_text")
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
 # fp32 queries are computed with in two float16 parts, 22 bits
@@ -27,7 +30,9 @@ def run(model, scales, backend, **options):
     return torch.cat([prompt.logits[mask.bool()], step.logits[:, 0]]), cache
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(
+    "family", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.nightly) for name in ALL]
+)
 def test_logits_agree(family, device):
     model = tiny_model(family, **ALL[family]).to(device)
     scales = scales_for(model)
@@ -48,8 +53,8 @@ def test_fp8_queries_agree(device):
     assert not torch.allclose(without, expected, rtol=0, atol=SAME)
 
 
-def test_eager_attention_agrees_too(device):
-    model = tiny_model("gemma2", **ALL["gemma2"]).to(device)
+def test_eager_attention_with_its_additive_masks_agrees(device):
+    model = tiny_model("llama", num_hidden_layers=2).to(device)
     model.set_attn_implementation("eager")
     scales = scales_for(model)
     expected, _ = run(model, scales, "torch")
@@ -57,6 +62,7 @@ def test_eager_attention_agrees_too(device):
     torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
 
 
+@pytest.mark.nightly
 def test_a_real_model_writes_the_same_text(smollm2_directory, device):
     model = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.float32)
     model = model.to(device).eval()

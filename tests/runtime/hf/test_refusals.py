@@ -1,6 +1,7 @@
 """What `fp8_attention` refuses, in words that say what to do, and that it leaves no trace."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from fp8kv_runtime.hf.layers import left_padding
 
 ALL = {**FAMILIES, **LATENT}
 IDS = torch.arange(3, 11)[None]
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model("llama")
+    return tiny_model("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +57,84 @@ def test_the_model_is_as_before_also_after_an_error(family):
         assert fingerprint(model) == before
         output = model(IDS)
     assert torch.equal(output.logits, plain)
-    with pytest.raises(ValueError, match="holds no FP8 blocks"):
+    with pytest.raises(ValueError, match="^this cache holds no FP8 blocks: it was not filled inside fp8_att"):
         paged_cache(output.past_key_values)
 
 
-def test_a_cache_that_holds_16_bit_tokens(model, scales):
-    cache = model(IDS, use_cache=True).past_key_values
+REFUSED = {
+    "no layer has scales, so there is nothing to hold in FP8": (
+        "llama",
+        lambda scales: {"scales": KVScales("tensor", "e4m3fn", {})},
+    ),
+    "FP8 queries need query scales and one K scale per tensor or head: calibrate with --targets qkv "
+    "--strategy tensor or attn_head": ("llama", lambda scales: {"quantize_query": True}),
+    "this model calls attention itself: its queries cannot be reached": (
+        "falcon",
+        lambda scales: {"quantize_query": True},
+    ),
+    "FalconForCausalLM calls attention itself and cannot be given kernels; use the torch backend": (
+        "falcon",
+        lambda scales: {"backend": "triton"},
+    ),
+    "DeepseekV3ForCausalLM caches a latent (MLA), which no Triton kernel reads; use the torch backend": (
+        "deepseek_v3",
+        lambda scales: {"backend": "triton"},
+    ),
+    "scales must be as calib.load_scales returns them, got 'scales'": (
+        "llama",
+        lambda _: {"scales": "scales"},
+    ),
+    "backend must be one of auto, triton, torch, got 'cuda'": ("llama", lambda _: {"backend": "cuda"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_runs(message):
+    family, change = REFUSED[message]
+    model = tiny_model(family, **ALL[family])
+    scales = scales_for(model)
+    arguments = {"model": model, "scales": scales} | change(scales)
+    with pytest.raises(AttentionError, match=f"^{re.escape(message)}$"), fp8_attention(**arguments):
+        pass
+
+
+def test_kernels_without_a_gpu(model, scales, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with (
-        pytest.raises(AttentionError, match="holds 16-bit K and V already"),
-        fp8_attention(model, scales),
+        pytest.raises(
+            AttentionError, match="^the Triton kernels need a GPU, or TRITON_INTERPRET=1; use torch"
+        ),
+        fp8_attention(model, scales, backend="triton"),
     ):
+        pass
+
+
+def test_caches_that_are_not_its_own_are_refused_and_an_empty_one_is_welcome(model, scales):
+    cache = model(IDS, use_cache=True).past_key_values
+    static = StaticCache(config=model.config, max_cache_len=16)
+    with torch.inference_mode(), fp8_attention(model, scales):
+        with pytest.raises(
+            AttentionError, match="^the cache holds 16-bit K and V already; start with an emp"
+        ):
+            model(IDS, past_key_values=cache)
+        with pytest.raises(AttentionError, match="is StaticLayer; give generate a DynamicCache"):
+            model(IDS, past_key_values=static)
+        with pytest.raises(AttentionError, match="^give the model input_ids or inputs_embeds$"):
+            model()
+        expected = model(IDS).logits
+        assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
+
+
+@BACKENDS
+def test_a_cache_is_of_its_block(backend, model, scales):
+    cache = DynamicCache(config=model.config)
+    with fp8_attention(model, scales, backend=backend):
         model(IDS, past_key_values=cache)
+    with pytest.raises(AttentionError, match="would hold 1 rows of 9 tokens, not 1 of 8"):
+        model(IDS[:, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@BACKENDS
 def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace(backend, model, scales):
     caches = [DynamicCache(config=model.config) for _ in "ab"]
     with torch.inference_mode(), fp8_attention(model, scales, backend=backend, block_size=4):
@@ -93,7 +159,7 @@ def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
 
 def test_blocks_do_not_nest(model, scales):
     with fp8_attention(model, scales):
-        with pytest.raises(AttentionError, match="inside an fp8_attention block"):
+        with pytest.raises(AttentionError, match="inside an fp8_attention block: leave that one first"):
             fp8_attention(model, scales).__enter__()
         assert model(IDS).logits.isfinite().all()
     with fp8_attention(model, scales):  # one after the other
@@ -122,7 +188,7 @@ def test_a_model_is_not_copied_in_a_block(block, family):
         assert torch.equal(model(IDS).logits, expected)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@BACKENDS
 def test_inputs_may_be_given_by_position(backend, model, scales):
     decoder, mask = model.model, torch.ones_like(IDS)
     found = []
@@ -142,38 +208,6 @@ def test_inputs_may_be_given_by_position(backend, model, scales):
         decoder(IDS, input_ids=IDS)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_cache_is_of_its_block(backend, model, scales):
-    cache = DynamicCache(config=model.config)
-    with fp8_attention(model, scales, backend=backend):
-        model(IDS, past_key_values=cache)
-    with pytest.raises(AttentionError, match="would hold 1 rows of 9 tokens, not 1 of 8"):
-        model(IDS[:, :1], past_key_values=cache)
-
-
-def test_no_inputs_at_all(model, scales):
-    with (
-        fp8_attention(model, scales),
-        pytest.raises(AttentionError, match="give the model input_ids"),
-    ):
-        model()
-
-
-def test_a_static_cache(model, scales):
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    with (
-        pytest.raises(AttentionError, match="is StaticLayer; give generate a DynamicCache"),
-        fp8_attention(model, scales),
-    ):
-        model(IDS, past_key_values=cache)
-
-
-def test_an_empty_cache_without_a_config_is_welcome(model, scales):
-    with torch.inference_mode(), fp8_attention(model, scales):
-        expected = model(IDS).logits
-        assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
-
-
 def test_scales_of_a_model_with_other_heads(model, scales):
     three = torch.ones(3)
     layers = {name: LayerScales(s.layer_idx, three, three) for name, s in scales.layers.items()}
@@ -182,49 +216,6 @@ def test_scales_of_a_model_with_other_heads(model, scales):
         fp8_attention(model, KVScales("attn_head", "e4m3fn", layers)),
     ):
         model(IDS)
-
-
-def test_no_scales(model):
-    with (
-        pytest.raises(AttentionError, match="no layer has scales"),
-        fp8_attention(model, KVScales("tensor", "e4m3fn", {})),
-    ):
-        pass
-
-
-def test_fp8_queries_need_query_scales(model, scales):
-    with (
-        pytest.raises(AttentionError, match="calibrate with --targets qkv"),
-        fp8_attention(model, scales, quantize_query=True),
-    ):
-        pass
-
-
-def test_fp8_queries_of_a_model_that_calls_attention_itself():
-    falcon = tiny_model("falcon", **FAMILIES["falcon"])
-    with (
-        pytest.raises(AttentionError, match="its queries cannot be reached"),
-        fp8_attention(falcon, scales_for(falcon, with_q=True), quantize_query=True),
-    ):
-        pass
-
-
-def test_kernels_for_a_model_that_calls_attention_itself():
-    falcon = tiny_model("falcon", **FAMILIES["falcon"])
-    with (
-        pytest.raises(AttentionError, match="FalconForCausalLM calls attention itself"),
-        fp8_attention(falcon, scales_for(falcon), backend="triton"),
-    ):
-        pass
-
-
-def test_kernels_without_a_gpu(model, scales, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with (
-        pytest.raises(AttentionError, match="need a GPU, or TRITON_INTERPRET=1"),
-        fp8_attention(model, scales, backend="triton"),
-    ):
-        pass
 
 
 def test_padding_that_kernels_do_not_know(model, scales, device):
@@ -239,24 +230,18 @@ def test_padding_that_kernels_do_not_know(model, scales, device):
     model.cpu()
 
 
-def test_left_padding():
-    assert left_padding(torch.ones(2, 5)) is None
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
-    assert left_padding(mask).tolist() == [2, 0, 4]
-
-
 def causal(window=None, starts=(0, 2)):
     rows, columns = torch.arange(3, 6)[:, None], torch.arange(6)[None]
     visible = (columns <= rows) & (columns >= torch.tensor(starts)[:, None, None])
     return visible[:, None] if window is None else (visible & (columns > rows - window))[:, None]
 
 
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("window", [None, 2])
-def test_masks_that_kernels_apply(window, additive):
-    mask = causal(window)
-    mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
-    check_mask(mask, 3, torch.tensor([0, 2]), window)
+def test_masks_that_kernels_apply():
+    for window in (None, 2):
+        for mask in (causal(window), torch.zeros(2, 1, 3, 6).masked_fill(~causal(window), -torch.inf)):
+            check_mask(mask, 3, torch.tensor([0, 2]), window)
+    assert left_padding(torch.ones(2, 5)) is None
+    assert left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])).tolist() == [2, 0, 4]
 
 
 @pytest.mark.parametrize(
@@ -272,5 +257,7 @@ def test_masks_that_kernels_apply(window, additive):
     ],
 )
 def test_masks_that_kernels_do_not_apply(mask, starts, window):
-    with pytest.raises(AttentionError, match="causal masks with a sliding window"):
+    with pytest.raises(
+        AttentionError, match="^the Triton kernels apply causal masks with a sliding window and"
+    ):
         check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)

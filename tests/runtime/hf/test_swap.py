@@ -10,47 +10,38 @@ from fp8kv_runtime.hf import swap_attention
 TOKENS = torch.arange(3, 15)[None]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon"])
-def test_a_replacement_sees_each_call_and_its_original_gives_the_same_output(family):
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_a_replacement_sees_each_call_and_can_change_the_result(family):
     model = tiny_model(family, **FAMILIES[family])
+    other = tiny_model(family, **FAMILIES[family])
     calls = []
 
     def pass_on(original, module, query, key, value, *args, **kwargs):
         calls.append(module.layer_idx)
         return original(module, query, key, value, *args, **kwargs)
 
+    def silence(original, module, query, *args, **kwargs):
+        output = original(module, query, *args, **kwargs)
+        is_pair = isinstance(output, tuple)
+        return (torch.zeros_like(output[0]), *output[1:]) if is_pair else torch.zeros_like(output)
+
     with torch.inference_mode():
         plain = model(TOKENS).logits
         with swap_attention(model, pass_on):
             swapped = model(TOKENS).logits
+            assert calls == [0, 1, 2]
+            other(TOKENS)
+        assert calls == [0, 1, 2], "another model was observed"
+        with swap_attention(model, silence):
+            silenced = model(TOKENS).logits
         after = model(TOKENS).logits
-    assert calls == [0, 1, 2]
     assert torch.equal(plain, swapped)
     assert torch.equal(plain, after)
-
-
-def test_a_replacement_can_change_the_result():
-    model = tiny_model("llama")
-
-    def nothing(original, module, query, key, value, *args, **kwargs):
-        output, weights = original(module, query, key, value, *args, **kwargs)
-        return torch.zeros_like(output), weights
-
-    with torch.inference_mode():
-        plain = model(TOKENS).logits
-        with swap_attention(model, nothing):
-            silenced = model(TOKENS).logits
     assert not torch.allclose(plain, silenced)
 
 
-def test_other_models_are_left_alone():
-    model, other = tiny_model("llama"), tiny_model("llama")
-    with swap_attention(model, lambda *_, **__: pytest.fail("the wrong model was observed")):
-        other(TOKENS)
-
-
 def test_the_padding_mask_arrives():
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=2)
     masks = []
 
     def note(original, module, query, key, value, mask, **kwargs):
@@ -66,11 +57,9 @@ def test_the_padding_mask_arrives():
 
 
 def test_swaps_nest_and_unwind():
-    model = tiny_model("llama")
-    registered = (
-        dict(AttentionInterface._global_mapping),
-        dict(AttentionMaskInterface._global_mapping),
-    )
+    model = tiny_model("llama", num_hidden_layers=2)
+    registries = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+    registered = [dict(registry) for registry in registries]
     calls = []
 
     def noting(name):
@@ -84,9 +73,6 @@ def test_swaps_nest_and_unwind():
         with swap_attention(model, noting("inner")):
             model(TOKENS)
         model(TOKENS)
-    assert calls == ["inner", "outer"] * 3 + ["outer"] * 3
-    assert registered == (
-        AttentionInterface._global_mapping,
-        AttentionMaskInterface._global_mapping,
-    )
+    assert calls == ["inner", "outer"] * 2 + ["outer"] * 2
+    assert [dict(registry) for registry in registries] == registered
     assert model.config._attn_implementation == "sdpa"

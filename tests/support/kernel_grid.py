@@ -1,0 +1,115 @@
+"""Cases of attention: a grid of pairs, of which tests run some, and a large grid."""
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from paged import FORMATS, Case
+
+# every two values of two options meet in one of the cases made of these
+PAIRED = {
+    "head_dim": (32, 80, 128),
+    "kv_heads": (2, 1),
+    "group": (1, 3),
+    "block_size": (16, 48, 64),
+    "dtype": (torch.float16, torch.bfloat16, torch.float32),
+    "format": (*FORMATS, "float16"),
+    "k_scales": ("head", "channel", "tensor"),
+    "v_scales": ("head", "channel", "tensor"),
+    "center": (False, True),
+    "window": (None, 1, 20),
+    "softcap": (None, 5.0),
+    "softmax_scale": (None, 0.2),
+    "sinks": (False, True),
+    "q_scale": (None, "head", "tensor"),
+    "starts": (None, (5, 33, 0)),
+    "num_splits": (None, 1, 3),
+    "query_lens": (None, (3, 1, 0), (0, 9, 0)),
+    "extend_splits": (None, 3),
+}
+LENGTHS = ((70, 33), (31, 64, 0), (1, 65))
+# the cases that kill a mutant which no other of them kills: tests/mutations/kernel_cases.py
+KEPT = range(24)
+
+# every value of every list occurs, and no two lists are of one length times another's, so that
+# over the grid each value meets many of the others
+LARGE = {
+    "head_dim": (64, 128, 80, 96, 256, 112, 72, 192),
+    "kv_heads": (2, 1, 3),
+    "group": (1, 4, 2, 7, 3, 8, 16),
+    "block_size": (16, 64, 32, 48, 128, 256),
+    "dtype": (torch.float16, torch.float32, torch.float16, torch.bfloat16),
+    "format": FORMATS,
+    "k_scales": ("head", "channel", "tensor"),
+    "v_scales": ("head", "tensor", "channel", "head"),
+    "center": (False, True, False, False, True),
+    "window": (None, 1, None, 16, 37, None, 64, 500),
+    "softcap": (None, 5.0, None, None, 30.0),
+    "softmax_scale": (None, None, None, 0.2),
+    "sinks": (False, True, False),
+    "q_scale": (None, "head", None, None, "tensor"),
+    "num_splits": (None, 3, 1, 2, 8, 20),
+}
+LARGE_CASES = 80
+
+
+def paired_cases():
+    """Yield cases in which every two values of `PAIRED` that go together meet."""
+    rng = random.Random(0)
+    drawn = ({name: rng.choice(values) for name, values in PAIRED.items()} for _ in range(1000))
+    drawn = [options for options in drawn if _is_supported(options)]
+    missing, number = set().union(*map(_pairs, drawn)), 0
+    while missing:
+        options = max(rng.sample(drawn, 100), key=lambda options: len(missing & _pairs(options)))
+        missing -= _pairs(options)
+        yield _with_lengths(options, LENGTHS[number % len(LENGTHS)], seed=number)
+        number += 1
+
+
+def _is_supported(options):
+    takes_out = options["k_scales"] != "channel" and options["format"] != "float16"
+    splits = options["extend_splits"] is None or options["query_lens"] is not None
+    return (takes_out or options["q_scale"] is None) and splits
+
+
+def _pairs(options):
+    return {frozenset(pair) for pair in combinations(options.items(), 2)}
+
+
+def _with_lengths(options, lengths, seed):
+    """A case of these options whose queries and padding are within its lengths."""
+    within = {
+        name: options[name] and tuple(map(min, options[name], lengths)) for name in ("starts", "query_lens")
+    }
+    return Case(lengths, seed=seed, **options | within)
+
+
+def large_grid():
+    """Seeded: each option walks through its own list in an order of its own."""
+    rng = random.Random(0)
+    columns = {}
+    for name, values in LARGE.items():
+        rounds = [rng.sample(values, len(values)) for _ in range(-(-LARGE_CASES // len(values)))]
+        columns[name] = [value for row in rounds for value in row][:LARGE_CASES]
+    for i in range(LARGE_CASES):
+        options = {name: column[i] for name, column in columns.items()}
+        if options["q_scale"] is not None and options["k_scales"] == "channel":
+            options["k_scales"] = "head"  # refused: a scale per channel cannot be taken out
+        yield _with_ragged_lengths(Case((), seed=i, **options), rng, extends=i % 2 == 1)
+
+
+def _with_ragged_lengths(case, rng, *, extends):
+    """Three ragged sequences: empty ones, single tokens, ends just before and after a block."""
+    edge = case.block_size * rng.randint(1, max(1, 128 // case.block_size))
+    choices = (0, 1, edge - 1, edge, edge + 1, 63, 64, 65, rng.randint(2, 150))
+    lengths = tuple(rng.choice(choices) for _ in range(3))
+    starts = tuple(rng.randint(0, n) for n in lengths) if rng.random() < 0.4 else None
+    # few queries per sequence, because the oracle takes them one by one
+    queries = tuple(rng.choice((0, 1, min(n, 9), min(n, 40))) if n else 0 for n in lengths)
+    return replace(case, lengths=lengths, starts=starts, query_lens=queries if extends else None)
+
+
+def name_of(case):
+    kind = "decode" if case.query_lens is None else "extend" if case.extend_splits is None else "split"
+    return f"{case.seed}-{kind}-D{case.head_dim}-G{case.group}-B{case.block_size}-{case.format}"
