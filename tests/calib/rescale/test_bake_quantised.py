@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,6 +177,19 @@ def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     uneven[0, 0] = 2
     with pytest.raises(UnsupportedModelError, match="different factors"):
         edited_scales(weight, stored, uneven)
+
+
+@pytest.mark.parametrize(("exponent", "factor"), [(253, 2.0), (1, 0.5), (254, 2.0), (0, 0.5)])
+def test_exponents_end_at_0_and_254_as_those_of_mxfp4_do(exponent, factor):
+    scale = torch.full((64, 2), exponent, dtype=torch.uint8)
+    weight = CodedWeight("m.weight", (64, 64), {"scale": "m.scale"}, WeightScheme((1, 32)))
+    stored = {"m.scale": SimpleNamespace(read=lambda: scale)}
+    if exponent in (0, 254):
+        with pytest.raises(UnsupportedModelError, match="cannot hold their product"):
+            edited_scales(weight, stored, torch.full((64, 1), factor))
+        return
+    found = edited_scales(weight, stored, torch.full((64, 1), factor))
+    assert torch.equal(found["m.scale"].int(), scale.int() + (1 if factor > 1 else -1))
 
 
 # blocks of 32 lie as DeepSeek-V3's of 128 do: a head's queries end amid one, keys end with one
