@@ -48,10 +48,8 @@ def test_scales_are_compared_with_measured_absmax(scales, problem, tmp_path):
 
 
 def test_scales_for_fnuz_are_compared_with_what_fnuz_holds(tmp_path):
-    scales = {
-        x: [448 / 240 * scale for scale in s] for x, s in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
-    }
-    directory = model(tmp_path / "model", **scales, kv_cache_torch_dtype="float8_e4m3fnuz")
+    k, v = ([448 / 240 * scale for scale in scales] for scales in ((0.5, 0.25), (0.125, 0.0625)))
+    directory = model(tmp_path / "model", k, v, kv_cache_torch_dtype="float8_e4m3fnuz")
     statistics = measured(tmp_path / "measured")
     done = fp8kv("verify", directory, "--engine", "tgi", "--against", statistics, "--json")
     assert done.exit_code == 0, done.stdout

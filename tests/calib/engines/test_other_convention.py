@@ -36,12 +36,18 @@ def test_an_engine_wants_one_of_them(engine, divisor, problem, tmp_path):
         assert simulated(tmp_path / "out", engine).is_good, "the way out is ours"
 
 
-def test_of_engines_that_were_not_run_with_them_nothing_is_known(tmp_path):
-    directory = written(tmp_path, 448)
+def test_of_engines_and_methods_that_were_not_run_with_them_nothing_is_known(tmp_path):
+    directory = written(tmp_path / "modelopt", 448)
     for engine in ("aphrodite", "tgi", "tensorrt-llm"):
         found = simulated(directory, engine)
         assert {outcome.status for outcome in found.outcomes} == {"unknown"}, engine
         assert not found.is_good
+    found = simulated(written(tmp_path / "fp8", 448, quant_method="fp8"), "vllm")
+    assert "never run under fp8" in found.outcomes[0].reason
+    # the table is of an NVFP4 cache
+    said = lines_of(fp8kv("verify", directory))
+    assert "NVFP4 cache" in said
+    assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in said
 
 
 def test_sglang_needs_the_key_beside_fp8(tmp_path):
@@ -53,11 +59,6 @@ def test_sglang_needs_the_key_beside_fp8(tmp_path):
     # and has a place beside NVFP4 weights
     changes = {"kv_cache_quant_algo": None, "quant_algo": "NVFP4"}
     assert simulated(written(tmp_path / "nvfp4", 2688, **changes), "sglang").is_good
-
-
-def test_other_methods_were_not_run(tmp_path):
-    found = simulated(written(tmp_path, 448, quant_method="fp8"), "vllm")
-    assert "never run under fp8" in found.outcomes[0].reason
 
 
 @pytest.mark.parametrize("told", [448, 2688, 7])
@@ -77,9 +78,3 @@ def test_statistics_overrule_what_the_files_tell(told, true, tmp_path):
     assert used == pytest.approx([1.0] * 4)
     assert (done.exit_code == 0) == (true == 448 and told in (448, 7))
     assert bool(found["problems"]) == (told not in (true, 7))
-
-
-def test_the_table_is_of_an_nvfp4_cache(tmp_path):
-    said = lines_of(fp8kv("verify", written(tmp_path, 448)))
-    assert "NVFP4 cache" in said
-    assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in said

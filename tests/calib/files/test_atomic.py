@@ -26,24 +26,21 @@ def write(out, name="new"):
         (scratch / name).write_text("x")
 
 
-@pytest.fixture
-def no_exchange(monkeypatch):
-    """A system on which two names cannot be swapped in one step."""
-    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+@pytest.fixture(params=[True, False], ids=["swaps", "renames"])
+def exchange(request, monkeypatch):
+    """A system on which two names can, or cannot, be swapped in one step."""
+    if not request.param:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
 
 
 # ---- whole or absent ----
 
 
-def test_overwriting_replaces_the_whole_directory(tmp_path):
+def test_overwriting_replaces_the_whole_directory(exchange, tmp_path):
     write(tmp_path / "out", "stale")
     write(tmp_path / "out")
     assert names(tmp_path / "out") == ["new"]
     assert names(tmp_path) == ["out"]
-
-
-def test_a_directory_is_replaced_where_names_cannot_be_swapped(no_exchange, tmp_path):
-    test_overwriting_replaces_the_whole_directory(tmp_path)
 
 
 def test_an_output_that_was_removed_meanwhile_is_written(tmp_path):
@@ -71,7 +68,7 @@ def test_a_failure_leaves_nothing_and_no_parents_and_a_success_keeps_them(tmp_pa
     assert names(out.parent) == ["out"]
 
 
-def test_a_rename_that_fails_leaves_what_was_there(no_exchange, tmp_path, monkeypatch):
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     out, rename = tmp_path / "out", Path.rename
     write(out, "kept")
 
@@ -80,6 +77,7 @@ def test_a_rename_that_fails_leaves_what_was_there(no_exchange, tmp_path, monkey
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(InputError, match="Input/output error"):
         write(out)
