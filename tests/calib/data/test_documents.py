@@ -5,6 +5,7 @@ import pytest
 from calib.data.samples import count_words, find_document
 from calib.errors import InputError
 
+NO_COLUMN = "no column 'c' in the dataset; columns: a, b; choose one with `--set data.column=NAME`"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
@@ -47,7 +48,7 @@ def test_keys_that_arrow_filled_with_none_are_removed_but_not_the_content():
 @pytest.mark.parametrize(
     ("row", "column", "message"),
     [
-        ({"a": "x", "b": "y"}, "c", "columns: a, b; choose one with `--set data.column=NAME`"),
+        ({"a": "x", "b": "y"}, "c", NO_COLUMN),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
         ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
         ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
