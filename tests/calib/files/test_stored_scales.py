@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from calib.errors import InputError, NoScalesError
 from calib.files import scale_files
 from calib.files.model_directory import open_model_directory
-from calib.files.stored_scales import read_scales
+from calib.files.stored_scales import is_usable, read_scales
 
 LAYER = "model.layers.{}.self_attn"
 HUGE = 10**400
@@ -170,6 +170,7 @@ def test_no_weight_is_read(tmp_path, monkeypatch):
 def test_what_no_engine_can_use_is_a_problem(scales, message, tmp_path):
     (problem,) = problems(write(tmp_path, scales))
     assert message in problem
+    assert is_usable((1e-20, 1e6)), "the extremes that a model may need"
 
 
 def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):

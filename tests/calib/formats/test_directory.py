@@ -44,7 +44,8 @@ def snapshot(directory):
     }
 
 
-def test_an_output_links_weights_and_leaves_the_source_as_it_is(checkpoint, tmp_path):
+def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint, tmp_path):
+    checkpoint = make_checkpoint({"author": "Gödel"})
     source = checkpoint.path
     (source / "README.md").write_text("---\nlicense: mit\n---\n# The model\n")
     (source / "templates").mkdir()
@@ -61,6 +62,7 @@ def test_an_output_links_weights_and_leaves_the_source_as_it_is(checkpoint, tmp_
         os.umask(umask)
     assert snapshot(source) == before
     assert (out / RENAMED).samefile(source / "model.safetensors")
+    assert '"author": "Gödel"' in (out / "config.json").read_text()
     # small files travel, other weights do not
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == {
         "README.md",
