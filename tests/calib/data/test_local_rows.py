@@ -55,7 +55,7 @@ def test_a_directory_is_its_readable_files_by_name(tmp_path):
     write(tmp_path / "a.jsonl", '"a1"\n"a2"\n')
     write(tmp_path / "C.JSON", '["c"]')
     write(tmp_path / "empty.jsonl", "")
-    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    parquet.ParquetWriter(tmp_path / "empty.parquet", pa.schema({"text": pa.string()})).close()
     write(tmp_path / "README.md", "not data")
     (tmp_path / "sub.txt").mkdir()
     assert rows_of(tmp_path) == ["c", "a1", "a2", "B"]
