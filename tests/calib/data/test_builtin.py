@@ -10,7 +10,6 @@ import pytest
 
 from calib.data import check_dataset, load_data
 from calib.data.builtin import BUILTIN, LONG_CHARACTERS, builtin_rows
-from calib.data.samples import SMALLEST_PIECE
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -75,20 +74,6 @@ def test_long_documents_have_text_for_four_times_the_usual_samples():
     assert len(pieces) > 5
     (all_of_it,) = texts("long", 1_000_000)
     assert all_of_it == "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def test_fewer_samples_than_asked_for_are_a_warning(tokenizer):
-    recipe = DataRecipe(dataset="builtin:long", samples=50, seq_len=40_000)
-    loaded = load_data(recipe, tokenizer, None)
-    count = len(loaded.samples)
-    assert loaded.warnings == (
-        f"50 samples were asked for and dataset 'builtin:long' has {count}; all {count} are used",
-    )
-    pieces = texts("long", 40_000)
-    assert count > loaded.documents == len(pieces)
-    assert loaded.unread < len(pieces) * 40_000 / SMALLEST_PIECE
-    read = sum(map(len, loaded.samples)) - count  # without <s>
-    assert read == len("".join(pieces).encode()) - loaded.unread
 
 
 def test_names_of_datasets_are_checked_without_reading_them():
