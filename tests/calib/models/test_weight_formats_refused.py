@@ -183,6 +183,7 @@ def test_groups_of_compressed_tensors(model):
         ({"num_bits": 8}, "words in a row"),
         ({"symmetric": False}, "weight_zero_point"),
         ({"symmetric": "no"}, "symmetric 'no'"),
+        ({"strategy": "tensor", "group_size": -1, "symmetric": False}, "one zero point for several rows"),
     ]:
         changed = changes if "targets" in changes else {"weights": {**group["weights"], **changes}}
         groups = {"group_0": {**group, **changed}}
