@@ -84,6 +84,11 @@ def caches_evaluation(caches_directory):
     return evaluate(str(caches_directory), recipe, suite=Suite(4, 3, 32, 2, 4, (), (), 0))
 
 
+@pytest.fixture(scope="session")
+def caches_report(caches_evaluation):
+    return summarize(caches_evaluation)
+
+
 @pytest.fixture
 def small_suite(monkeypatch):
     """Let commands measure little."""

@@ -152,7 +152,8 @@ def reports(directory):
         choices = {**CHOICES, "evaluation.attention": mode, "evaluation.variants": names or None}
         return summarize(evaluate(str(directory), load_recipe(None, choices), suite=SMALL))
 
-    return {"exact": report("exact", "tensor", "k only"), "fa3": report("fa3")}
+    exact = report("exact", "tensor", "k only", "attn_head", "qkv")
+    return {"exact": exact, "fa3": report("fa3")}
 
 
 def test_the_report_says_whose_attention_it_is_of(reports):
@@ -174,6 +175,9 @@ def test_every_figure_of_a_row_is_in_the_mode(reports):
     assert exact.kl.value != fa3.kl.value
     pairs = zip(exact.layers, fa3.layers, strict=True)  # queries and weights are rounded too
     assert all(a.rel_rms_layer.value < b.rel_rms_layer.value for a, b in pairs)
+    plain, queries_too = (reports["exact"].variants[name].layers for name in ("attn_head", "qkv"))
+    for a, b in zip(plain, queries_too, strict=True):
+        assert a.rel_rms_layer.value < b.rel_rms_layer.value
     for name in ("k only", "bf16", "reference"):
         same = (reports[mode].variants[name].kl.value for mode in ("exact", "fa3"))
         assert len({*same}) == 1, name

@@ -16,7 +16,6 @@ from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names, select_types
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
-from calib.evaluate.summarize import summarize
 
 pytestmark = pytest.mark.xdist_group("caches")
 SMALL = Suite(4, 3, 32, 0, 0, (), (), 0)
@@ -79,8 +78,8 @@ def test_a_cache_is_the_rounding_of_k_and_v(name, caches_evaluation, plain_cache
         assert kl.max() > 1e-7
 
 
-def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation):
-    rows = summarize(caches_evaluation).to_json()["variants"]
+def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, caches_report):
+    rows = caches_report.to_json()["variants"]
     fp8 = sum(heads * (k + v) for heads, k, v in SHAPES)
     assert rows["reference"]["bytes_per_token"] == 2 * fp8
     for name in ("none", "tensor", "attn_head", "fp8, baked"):

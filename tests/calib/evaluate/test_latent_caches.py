@@ -48,6 +48,11 @@ def evaluation(directory):
 
 
 @pytest.fixture(scope="module")
+def report(evaluation):
+    return summarize(evaluation)
+
+
+@pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     """A model whose indexer chooses the tokens to attend to."""
     return latent_directory("deepseek_v32", tmp_path_factory.mktemp("sparse"), index_head_dim=80)
@@ -102,8 +107,8 @@ def test_fp8_at_one_on_baked_weights_is_the_baked_model(evaluation, directory, t
     assert serve.endswith("--kv-cache-dtype fp8")
 
 
-def test_bytes_are_those_of_the_types(evaluation):
-    rows = summarize(evaluation).variants
+def test_bytes_are_those_of_the_types(report):
+    rows = report.variants
     sizes = {
         "reference": 1152,
         "none": 576,
@@ -151,8 +156,7 @@ def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, sparse_off
     )
 
 
-def test_the_recommendation_is_one_of_them(evaluation, sparse_offers):
-    report = summarize(evaluation)
+def test_the_recommendation_is_one_of_them(evaluation, report, sparse_offers):
     rows = report.variants
     judgement = Judgement(evaluation.measured, rows, report.noise_floor)
     found = recommend(judgement, sparse_offers, Wish(kl=10.0, gpu="b200"))

@@ -41,17 +41,22 @@ def test_amax_and_histogram_are_those_of_the_reference(plain, small_report):
     model, documents = plain
     expected = seen_by(model, documents[:2])
     assert [layer["layer_idx"] for layer in small_report["layers"]] == sorted(expected) == [0, 1, 2]
+    vanished = 0
     for layer in small_report["layers"]:
         none = small_report["variants"]["none"]["layers"][layer["layer_idx"]]
         for letter, x in zip("kv", expected[layer["layer_idx"]], strict=True):
             found, amax = layer[letter], x.abs().amax((1, 2))
             torch.testing.assert_close(torch.tensor(found["amax"]), amax, rtol=1e-6, atol=0)
             np.testing.assert_allclose(none["range_used"][letter], amax / 448, rtol=1e-6)
+            lost = (x.to(torch.float8_e4m3fn).float() == 0) & (x != 0)
+            np.testing.assert_allclose(none["underflowed"][letter], lost.double().mean((1, 2)), rtol=1e-6)
+            vanished += int(lost.sum())
             counts = found["counts"]
             assert sum(counts) + found["zeros"] == x.numel()
             edges = 2.0 ** (found["log2_first"] + np.arange(len(counts) + 1) / 2)
             magnitudes = x.abs().double().flatten().numpy()
             np.testing.assert_array_equal(np.histogram(magnitudes, edges)[0], counts)
+    assert vanished
 
 
 def test_histogram_bins_are_exact_where_logarithms_round():
@@ -68,9 +73,14 @@ def test_histogram_bins_are_exact_where_logarithms_round():
 
 def test_heads_that_transformers_repeats_are_counted_once():
     model = tiny_model("falcon", **FAMILIES["falcon"])
-    _, values = read_layers(Setup(model, None), [torch.arange(9)], [])
+    one = torch.ones(1)
+    layers = {f"layers.{idx}": LayerScales(idx, one, one) for idx in range(3)}
+    variant = Variant("one", "one", "fp8", KVScales("tensor", "e4m3fn", layers, {}))
+    errors, values = read_layers(Setup(model, None), [torch.arange(9)], [variant])
     assert [layer.amax.shape for layer in values.values()] == [(1, 2, 2)] * 3
     assert [int(layer.histogram[0, 0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
+    # of its own attention, which hands out [B, H, T, D]
+    assert [layer.error.shape for layer in errors["one"].values()] == [(1, 4)] * 3
 
 
 def test_scales_are_those_of_the_variant(small_evaluation, small_report):
@@ -129,7 +139,7 @@ def test_clipped_tokens_are_counted_one_by_one(model, tensors):
         layer = variant.layers[idx]
         hit, by_head, shares = set(), {}, {}
         for letter, x, scale in zip("kv", pair, (layer.k, layer.v), strict=True):
-            shares[letter] = [float((x[h].abs() > 448 * s).double().mean()) for h, s in enumerate(scale)]
+            shares[letter] = ((x / scale[:, None, None]).abs() > 448).double().mean((1, 2)).tolist()
             beyond = [
                 {t for t in range(30) if any(abs(float(e)) / float(s) > 448 for e in x[h, t])}
                 for h, s in enumerate(scale)

@@ -144,6 +144,7 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_
     assert document["search"]["kl_of_all"] is None
     assert document["other_texts"][0]["variants"]["tensor"]["kl"]["value"] is None
     assert document["other_texts"][0]["variants"]["tensor"]["differs"] == "not finite"
+    assert not any(" on builtin:code: " in line for line in document["warnings"])  # said of the model
 
     done = fp8kv("recommend", broken, *FEW, "--json")
 

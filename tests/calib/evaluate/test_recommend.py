@@ -19,7 +19,6 @@ from calib.evaluate.recommend import Wish, advised_cache, answer_lines, make_wis
 from calib.evaluate.report import Row
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.statistics import Divergence, estimate
-from calib.evaluate.summarize import summarize
 from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.sources import find_model
@@ -133,21 +132,16 @@ def test_no_number_is_never_chosen():
     assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
 
 
-@pytest.fixture(scope="module")
-def report(caches_evaluation):
-    return summarize(caches_evaluation)
-
-
-def test_every_answer_can_be_served(caches_evaluation, report, caches_directory):
-    assert report.recommended.chosen.cache in report.advice[-1]
-    assert report.recommended.chosen.commands[-1] in report.advice[-1]
-    judgement = Judgement(caches_evaluation.measured, report.variants, report.noise_floor)
+def test_every_answer_can_be_served(caches_evaluation, caches_report, caches_directory):
+    assert caches_report.recommended.chosen.cache in caches_report.advice[-1]
+    assert caches_report.recommended.chosen.commands[-1] in caches_report.advice[-1]
+    judgement = Judgement(caches_evaluation.measured, caches_report.variants, caches_report.noise_floor)
     for place in product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"]):
         engine, gpu = place
         found = recommend(judgement, caches_evaluation.offers, Wish(kl=1.0, engine=engine, gpu=gpu))
         served = [found.chosen.cache, *(each.cache for each in found.alternatives)]
         assert set(served) | set(found.not_served) == {
-            name for name, row in report.variants.items() if row.kind != "control"
+            name for name, row in caches_report.variants.items() if row.kind != "control"
         }
         for name in served:
             offer = caches_evaluation.offers.find(caches_evaluation.measured[name].variant, engine, gpu)

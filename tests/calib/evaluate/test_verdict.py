@@ -61,6 +61,7 @@ def test_the_verdict_is_sentences():
         "(KL 1e-06 nats, noise floor 1e-05)."
     )
     assert Judgement({}, {}).verdict() == "No FP8 KV cache was measured."
+    assert Judgement({}, {}).advise(None) == []
 
 
 def figures(evaluation, **kl):
@@ -112,8 +113,8 @@ def test_between_two_that_differ_is_the_simplest(small_evaluation):
     )
 
 
-def test_what_the_controls_reach_is_no_difference(small_evaluation):
-    floor = summarize(small_evaluation).noise_floor
+def test_what_the_controls_reach_is_no_difference(small_evaluation, small_report):
+    floor = small_report["noise_floor"]
     # just below it: the mean of many equal values may differ from them in its last bit
     report = judged(small_evaluation, none=(floor * (1 - 1e-9),) * 3, tensor=(floor / 2,) * 3)
     assert report.advised == "none"
@@ -121,7 +122,10 @@ def test_what_the_controls_reach_is_no_difference(small_evaluation):
     assert NO_BETTER in report.verdict
 
 
-def test_one_cache_alone_is_compared_with_nothing(small_evaluation):
+def test_half_a_cache_is_judged_by_nobody_and_one_cache_alone_compared_with_nothing(small_evaluation):
+    half = {n: small_evaluation.measured[n] for n in ("reference", "bf16", "k only")}
+    report = summarize(with_measured(small_evaluation, half))
+    assert (report.subject, report.verdict) == (None, "No FP8 KV cache was measured.")
     report = judged(small_evaluation, none=(0.5, 0.5, 0.5))
     assert "measurably" not in report.verdict
     assert report.advice == ["No other scales were measured that scale 1.0 could be compared with."]
