@@ -5,7 +5,7 @@ import json
 import pytest
 
 from calib.errors import InputError
-from calib.same_model.check import ModelFacts, check_same_model, config_summary, known_config
+from calib.same_model.check import ModelFacts, check_same_model, config_summary, directory_facts, known_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64}
@@ -63,6 +63,7 @@ def test_every_directory_says_what_it_can(tmp_path):
     assert known_config(tmp_path) == {}
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps({"model_type": "llama"}))
     assert known_config(tmp_path) == {"model_type": "llama"}
+    assert directory_facts(tmp_path) == ModelFacts(str(tmp_path), {"model_type": "llama"})
     (tmp_path / "fp8kv_calibration.json").write_text(json.dumps({"config": QWEN}))
     assert known_config(tmp_path) == QWEN
     (tmp_path / "config.json").write_text(json.dumps(LLAVA))
