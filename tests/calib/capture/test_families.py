@@ -153,10 +153,15 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
     assert {m.kv_repeat for m in mapped.cached.values()} == {2 if family == "falcon" else 1}
     assert not mapped.shared
     assert len(seen) == len(caches) == len(given) == 3
-    for (query, key, value), layer, expected in zip(seen.values(), caches, given, strict=True):
+    for name, layer, expected in zip(seen, caches, given, strict=True):
+        query, key, value = seen[name]
         assert torch.equal(query, expected)
         assert torch.equal(key, layer.keys)
         assert torch.equal(value, layer.values)
+        assert (mapped.cached[name].head_dim, mapped.cached[name].v_head_dim) == (
+            key.shape[3],
+            value.shape[3],
+        )
     assert wrong_layers(model, caches) == ([], 3)
     assert torch.equal(watched, plain)
     assert torch.equal(logits(model), plain)
@@ -184,7 +189,7 @@ def test_of_latent_attention_the_latent_and_k_pe_are_measured_as_they_are_cached
     caches = cached(model, DynamicCache(config=model.config))
     seen, _ = observed(model)
     for module, (_, latent, k_pe) in zip(caching, seen.values(), strict=True):
-        assert module.latent
+        assert (module.latent, module.head_dim, module.v_head_dim) == (True, 16, 8)
         assert torch.equal(latent, caches[module.layer_idx].keys)
         assert torch.equal(k_pe, caches[module.layer_idx].values)
         assert (latent.shape, k_pe.shape) == ((2, 1, 12, 16), (2, 1, 12, 8))

@@ -65,8 +65,6 @@ def test_a_batch_size_that_is_left_open_gives_every_process_work(model, tmp_path
     alone = fp8kv("calibrate", model, "-o", tmp_path / "alone", *few, "--batch-size", 1)
     assert alone.exit_code == 0, alone.stderr
     assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "alone"))
-    for rank in calibrate_forked(2, model, "-o", tmp_path / "none", *few, "--samples", 1):
-        assert "2 processes cannot share 1 batches; start fewer" in rank.stderr
 
 
 def test_ranks_with_different_recipes_stop(model, tmp_path):

@@ -85,7 +85,7 @@ def test_names_of_no_datasets_are_refused(tmp_path):
     for check in (check_dataset, lambda name: builtin_rows(name, 8)):
         with pytest.raises(InputError, match="no built-in dataset 'builtin:wiki'; built in: builtin:p"):
             check("builtin:wiki")
-    with pytest.raises(InputError, match="no file or directory './gone.txt'"):
+    with pytest.raises(InputError, match=r"no file or directory '\./gone\.txt'; give a \.jsonl, "):
         check_dataset("./gone.txt")
-    with pytest.raises(InputError, match=r"has no .* file directly in it"):
+    with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly in it"):
         check_dataset(str(tmp_path))

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from calib.data.local_rows import find_files, looks_local, open_rows
+from calib.data.local_rows import looks_local, open_rows
 from calib.errors import InputError
 
 
@@ -89,13 +89,6 @@ def test_text_in_another_encoding_is_refused(tmp_path):
         rows_of(tmp_path / "a.txt")
 
 
-def test_a_missing_path_and_an_empty_directory_say_what_to_give(tmp_path):
-    with pytest.raises(InputError, match=r"no file or directory '\./gone\.jsonl'; give a \.jsonl, "):
-        open_rows("./gone.jsonl")
-    with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly"):
-        open_rows(str(tmp_path))
-
-
 def test_paths_look_local_and_hub_ids_do_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
@@ -156,12 +149,3 @@ def test_only_errors_of_pyarrow_itself_are_blamed_on_a_file(raised, seen, messag
     parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(seen, match=message):
         rows_of(tmp_path / "a.parquet")
-
-
-def test_what_a_directory_holds_and_is_not_read_is_named(tmp_path):
-    for name in ("a.jsonl", "b.csv", "README.md", ".hidden"):
-        write(tmp_path / name, '"a"\n')
-    (tmp_path / "more").mkdir()
-    path = tmp_path / "a.jsonl"
-    assert find_files(str(tmp_path)) == ([path], ["README.md", "b.csv", "more"])
-    assert find_files(str(path)) == ([path], [])

@@ -43,22 +43,23 @@ def resolve(tiny_directory, monkeypatch):
         (4 * GIB, {"max_memory": "6GiB"}, "none"),
         (50 * GIB, {"offload": "none"}, "none"),
         (1, {"offload": "layerwise"}, "layerwise"),
+        (1 * GIB, {"data.dataset": "self"}, "none"),
     ],
 )
 def test_auto_is_layerwise_where_the_weights_do_not_fit(weights, changes, expected, resolve):
     assert resolve(weights, **changes) == expected
 
 
-def test_none_within_too_little_memory_is_refused(resolve):
-    with pytest.raises(InputError, match=r"take 5.00GiB, too much for --max-memory 4GiB"):
-        resolve(5 * GIB, offload="none", max_memory="4GiB")
-
-
-def test_text_that_the_model_writes_needs_it_in_memory(resolve):
-    changes = {"data.dataset": "self"}
-    assert resolve(GIB, **changes) == "none"
-    with pytest.raises(InputError, match=r"dataset 'self'.*builtin:python-docs"):
-        resolve(50 * GIB, **changes)
+@pytest.mark.parametrize(
+    ("weights", "changes", "message"),
+    [
+        (5, {"offload": "none", "max_memory": "4GiB"}, "take 5.00GiB, too much for --max-memory 4GiB"),
+        (50, {"data.dataset": "self"}, "dataset 'self'.*builtin:python-docs"),
+    ],
+)
+def test_what_cannot_stay_in_memory_and_must_is_refused(weights, changes, message, resolve):
+    with pytest.raises(InputError, match=message):
+        resolve(weights * GIB, **changes)
 
 
 def test_quantised_weights_stay_in_memory_unless_told_otherwise(resolve, tiny_directory):
