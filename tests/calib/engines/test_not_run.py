@@ -56,15 +56,6 @@ def test_attention_called_as_in_no_checkpoint_that_was_run(module, tmp_path):
         assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("prefix", "expected"), [("language_model.model", "loaded"), ("model", "not known")])
-def test_names_belong_to_a_class(engine, prefix, expected, tmp_path):
-    module, architectures = f"{prefix}.layers.0.self_attn", ["LlavaForConditionalGeneration"]
-    scales = scales_of([module])
-    directory = write(tmp_path, [f"{module}.k_proj.weight"], scales, architectures=architectures)
-    assert said(directory, engine) == expected
-
-
 @pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
 def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(prefix, tmp_path):
     modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
