@@ -1,6 +1,6 @@
 """Which mistakes in the attention kernels each case of the tests notices, and which cases that takes.
 
-kernel_cases.py --seed 1 --count 48
+kernel_cases.py --seed 1 --count 40
 
 The mistakes are those of tests/runtime/test_mutations.py and a random sample. A case is taken if it kills a
 mutant that those taken before it do not kill; what in the end kills nothing alone can go.

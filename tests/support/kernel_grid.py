@@ -30,7 +30,7 @@ PAIRED = {
 }
 LENGTHS = ((70, 33), (31, 64, 0), (1, 65))
 # the cases that kill a mutant which no other of them kills: tests/mutations/kernel_cases.py
-KEPT = range(24)
+KEPT = (0, 1, 3, 5, 7, 8, 10, 16, 21)
 
 # every value of every list occurs, and no two lists are of one length times another's, so that
 # over the grid each value meets many of the others
