@@ -147,13 +147,33 @@ def test_an_octave(scale, factor):
     assert octave_factor(torch.tensor([scale])).item() == factor
 
 
-def test_a_factor_that_a_shared_norm_cannot_hold():
+@pytest.fixture
+def attention():
+    """A Qwen 3, its first attention module, and factors for that."""
     model = tiny_model("qwen3", **FAMILIES["qwen3"])
-    modules = cached_attention(model)
-    name, module = next(iter(modules.items()))
-    factors = uniform_factors({name: module}, 2.0, 1.0)
-    factors[name].k[0] *= 2
+    name, module = next(iter(cached_attention(model).items()))
+    return model, {name: module}, uniform_factors({name: module}, 2.0, 4.0)
+
+
+def test_a_factor_that_a_shared_norm_cannot_hold(attention):
+    model, modules, factors = attention
+    factors[next(iter(modules))].k[0] *= 2
     with pytest.raises(UnsupportedModelError, match="one weight for all heads"):
+        list_changes(model, modules, factors)
+
+
+@pytest.mark.parametrize(
+    ("child", "module", "problem"),
+    [
+        ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
+        ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
+        ("o_proj", torch.nn.Linear(90, 64), "o_proj has 90 columns, where its heads make up 96"),
+    ],
+)
+def test_weights_of_another_size_than_the_heads_make_up(child, module, problem, attention):
+    model, modules, factors = attention
+    setattr(model.get_submodule(*modules), child, module)
+    with pytest.raises(UnsupportedModelError, match=problem):
         list_changes(model, modules, factors)
 
 
