@@ -94,8 +94,11 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
     attention, recipe = map_attention(model), Recipe(device="cpu", data={"until": SHARE})
 
     def read(saved, resume):
-        share = Share(model, batches, recipe, attention, saved, resume, lambda tokens: None)
-        return read_until(share, batches, World(), recipe)
+        told = []
+        share = Share(model, batches, recipe, attention, saved, resume, told.append)
+        stats, stop = read_until(share, batches, World(), recipe)
+        assert sum(told) == stop.batches * BATCH * SEQ_LEN  # also of what was read before
+        return stats, stop
 
     whole, stop = read(SavedProgress(tmp_path / "a", {}, every_seconds=3600), False)
     first, *_ = decision_points(batches)
