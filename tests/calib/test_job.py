@@ -132,11 +132,13 @@ def test_what_must_fail_fails_before_the_weights_are_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
+def test_an_export_or_a_tail_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
     source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
         run(str(source), recipe(export__formats=["trtllm"]), tmp_path / "out")
+    with pytest.raises(InputError, match="192 tokens are too few to tell what others may hold"):
+        run(str(source), recipe(headroom="auto"), tmp_path / "out")
 
 
 def test_the_default_output_is_named_after_model_and_strategy():
