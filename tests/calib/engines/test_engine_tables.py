@@ -4,20 +4,16 @@
 """
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, wanted
+from engine_fates import NOT_FP8, fate
 from engine_fixtures import make_scales
+from engine_tables import differences, flat, groups, modules, named, recorded, together
 
 from calib.engines.catalogue import load_catalogue
 from calib.formats import export
-
-sys.path.append(str(Path(__file__).parents[2] / "interop"))
-from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, wanted
-from engine_fates import NOT_FP8, fate
-from engine_tables import differences, flat, groups, modules, named, recorded, together
 
 RUN = [name for name, engine in load_catalogue().items() if engine.classes]
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
