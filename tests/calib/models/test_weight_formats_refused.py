@@ -56,11 +56,15 @@ def edited(model):
     return edit
 
 
+def read(directory):
+    for weight in all_weights(find_model(str(directory)), torch.float16).values():
+        weight.read()
+
+
 def refused(directory, *said):
     """By whatever reads its weights, in memory or layer by layer."""
     with pytest.raises(InputError) as error:
-        for weight in all_weights(find_model(str(directory)), torch.float16).values():
-            weight.read()
+        read(directory)
     assert "\n" not in str(error.value)
     for words in (str(directory), *said):
         assert words in str(error.value)
@@ -110,6 +114,7 @@ def test_tensors_that_do_not_fit_their_codes(name, edited):
         refused(edited(name, lambda parts: parts.update(second)), MODULE)
     if name in OF_FLOATS:
         refused(edited(name, negate), f"'{MODULE}.weight': a scale of its floats is negative")
+        read(edited(name, set_scale(0, 0, 0.0)))  # of a block of zeros
     if name in LARGE_SCALES:
         said = f"'{MODULE}.weight' dequantises to NaN or Inf in torch.float16"
         refused(edited(name, set_scale(0, 200, 65504)), said)
