@@ -29,7 +29,7 @@ PAIRED = {
     "extend_splits": (None, 3),
 }
 LENGTHS = ((70, 33), (31, 64, 0), (1, 65))
-# the cases that kill a mutant which no other of them kills: tests/mutations/kernel_cases.py
+# each kills a mutant that those taken before it do not: tests/mutations/kernel_cases.py
 KEPT = (0, 1, 3, 5, 7, 8, 10, 16, 21)
 
 # every value of every list occurs, and no two lists are of one length times another's, so that
