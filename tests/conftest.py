@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import shutil
 from pathlib import Path
 
 # no test may reach the network: set before anything of Hugging Face is imported
@@ -58,7 +59,12 @@ def smollm2_directory():
     return builtin_model("builtin:smollm2")
 
 
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory, tiny_llama):
+    return save_model(tiny_llama, tmp_path_factory.mktemp("saved") / "tiny-llama")
+
+
 @pytest.fixture
-def tiny_directory(tmp_path, tiny_llama):
+def tiny_directory(tmp_path, saved_llama):
     """A tiny Llama as a Hugging Face directory, with a word-level tokenizer."""
-    return save_model(tiny_llama, tmp_path / "tiny-llama")
+    return Path(shutil.copytree(saved_llama, tmp_path / "tiny-llama"))
