@@ -12,34 +12,31 @@ import torch
 from fp8kv_runtime.storage import KVBlocks
 
 ROOT = Path(__file__).parents[2]
-VARIANTS = ("plain-64", "float16-64")
 KERNELS = ["decode_kernel", "reduce_kernel", "extend_kernel", "append_kv_kernel"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
 
-def output_of(name, *arguments):
-    command = [sys.executable, str(ROOT / "tests" / "support" / name), *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
-    }
+@pytest.fixture(scope="module")
+def found():
+    """What `absent_gpus.py` found, by the names of its functions."""
+    command = [sys.executable, str(ROOT / "tests/support/absent_gpus.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_second_launch_is_the_first_and_one_of_other_alignment_has_a_kernel_of_its_own():
-    # what three calls launched, the third with a query that is not aligned
-    launched = output_of("launch_twice.py", *VARIANTS)
-    for variant in VARIANTS:
-        calls = launched[variant]["launched"]
+def test_the_second_launch_is_the_first_and_one_of_other_alignment_has_a_kernel_of_its_own(found):
+    assert {*found["twice"]} == {"plain-64", "float16-64"}
+    for variant in found["twice"].values():
+        calls = variant["launched"]
         first, second, third = (calls[4 * i : 4 * i + 4] for i in range(3))
         assert [name for name, *_ in first] == KERNELS
         assert second == first
         assert [arguments for *_, arguments in third] == [arguments for *_, arguments in first]
         # the first time, and what the third needs: reduce does not read the query
-        assert launched[variant]["by triton"] == [*KERNELS, "decode_kernel", "extend_kernel"]
+        assert variant["by triton"] == [*KERNELS, "decode_kernel", "extend_kernel"]
         differ = [before[1] != after[1] for before, after in zip(second, third, strict=True)]
         assert differ == [True, False, True, False]
 
@@ -59,9 +56,9 @@ def test_layers_that_need_other_kernels_are_told_apart(changes):
     assert told_apart(**changes) != told_apart()
 
 
-def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own():
+def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own(found):
     # with tensors on the current GPU, on another, and on that when it is current
-    calls = output_of("launch_on_devices.py")
+    calls = found["on_devices"]
     for call, gpu in zip(calls, (0, 1, 1), strict=True):
         assert {name for name, *_ in call["seen"]} == {*KERNELS, "empty", "empty_like", "zeros_like"}
         assert {at for _, at, *_ in call["seen"]} == {gpu}
@@ -77,10 +74,10 @@ def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own():
     assert again == second
 
 
-def test_growing_batches_and_tables_compile_little():
+def test_growing_batches_and_tables_compile_little(found):
     # for 1, up to 32 and more sequences: decode, and extend in parts
     few, one = {"compiled": 6, "asked": 6}, {"compiled": 1, "asked": 1}
-    assert output_of("launch_growing.py") == {
+    assert found["growing"] == {
         "decode_kernel": few,
         "reduce_kernel": few,
         "extend_kernel": one,

@@ -1,0 +1,206 @@
+"""Launch kernels on GPUs that are absent; print what would have run on them, by function.
+
+A script for `test_launch.py`: kernels that an interpreter runs are launched in another way. Each function
+runs in a fork, with which all that it puts into Triton's place ends.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import replace
+from multiprocessing import get_context
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+from kernels.offline import _AbsentGPU, launches, pretend
+from kernels.variants import VARIANTS
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels.append_kv import append_kv
+from fp8kv_runtime.kernels.decode import decode_attention
+from fp8kv_runtime.kernels.extend import extend_attention
+from fp8kv_runtime.kernels.targets import TARGETS
+
+TARGET = TARGETS["sm_90"]
+PLAIN = next(v for v in VARIANTS if v.name == "plain-64")
+
+
+def give_kernels_to(run):
+    """Have `run(kernel, *what the driver gets)` called instead of the driver."""
+    CompiledKernel.run = property(lambda kernel: lambda *given: run(kernel, *given))
+    CompiledKernel._init_handles = lambda self: None
+    CompiledKernel.launch_metadata = lambda self, *arguments: None
+    CompiledKernel.function = None
+
+
+def twice():
+    """What the driver gets from three calls, and which kernels Triton itself was asked for.
+
+    The second call is the first again, the third has a query that is not aligned.
+    """
+    launched, by_triton, find, found = [], [], JITFunction.run, {}
+
+    def plain(argument):
+        # of memory allocated anew only what it is
+        is_tensor = isinstance(argument, torch.Tensor)
+        return f"{argument.dtype} {list(argument.shape)}" if is_tensor else repr(argument)
+
+    def record(kernel, *given):
+        grid, arguments = given[:3], given[9:]
+        launched.append([kernel.name, id(kernel), list(grid), [plain(each) for each in arguments]])
+
+    def counted(self, *arguments, **options):
+        by_triton.append(self.fn.__name__)
+        return find(self, *arguments, **options)
+
+    JITFunction.run = counted
+    give_kernels_to(record)
+    for variant in (v for v in VARIANTS if v.name in ("plain-64", "float16-64")):
+        blocks, options = variant.blocks(TARGET), variant.options()
+        heads = (variant.group * 8, variant.head_dim)
+        memory = torch.zeros(4 * heads[0] * heads[1] + 1, dtype=variant.dtype)
+        aligned, not_aligned = memory[:-1].view(4, *heads), memory[1:].view(4, *heads)
+        new = torch.zeros(4, 8, variant.head_dim, dtype=variant.dtype)
+        cu_seqlens, slots = torch.arange(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        with pretend(TARGET):
+            for query in (aligned, aligned, not_aligned):
+                decode_attention(query, blocks, variant.sequences(), options)
+                extend_attention(query, blocks, variant.sequences(), cu_seqlens, 1, options)
+                append_kv(new, new, blocks, slots)
+        found[variant.name] = {"launched": [*launched], "by triton": [*by_triton]}
+        launched.clear()
+        by_triton.clear()
+    return found
+
+
+def growing():
+    """How often a kernel is compiled for growing batches, and how often Triton is asked for one."""
+    asked = []
+
+    def ask(self, *arguments, **options):
+        asked.append(self.fn.__name__)
+        return Launchable()
+
+    def serve():
+        """Serve every batch of up to 64 sequences, with tables of 1 to 64 blocks."""
+        blocks, options = PLAIN.blocks(TARGET), PLAIN.options()
+        for num_seqs in range(1, 65):
+            lengths = torch.full((num_seqs,), 64 * num_seqs, dtype=torch.int32)
+            sequences = PagedSequences(torch.zeros(num_seqs, num_seqs, dtype=torch.int32), lengths)
+            query = torch.zeros(num_seqs, 32, 64, dtype=torch.float16)
+            new = torch.zeros(num_seqs, 8, 64, dtype=torch.float16)
+            ends = torch.arange(num_seqs + 1, dtype=torch.int32)
+            decode_attention(query, blocks, sequences, options)
+            for parts in (None, PLAIN.num_splits):
+                extend_attention(query, blocks, sequences, ends, 1, options, num_splits=parts)
+            append_kv(new, new, blocks, torch.zeros(num_seqs, dtype=torch.int64))
+
+    # by what Triton would compile for, then by what our launchers tell apart
+    compiled = [launch.kernel for launch in set(launches(TARGET, serve))]
+    JITFunction.run = ask
+    with pretend(TARGET):
+        serve()
+    return {name: {"compiled": compiled.count(name), "asked": asked.count(name)} for name in asked}
+
+
+class Launchable:
+    """A compiled kernel that is launched without Triton."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments: None
+
+
+class OnFirst(torch.Tensor):
+    """On the CPU, and says that it is not; so does all that is made of it."""
+
+    device = torch.device("cuda:0")
+
+
+class OnSecond(torch.Tensor):
+    device = torch.device("cuda:1")
+
+
+def on_devices():
+    """Which of two GPUs was current at every allocation and launch: [name, GPU, stream, kernel].
+
+    The tensors are on the current GPU, on another, and on that when it is current.
+    """
+    current, entered, seen = [0], [], []
+
+    class TwoGPUs(_AbsentGPU):
+        """Triton's driver; a stream is the number of its GPU."""
+
+        def get_current_device(self):
+            return current[0]
+
+        def get_current_stream(self, device):
+            return device
+
+    @contextlib.contextmanager
+    def made_current(device):
+        before, current[0] = current[0], device.index
+        entered.append(device.index)
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    def recorded(allocate):
+        def allocated(*given, device=None, **named):
+            if sys._getframe(1).f_globals["__name__"].startswith("fp8kv_runtime.kernels"):
+                seen.append([allocate.__name__, current[0]])
+            made, kind = allocate(*given, **named), {"cuda:0": OnFirst, "cuda:1": OnSecond}.get(str(device))
+            return made.as_subclass(kind) if kind else made
+
+        return allocated
+
+    def call(kind):
+        """Call all launchers, twice; the last call is refused."""
+
+        def on(made):
+            tensors = {n: x.as_subclass(kind) for n, x in vars(made).items() if isinstance(x, torch.Tensor)}
+            return replace(made, **tensors)
+
+        blocks, sequences = on(PLAIN.blocks(TARGET)), on(PLAIN.sequences())
+        query, new = (torch.zeros(4, h, 64).half().as_subclass(kind) for h in (32, 8))
+        ends = torch.arange(5, dtype=torch.int32).as_subclass(kind)
+        slots = torch.zeros(4, dtype=torch.int64).as_subclass(kind)
+        for _ in range(2):
+            append_kv(new, new, blocks, slots)
+            decode_attention(query, blocks, sequences)
+            for most in (1, 2000):  # KV is split, then not
+                extend_attention(query, blocks, sequences, ends, most)
+        with contextlib.suppress(ValueError):
+            decode_attention(query[:, :, :8], blocks, sequences)
+
+    for name in ("empty", "empty_like", "zeros_like"):
+        setattr(torch, name, recorded(getattr(torch, name)))
+    torch.cuda.device = made_current
+    torch.cuda.get_device_name = lambda device: "an absent GPU"
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    give_kernels_to(lambda kernel, *given: seen.append([kernel.name, current[0], given[3], id(kernel)]))
+    driver.set_active(TwoGPUs(TARGET))
+    found = []
+    for gpu, kind in ((0, OnFirst), (0, OnSecond), (1, OnSecond)):
+        current[0] = gpu
+        call(kind)
+        found.append({"entered": [*entered], "seen": [*seen], "after": current[0]})
+        entered.clear()
+        seen.clear()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # those of this process are not in a fork of it
+    found = {}
+    for function in (twice, growing, on_devices):
+        with get_context("fork").Pool(1) as pool:
+            found[function.__name__] = pool.apply(function)
+    sys.stdout.write(json.dumps(found))
