@@ -4,8 +4,7 @@ import json
 
 import pytest
 from command_line import fp8kv, one_line_error
-from families import save_model
-from quantized_models import edit_json
+from families import edit_json, save_model
 
 from calib.capture.resume import Share
 from calib.scales.stats_file import load_stats

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from coded_forms import Form
-from coded_weights import awq, fp8, packed
+from coded_forms import Form, awq, fp8, packed
 from command_line import calibrate, fp8kv
 from families import save_model, tiny_model
 

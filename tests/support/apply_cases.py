@@ -5,7 +5,7 @@ import shutil
 
 import torch
 from command_line import calibrate, fp8kv, one_line_error
-from quantized_models import edit_json
+from families import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.files.stored_scales import read_scales

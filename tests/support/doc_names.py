@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import torch
 from coded_forms import FORMS
 from command_line import CliRunner
 from doc_blocks import ROOT, Command
-from realistic import give_realistic_weights
+from families import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import calib.commands.app as programs
 from calib.data import builtin, loading
@@ -118,21 +117,9 @@ def invoke(command):
 
 def save_model(directory):
     """A tiny Llama whose tokenizer knows letters, and chats."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,  # so that eight GPUs can share them
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    give_realistic_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
+    # eight GPUs can share its heads
+    sizes = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
+    tiny_model("llama", **sizes, max_position_embeddings=2048).save_pretrained(directory)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

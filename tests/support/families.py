@@ -297,36 +297,35 @@ def published_gemma4(directory):
     config = AutoConfig.for_model("gemma4", text_config={**_BASE, **own}, vision_config=vision)
     model = give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
     save_model(model, directory)
-    document = json.loads((directory / "config.json").read_text())
-    del document["text_config"]["per_layer_config"]  # which transformers makes of these
-    document["text_config"] |= {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")}
-    (directory / "config.json").write_text(json.dumps(document))
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    del text["per_layer_config"]  # which transformers makes of these
+    text |= {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")}
+    edit_json(directory / "config.json", text_config=text)
     return directory
 
 
 def save_model(model, directory):
+    """Save a model of 128 tokens with a tokenizer that knows them as words: w3, w4, ..."""
     model.save_pretrained(directory)
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 128)}}
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    no = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": token, "special": True, **no} for i, token in enumerate(special.values())]
+    words = [*special.values(), *(f"w{i}" for i in range(3, 128))]
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": i,
-                "content": token,
-                "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-            }
-            for i, token in enumerate(("<pad>", "<s>", "</s>"))
-        ],
+        "added_tokens": added,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<pad>"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "unk_token": "<pad>",
+        },
     }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
-    )
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

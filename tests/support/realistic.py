@@ -142,9 +142,6 @@ def rows_of_keys(attention):
     if config is not None and isinstance(children.get("qkv_proj"), nn.Linear):
         start = heads * size
         return children["qkv_proj"], range(start, start + config.num_key_value_heads * size)
-    if "Wqkv" in children and hasattr(attention, "num_key_value_heads"):  # DBRX
-        start = attention.num_heads * size
-        return children["Wqkv"], range(start, start + attention.num_key_value_heads * size)
     if "c_attn" in children:  # GPT-2, GPTBigCode
         start = attention.embed_dim
         size = getattr(attention, "kv_dim", start)

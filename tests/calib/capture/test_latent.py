@@ -6,8 +6,7 @@ import pytest
 import torch
 from command_line import calibrate as calibrate_command
 from command_line import fp8kv, one_line_error
-from families import LATENT, kimi_k25, mixed_model, save_model, tiny_model
-from quantized_models import edit_json
+from families import LATENT, edit_json, kimi_k25, mixed_model, save_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 

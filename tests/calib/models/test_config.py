@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from command_line import SMALL, calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model
+from families import edit_json, save_model, tiny_model
 from loaded import load
-from quantized_models import edit_json
 
 from calib.bench import attention_heads
 from calib.errors import InputError

@@ -6,10 +6,9 @@ import gguf
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
-from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
+from families import FAMILIES, edit_json, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from loaded import load, refused
-from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

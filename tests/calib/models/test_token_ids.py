@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
-from quantized_models import edit_json
+from families import edit_json
 
 FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu", "--allow-few-tokens"]
 

@@ -1,6 +1,7 @@
 """Quantised weights are read as the numbers that they stand for, in memory and layer by layer."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from coded_forms import FORMS, GPT_OSS
 from command_line import calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model, tiny_vision_language_model
-from largest import largest_qkv
+from families import edit_json, save_model, tiny_model, tiny_vision_language_model
 from loaded import load, refused
-from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from calib.capture.loop import calibrate as calibrate_model
 from calib.data import make_batches
@@ -69,6 +70,24 @@ def test_the_largest_k_v_and_q_are_those_of_the_tools_weights(tool):
         for letter, amax in expected[name].items():
             found = getattr(layer, letter).amax.amax(1)
             assert torch.allclose(found, amax, rtol=1e-3, atol=0), (name, letter)
+
+
+def largest_qkv(model, ids):
+    """The largest |K|, |V| and |Q| of each head for the token ids [B, T], as transformers makes them."""
+    names, found = {module: name for name, module in model.named_modules()}, {}
+    eager = sys.modules[type(model).__module__].eager_attention_forward
+
+    def attend(module, query, key, value, *args, **kwargs):
+        states = {"k": key, "v": value, "q": query}
+        found[names[module]] = {x: t.abs().amax((0, 2, 3)) for x, t in states.items()}
+        return eager(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("measuring", attend)
+    AttentionMaskInterface.register("measuring", eager_mask)
+    model.set_attn_implementation("measuring")
+    with torch.inference_mode():
+        model(ids)
+    return found
 
 
 @pytest.mark.parametrize("form", ["gptq-4-ordered", "compressed-w3", "modelopt-nvfp4", "fp8-block"])

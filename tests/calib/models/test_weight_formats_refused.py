@@ -9,10 +9,9 @@ import pytest
 import torch
 from coded_forms import FORMS
 from command_line import calibrate, one_line_error
-from families import save_model, tiny_model
+from families import edit_json, save_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError

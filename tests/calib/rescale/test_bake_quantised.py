@@ -9,8 +9,7 @@ import torch
 from baking import bake, calibrated, scales_of
 from coded_forms import FORMS
 from command_line import one_line_error
-from families import LATENT, save_model, tiny_model
-from quantized_models import edit_json
+from families import LATENT, edit_json, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 from apply_cases import applied, copy, refused, rescale_values, scales
+from families import edit_json
 from pack_cases import report_of
-from quantized_models import edit_json
 
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats

@@ -8,7 +8,7 @@ import pytest
 import torch
 from apply_cases import calibrated, config_of, damage, ran, scales
 from command_line import fp8kv, one_line_error
-from quantized_models import edit_json
+from families import edit_json
 from safetensors.torch import load_file
 
 from calib.formats import FORMATS

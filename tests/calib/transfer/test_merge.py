@@ -7,8 +7,8 @@ import pytest
 import torch
 from apply_cases import ran
 from command_line import fp8kv, one_line_error
+from families import edit_json
 from pack_cases import report_of
-from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.files.names import STATS_FILE

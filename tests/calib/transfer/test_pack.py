@@ -9,8 +9,8 @@ import pytest
 import yaml
 from apply_cases import applied, calibrated, copy, ran, refused, scales
 from command_line import fp8kv, one_line_error
+from families import edit_json
 from pack_cases import FILES, manifest, packed, report_of
-from quantized_models import edit_json
 
 from calib.capture.directory_scales import open_scales
 from calib.files.atomic import claimed

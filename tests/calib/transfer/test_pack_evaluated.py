@@ -6,8 +6,8 @@ import shutil
 import pytest
 from apply_cases import calibrated, ran
 from command_line import fp8kv, one_line_error
+from families import edit_json
 from pack_cases import manifest, packed
-from quantized_models import edit_json
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 from apply_cases import copy, ran
+from families import edit_json
 from pack_cases import packed, report_of
-from quantized_models import edit_json
 
 from calib.transfer.hidden_paths import hide_paths
 

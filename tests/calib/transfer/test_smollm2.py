@@ -5,7 +5,7 @@ import os
 import pytest
 from apply_cases import applied, ran, refused, scales
 from coded_forms import FORMS, Form, compressed
-from coded_weights import packed as packed_codes
+from coded_forms import packed as packed_codes
 from pack_cases import packed
 from safetensors.torch import load_file, save_file
 
