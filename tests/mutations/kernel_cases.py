@@ -21,10 +21,10 @@ sys.path.extend(str(Path(__file__).parents[2] / path) for path in ("", "tests/su
 import torch
 from checks import assert_attention
 from kernel_grid import name_of, paired_cases
+from kernel_setting import table_of_small_tiles
 from mutants import copied, mutated
 from mutate import apply, find_mutants, sample
 from paged import Case
-from small_tiles import table_of_small_tiles
 from test_mutations import CHECKS, MUTATIONS
 
 ROOT = Path(__file__).parents[2]

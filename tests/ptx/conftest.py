@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from new_memory import nan_in_new_memory  # noqa: F401  for all tests here
+from kernel_setting import nan_in_new_memory  # noqa: F401  for all tests here
 
 COMPILED = os.environ.get("TRITON_INTERPRET") == "0"
 # in any other run `test_smoke.py` starts some of them by itself

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from new_memory import nan_in_new_memory  # noqa: F401  for all tests here
-from small_tiles import table_of_small_tiles
+from kernel_setting import nan_in_new_memory, table_of_small_tiles  # noqa: F401  the first for all tests here
 
 from fp8kv_runtime.kernels import tuning
 

@@ -5,8 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cache_contents import contents, expected, filled, layer, make_cache, state, write
-from cache_model import run_history
+from cache_model import contents, expected, filled, layer, make_cache, run_history, state, write
 
 from fp8kv_runtime.cache import BlockPool, OutOfBlocksError, PagedKVCache, content_hashes
 

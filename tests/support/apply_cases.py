@@ -1,4 +1,4 @@
-"""Commands on a tiny Llama, on edited copies of it, and on its scales."""
+"""Commands on a tiny Llama, on edited copies of it, on its scales, and on packs of them."""
 
 import json
 import shutil
@@ -12,6 +12,10 @@ from calib.files.stored_scales import read_scales
 
 LAYERS = range(3)
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+PACK_FILES = {
+    *("README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"),
+    "kv_cache_scales.json",
+}
 
 
 def ran(*command):
@@ -23,6 +27,10 @@ def ran(*command):
 
 def config_of(directory):
     return json.loads((directory / "config.json").read_text())
+
+
+def report_of(directory):
+    return json.loads((directory / "fp8kv_calibration.json").read_text())
 
 
 def calibrated(model, out, *flags):
@@ -38,6 +46,15 @@ def scales(directory):
 def applied(measured, model, out, *flags):
     ran("apply", measured, model, "-o", out, *flags)
     return out
+
+
+def packed(measured, path, *flags):
+    ran("pack", measured, "-o", path, *flags)
+    return path
+
+
+def manifest(pack):
+    return json.loads((pack / "fp8kv_pack.json").read_text())
 
 
 def refused(measured, model, out, *phrases, flags=(), status=2):

@@ -1,9 +1,8 @@
 """Tiny models to bake, and what is seen of them before and after."""
 
-import json
-
+import apply_cases
 import torch
-from command_line import calibrate, fp8kv
+from command_line import fp8kv
 from families import FAMILIES, HYBRIDS, LATENT, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -52,9 +51,7 @@ def bake(source, scales, out, *flags):
 
 
 def calibrated(source, out, *flags):
-    done = calibrate(source, "-o", out, "--dtype", "float32", *flags)
-    assert done.exit_code == 0, done.stderr
-    return out
+    return apply_cases.calibrated(source, out, "--dtype", "float32", *flags)
 
 
 def in_float32(directory):
@@ -76,7 +73,6 @@ def seen(directory):
 
 def scales_of(directory):
     """[layers, 2 (K, V), heads]."""
-    report = json.loads((directory / "fp8kv_calibration.json").read_text())
-    assert report["recipe"]["strategy"] == "attn_head"
+    assert apply_cases.report_of(directory)["recipe"]["strategy"] == "attn_head"
     layers = load_scales(directory).layers.values()
     return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])

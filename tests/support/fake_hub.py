@@ -4,10 +4,10 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from web_server import web_server
 
 TOKEN = "hf_secret"
 
@@ -33,6 +33,10 @@ class Repository:
         known = {self.commit(i): files for i, files in enumerate(self.commits)}
         commit = self.head if revision == "main" else revision
         return (known[commit], commit) if commit in known else None
+
+
+class Missing(Exception):
+    pass
 
 
 class FakeHub:
@@ -64,7 +68,10 @@ class FakeHub:
             (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
         ):
             if match := re.fullmatch(pattern, path):
-                return handle(*match.groups(), body=body)
+                try:
+                    return handle(*match.groups(), body=body)
+                except Missing as missing:
+                    return 404, {"X-Error-Code": f"{missing}NotFound"}, b""
         raise AssertionError(f"packs need no {method} {path}")
 
     def _create(self, body):
@@ -101,40 +108,34 @@ class FakeHub:
         return self._json({"commitUrl": f"{self.url}/{name}/commit/{oid}", "commitOid": oid})
 
     def _info(self, name, revision="main", body=b""):
-        if (repository := self.repositories.get(name)) is None:
-            return self._missing("Repo")
-        if (found := repository.files(revision)) is None:
-            return self._missing("Revision")
-        files, commit = found
+        files, commit = self._files(name, revision)
         siblings = [{"rfilename": file} for file in files]
-        facts = {"sha": commit, "private": repository.private, "siblings": siblings}
+        facts = {"sha": commit, "private": self.repositories[name].private, "siblings": siblings}
         return self._json({"id": name, **facts})
 
     def _tree(self, name, revision, body):
-        if (repository := self.repositories.get(name)) is None:
-            return self._missing("Repo")
-        if (found := repository.files(revision)) is None:
-            return self._missing("Revision")
-        files = [
+        files, _ = self._files(name, revision)
+        entries = [
             {"type": "file", "path": file, "size": self.sizes.get(file, len(content)), "oid": blob(content)}
-            for file, content in found[0].items()
+            for file, content in files.items()
         ]
-        return self._json(files)
+        return self._json(entries)
 
     def _resolve(self, name, revision, file, body):
-        if (repository := self.repositories.get(name)) is None:
-            return self._missing("Repo")
-        if (found := repository.files(revision)) is None:
-            return self._missing("Revision")
-        files, commit = found
+        files, commit = self._files(name, revision)
         if file not in files:
-            return self._missing("Entry")
-        content = files[file]
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(content)}"'}
-        return 200, headers, content
+            raise Missing("Entry")
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(files[file])}"'}
+        return 200, headers, files[file]
 
-    def _missing(self, what):
-        return 404, {"X-Error-Code": f"{what}NotFound"}, b""
+    def _files(self, name, revision):
+        """The files of a repository at a revision, and its commit."""
+        if name not in self.repositories:
+            raise Missing("Repo")
+        found = self.repositories[name].files(revision)
+        if found is None:
+            raise Missing("Revision")
+        return found
 
     def _json(self, document):
         return 200, {"Content-Type": "application/json"}, json.dumps(document).encode()
@@ -145,37 +146,14 @@ def running_hub():
     """Serve an empty Hub."""
     hub = FakeHub()
 
-    class Handler(BaseHTTPRequestHandler):
-        def reply(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            path = unquote(urlsplit(self.path).path)
-            status, headers, content = hub.answer(self.command, path, body, self.headers.get("Authorization"))
-            self.send_response(status)
-            size = hub.sizes.get(path.rpartition("/")[2], len(content))
-            for name, value in {**headers, "Content-Length": size}.items():
-                if value is not None:
-                    self.send_header(name, str(value))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+    def reply(request, body):
+        path = unquote(urlsplit(request.path).path)
+        status, headers, content = hub.answer(request.command, path, body, request.headers["Authorization"])
+        size = hub.sizes.get(path.rpartition("/")[2], len(content))
+        request.answer(status, content, {**headers, "Content-Length": size})
 
-        do_GET = do_HEAD = do_POST = reply
-
-        def log_message(self, *args):
-            pass
-
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-    with Quiet(("127.0.0.1", 0), Handler) as server:
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with web_server(reply) as hub.url:
+        yield hub
 
 
 @contextmanager

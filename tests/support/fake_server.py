@@ -1,14 +1,12 @@
 """An OpenAI-compatible server in a thread, which answers from a model of transformers."""
 
 import json
-import threading
-import time
-from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 
 import torch
 from command_line import fp8kv
 from transformers import AutoModelForCausalLM
+from web_server import web_server
 
 from calib.capture.directory_scales import open_scales
 from calib.generate import unit_scales
@@ -62,48 +60,17 @@ class FakeServer:
         return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
 
 
-@contextmanager
 def running(fake, tls=None):
     """Serve `fake`, with TLS where there is a context of it; yields the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(fake.answer(self.path, None))
+    def reply(request, body):
+        answer = fake.answer(request.path, json.loads(body) if body else None)
+        fake.headers.append(dict(request.headers))
+        status, content = answer if isinstance(answer, tuple) else (200, answer)
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        request.answer(status, content, seconds_a_byte=fake.drip)
 
-        def do_POST(self):
-            content = self.rfile.read(int(self.headers["Content-Length"]))
-            self.reply(fake.answer(self.path, json.loads(content)))
-
-        def reply(self, answer):
-            fake.headers.append(dict(self.headers))
-            status, content = answer if isinstance(answer, tuple) else (200, answer)
-            content = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            for start in range(0, len(content), 1 if fake.drip else max(1, len(content))):
-                self.wfile.write(content[start : start + 1] if fake.drip else content)
-                time.sleep(fake.drip)
-
-        def log_message(self, *args):
-            pass
-
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *args):  # the client has gone
-            pass
-
-    with Quiet(("127.0.0.1", 0), Handler) as server:
-        if tls:
-            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return web_server(reply, tls)
 
 
 def serving(made, name, scales):

@@ -11,7 +11,6 @@ from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 
-GOOD = {"0": {"0": 0.5, "1": 0.25}}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "config_groups": {},
@@ -29,7 +28,7 @@ NVFP4 = {  # of the cache alone, as ModelOpt writes it
 }
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
-NAMES, INNER = "{module}.{x}_scale", "{module}.attn.{x}_scale"
+NAMES = "{module}.{x}_scale"
 PROJ = "{module}.{x}_proj.{x}_scale"
 MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
 WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]

@@ -1,9 +1,8 @@
 """A tiny Llama, calibrations of it, and a pack, which no test changes."""
 
 import pytest
-from apply_cases import calibrated
+from apply_cases import calibrated, packed
 from families import save_model, tiny_model
-from pack_cases import packed
 
 
 @pytest.fixture(scope="session")

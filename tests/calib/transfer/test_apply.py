@@ -6,11 +6,21 @@ import re
 import shutil
 
 import pytest
-from apply_cases import applied, calibrated, config_of, copy, ran, refused, rescale_values, scales, smooth
+from apply_cases import (
+    applied,
+    calibrated,
+    config_of,
+    copy,
+    ran,
+    refused,
+    report_of,
+    rescale_values,
+    scales,
+    smooth,
+)
 from coded_forms import FORMS
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
-from pack_cases import report_of
 from safetensors.torch import load_file, save_file
 
 

@@ -5,9 +5,8 @@ import shutil
 from dataclasses import replace
 
 import torch
-from apply_cases import applied, copy, refused, rescale_values, scales
+from apply_cases import applied, copy, refused, report_of, rescale_values, scales
 from families import edit_json
-from pack_cases import report_of
 
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats

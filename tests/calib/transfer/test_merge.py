@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 import torch
-from apply_cases import ran
+from apply_cases import ran, report_of
 from command_line import fp8kv, one_line_error
 from families import edit_json
-from pack_cases import report_of
 from safetensors.torch import load_file, save_file
 
 from calib.files.names import STATS_FILE

@@ -7,10 +7,20 @@ import shutil
 
 import pytest
 import yaml
-from apply_cases import applied, calibrated, copy, ran, refused, scales
+from apply_cases import (
+    PACK_FILES,
+    applied,
+    calibrated,
+    copy,
+    manifest,
+    packed,
+    ran,
+    refused,
+    report_of,
+    scales,
+)
 from command_line import fp8kv, one_line_error
 from families import edit_json
-from pack_cases import FILES, manifest, packed, report_of
 
 from calib.capture.directory_scales import open_scales
 from calib.files.atomic import claimed
@@ -23,7 +33,7 @@ from calib.transfer.pack import license_of
 
 
 def test_a_pack_holds_all_but_weights(model, measured, pack, tmp_path):
-    assert {file.name for file in pack.iterdir()} == FILES
+    assert {file.name for file in pack.iterdir()} == PACK_FILES
     same = ("checkpoint", "dataset", "versions", "recipe", "layers", "marks", "warnings")
     assert [report_of(pack)[key] for key in same] == [report_of(measured)[key] for key in same]
     mine, theirs = load_stats(pack).tensors(), load_stats(measured).tensors()
@@ -101,7 +111,7 @@ def test_finer_scales_have_no_json(model, tmp_path):
         "range": ("--fp8-dtype", "e5m2", "--format", "fp8kv"),
     }.items():
         made = packed(calibrated(model, tmp_path / name, *flags), tmp_path / f"{name}-pack")
-        assert {file.name for file in made.iterdir()} == FILES - {"kv_cache_scales.json"}
+        assert {file.name for file in made.iterdir()} == PACK_FILES - {"kv_cache_scales.json"}
         out = ("--format", "fp8kv") if name == "range" else ()
         applied(made, model, tmp_path / f"{name}-out", *out)
 
@@ -178,7 +188,7 @@ def test_a_pack_is_written_anew_with_overwrite_but_not_by_two_runs_at_once(measu
     (out / "kv_cache_scales.json").unlink()
     packed(measured, out, "--overwrite")
     assert manifest(out) == before
-    assert {file.name for file in out.iterdir()} == FILES
+    assert {file.name for file in out.iterdir()} == PACK_FILES
     with claimed(tmp_path / "claimed"):
         one_line_error(fp8kv("pack", measured, "-o", tmp_path / "claimed"), "another run is writing")
     assert not (tmp_path / "claimed").exists()

@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-from apply_cases import calibrated, ran
+from apply_cases import calibrated, manifest, packed, ran
 from command_line import fp8kv, one_line_error
 from families import edit_json
-from pack_cases import manifest, packed
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from apply_cases import copy, ran, scales
+from apply_cases import PACK_FILES, copy, ran, report_of, scales
 from command_line import fp8kv, one_line_error
 from fake_hub import TOKEN, on, running_hub
 from huggingface_hub import constants
-from pack_cases import FILES, report_of
 
 from calib.errors import InputError
 from calib.transfer.hub import check_hub_id
@@ -56,7 +55,7 @@ def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pac
     assert not hub.requests
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
     fetched = [path.partition("/resolve/")[2].partition("/")[2] for _, path in hub.requests]
-    assert {*fetched} - {""} == FILES - {"README.md"}
+    assert {*fetched} - {""} == PACK_FILES - {"README.md"}
 
 
 def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monkeypatch):
@@ -145,7 +144,7 @@ def test_a_second_push_is_a_second_commit_and_a_private_pack_stays_so(hub, measu
     assert repository.private
     assert push(per_head, tmp_path / "second", "--private").exit_code == 0
     assert len(repository.commits) == 3
-    assert repository.commits[-1].keys() == FILES - {"kv_cache_scales.json"} | {".gitattributes"}
+    assert repository.commits[-1].keys() == PACK_FILES - {"kv_cache_scales.json"} | {".gitattributes"}
     repository.private = False
     one_line_error(push(measured, tmp_path / "third", "--private"), "it is public there; make it private")
 

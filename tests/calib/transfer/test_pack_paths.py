@@ -4,9 +4,8 @@ import json
 import shutil
 
 import pytest
-from apply_cases import copy, ran
+from apply_cases import copy, packed, ran, report_of
 from families import edit_json
-from pack_cases import packed, report_of
 
 from calib.transfer.hidden_paths import hide_paths
 

@@ -1,0 +1,34 @@
+"""What tests of kernels run with: NaN in memory that no kernel has written, and small tiles."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory(monkeypatch):
+    """What a launcher allocates and its kernel does not write is NaN, not whatever was there."""
+
+    def filled(allocate):
+        def allocated(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if ".kernels." in caller and tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+            return tensor
+
+        return allocated
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+
+
+def table_of_small_tiles(directory):
+    """Write a tuning table, for `FP8KV_TUNING`, with tiles of 32: short sequences have several."""
+    decode = {"on": "interpreter", "head_dim": 256, "tile": 32, "num_warps": 4, "least": 1}
+    rows = [decode | {"bits": bits} for bits in (8, 16)]
+    path = directory / "small_tiles.json"
+    path.write_text(json.dumps({"decode": rows, "extend": rows}))
+    return path
