@@ -110,6 +110,9 @@ def test_slots_in_any_order_and_the_rest_untouched(format, device):
         codes = blocks.codes.view(torch.uint8).view(2, 64, 16).cpu()
         assert (codes[:, untouched] == NAN_CODE[format]).all()
         assert blocks.counts.sum() == 0  # a token without a slot counts nowhere
+    before = plain(format, device=device)
+    for blocks in both(x[:0], x[:0], before, slots[:0]):
+        assert torch.equal(blocks.codes.view(torch.uint8), before.codes.view(torch.uint8))
 
 
 def test_centre_is_subtracted_before_rounding_and_from_k_only(device):
@@ -141,30 +144,20 @@ def test_inputs_that_are_views(device):
     assert torch.equal(kernel.codes.view(torch.uint8), contiguous.codes.view(torch.uint8))
 
 
-def test_no_tokens(device):
-    nothing = torch.zeros(0, 1, 16, device=device)
-    before = plain(device=device)
-    for blocks in both(nothing, nothing, before, torch.zeros(0, dtype=torch.int64, device=device)):
-        assert torch.equal(blocks.codes.view(torch.uint8), before.codes.view(torch.uint8))
-
-
-NEW, SLOTS = torch.zeros(2, 1, 16), torch.tensor([0, 1])
-REFUSED = {
-    "key must be [2, 1, 16] float32 on cpu, got [1, 1, 16] float32 on cpu": (NEW[:1], NEW, SLOTS),
-    "value must be [2, 1, 16] float32 on cpu, got [2, 1, 16] float16 on cpu": (NEW, NEW.half(), SLOTS),
-    "value must be [2, 1, 16] float32 on cpu, got [2, 1, 8] float32 on cpu": (NEW, NEW[..., :8], SLOTS),
-    "key must be [2, 1, 16] float32 on cpu, got [2, 1, 16] float32 on meta": (NEW.to("meta"), NEW, SLOTS),
-    "value must be [2, 1, 16] float32 on cpu, got [2, 1, 16] float32 on meta": (NEW, NEW.to("meta"), SLOTS),
-    "slot_mapping must be [2] int64 on cpu, got [2] int32 on cpu": (NEW, NEW, SLOTS.int()),
-    "slot_mapping must be [2] int64 on cpu, got [2] int64 on meta": (NEW, NEW, SLOTS.to("meta")),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_the_kernel_takes_for_granted_is_checked(message):
-    key, value, slots = REFUSED[message]
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        RUNTIME.append_kv.append_kv(key, value, plain(), slots)
+def test_what_the_kernel_takes_for_granted_is_checked():
+    new, slots = torch.zeros(2, 1, 16), torch.tensor([0, 1])
+    own, elsewhere = "[2, 1, 16] float32 on cpu", "[2, 1, 16] float32 on meta"
+    for key, value, at, message in (
+        (new[:1], new, slots, f"key must be {own}, got [1, 1, 16] float32 on cpu"),
+        (new.to("meta"), new, slots, f"key must be {own}, got {elsewhere}"),
+        (new, new.half(), slots, f"value must be {own}, got [2, 1, 16] float16 on cpu"),
+        (new, new[..., :8], slots, f"value must be {own}, got [2, 1, 8] float32 on cpu"),
+        (new, new.to("meta"), slots, f"value must be {own}, got {elsewhere}"),
+        (new, new, slots.int(), "slot_mapping must be [2] int64 on cpu, got [2] int32 on cpu"),
+        (new, new, slots.to("meta"), "slot_mapping must be [2] int64 on cpu, got [2] int64 on meta"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            RUNTIME.append_kv.append_kv(key, value, plain(), at)
 
 
 def test_scales_and_counts_are_where_the_blocks_are():

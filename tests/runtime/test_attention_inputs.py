@@ -12,62 +12,50 @@ from fp8kv_runtime.options import AttentionOptions
 META = torch.device("meta")  # another device, which every machine has
 
 
-def options(**changed):
-    return lambda batch: {"options": AttentionOptions(**changed)}
+def refused(batch):
+    """What is wrong in a decode of one sequence by four heads, by the message."""
+    query = batch.query
+
+    def options(**changed):
+        return {"options": AttentionOptions(**changed)}
+
+    of_q_scale = "q_scale must be [1] or [4] float32 on cpu, got "
+    elsewhere = "all must be on cpu, where the query is, got blocks on cpu, block_tables on "
+    return {
+        "query must be [tokens, a multiple of 2 heads, 64], got [1, 3, 64]": {"query": query[:, :3]},
+        "query must be float16, bfloat16 or float32, got torch.float64": {"query": query.double()},
+        "query must have a row per sequence, 1, got 2": {"query": query.repeat(2, 1, 1)},
+        "sliding_window must be at least 1, got 0": options(sliding_window=0),
+        "softcap must be positive, got 0.0": options(softcap=0.0),
+        "sinks must be [4], got [2]": options(sinks=torch.zeros(2)),
+        of_q_scale + "[2] float32 on cpu": options(q_scale=torch.ones(2)),
+        of_q_scale + "[4] float16 on cpu": options(q_scale=torch.ones(4).half()),
+        of_q_scale + "[4] float32 on meta": options(q_scale=torch.ones(4, device=META)),
+        elsewhere.replace("must be on cpu", "must be on meta") + "cpu": {"query": query.to(META)},
+        elsewhere + "meta": {"sequences": batch.sequences.to(META)},
+        elsewhere + "cpu, sinks on meta": options(sinks=torch.zeros(4, device=META)),
+        "num_splits must be at least 1, or None to choose, got 0": {"num_splits": 0},
+    }
 
 
-# what is wrong in a decode of one sequence by four heads
-REFUSED = {
-    "query must be [tokens, a multiple of 2 heads, 64], got [1, 3, 64]": lambda batch: {
-        "query": batch.query[:, :3]
-    },
-    "query must be float16, bfloat16 or float32, got torch.float64": lambda batch: {
-        "query": batch.query.double()
-    },
-    "query must have a row per sequence, 1, got 2": lambda batch: {"query": batch.query.repeat(2, 1, 1)},
-    "sliding_window must be at least 1, got 0": options(sliding_window=0),
-    "softcap must be positive, got 0.0": options(softcap=0.0),
-    "sinks must be [4], got [2]": options(sinks=torch.zeros(2)),
-    "q_scale must be [1] or [4] float32 on cpu, got [2] float32 on cpu": options(q_scale=torch.ones(2)),
-    "q_scale must be [1] or [4] float32 on cpu, got [4] float16 on cpu": options(
-        q_scale=torch.ones(4).half()
-    ),
-    "q_scale must be [1] or [4] float32 on cpu, got [4] float32 on meta": options(
-        q_scale=torch.ones(4, device=META)
-    ),
-    "all must be on meta, where the query is, got blocks on cpu, block_tables on cpu": lambda batch: {
-        "query": batch.query.to(META)
-    },
-    "all must be on cpu, where the query is, got blocks on cpu, block_tables on meta": lambda batch: {
-        "sequences": batch.sequences.to(META)
-    },
-    "all must be on cpu, where the query is, got blocks on cpu, block_tables on cpu, sinks on meta": options(
-        sinks=torch.zeros(4, device=META)
-    ),
-    "num_splits must be at least 1, or None to choose, got 0": lambda batch: {"num_splits": 0},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_kernels_take_for_granted_is_checked(message):
+def test_what_kernels_take_for_granted_is_checked():
     batch = build(Case((9,)))
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        replace(batch, **REFUSED[message](batch)).attend("kernel")
+    for message, changes in refused(batch).items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            replace(batch, **changes).attend("kernel")
 
 
 REFUSED_LAYERS = {
-    "FP8 queries need FP8 blocks, got float16": Case((9,), format="float16"),
-    "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out": Case(
-        (9,), k_scales="channel"
-    ),
+    "FP8 queries need FP8 blocks, got float16": {"format": "float16"},
+    "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out": {"k_scales": "channel"},
 }
 
 
 def test_every_implementation_checks(device):
     for query_lens in (None, (1,)):
         for implementation in ("kernel", "reference"):
-            for message, case in REFUSED_LAYERS.items():
-                batch = build(replace(case, query_lens=query_lens), device)
+            for message, changes in REFUSED_LAYERS.items():
+                batch = build(Case((9,), query_lens=query_lens, **changes), device)
                 wrong = replace(batch, options=AttentionOptions(q_scale=torch.ones(1, device=device)))
                 with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
                     wrong.attend(implementation)
@@ -94,45 +82,26 @@ def test_ends_of_queries_and_their_splits_are_checked():
         replace(batch, extend_splits=-3).attend("kernel")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
+def test_tables_and_lengths_are_int32_of_as_many_sequences_on_one_device():
+    sequences = build(Case((9, 3), starts=(0, 1))).sequences
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    for changes, message in (
         (
-            "block_tables",
-            torch.Tensor.long,
+            {"block_tables": tables.long()},
             "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64 on cpu",
         ),
-        ("seq_starts", torch.Tensor.float, "seq_starts must be [2] int32 on cpu, got [2] float32 on cpu"),
-        ("seq_lens", lambda x: x.to(META), "seq_lens must be [2] int32 on cpu, got [2] int32 on meta"),
-        (
-            "block_tables",
-            lambda x: x[:1],
-            "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu",
-        ),
-        ("seq_lens", lambda x: x[:1], "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu"),
-        ("seq_starts", lambda x: x[:1], "seq_starts must be [2] int32 on cpu, got [1] int32 on cpu"),
-    ],
-)
-def test_tables_and_lengths_are_int32_of_as_many_sequences_on_one_device(name, change, message):
-    sequences = build(Case((9, 3), starts=(0, 1))).sequences
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        replace(sequences, **{name: change(getattr(sequences, name))})
-
-
-def test_queries_that_are_views(device):
-    """Heads of a fused QKV tensor, and channels that are not next to each other."""
-    batch = build(Case((40, 17)), device)
-    want = batch.attend("kernel")
-    fused = torch.randn(2, 12, 64, device=device).half()
-    fused[:, 4:8] = batch.query
-    apart = batch.query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert apart.stride(2) != 1
-    for view in (fused[:, 4:8], apart):
-        assert torch.equal(replace(batch, query=view).attend("kernel"), want)
+        ({"block_tables": tables[:1]}, "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu"),
+        ({"seq_lens": lens.to(META)}, "seq_lens must be [2] int32 on cpu, got [2] int32 on meta"),
+        ({"seq_lens": lens[:1]}, "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu"),
+        ({"seq_starts": starts.float()}, "seq_starts must be [2] int32 on cpu, got [2] float32 on cpu"),
+        ({"seq_starts": starts[:1]}, "seq_starts must be [2] int32 on cpu, got [1] int32 on cpu"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            replace(sequences, **changes)
 
 
 @pytest.mark.parametrize("query_lens", [None, (7, 3)])
-def test_everything_else_that_is_a_view(query_lens, device):
+def test_everything_that_is_a_view(query_lens, device):
     batch = build(Case((40, 17), query_lens=query_lens, starts=(3, 1)), device)
     one = torch.ones(1, device=device)
     options = AttentionOptions(sinks=one.expand(4), q_scale=(one / 20).expand(4))
@@ -149,4 +118,12 @@ def test_everything_else_that_is_a_view(query_lens, device):
         sequences=RUNTIME.cache.PagedSequences(*map(strided, parts)),
         cu_seqlens=strided(batch.cu_seqlens),
     )
-    assert torch.equal(views.attend("kernel"), want.attend("kernel"))
+    want = want.attend("kernel")
+    assert torch.equal(views.attend("kernel"), want)
+    # heads of a fused QKV tensor, and channels that are not next to each other
+    fused = torch.randn(len(batch.query), 12, 64, device=device).half()
+    fused[:, 4:8] = batch.query
+    apart = batch.query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert apart.stride(2) != 1
+    for query in (fused[:, 4:8], apart):
+        assert torch.equal(replace(views, query=query).attend("kernel"), want)

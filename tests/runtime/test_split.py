@@ -19,36 +19,31 @@ TILE = 16
 
 
 @triton.jit
-def parts_kernel(
+def plan_kernel(
     lens_ptr, starts_ptr, ends_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    seqs, tiles, parts = plan_parts(
+    seqs, _, parts = plan_parts(
         lens_ptr, starts_ptr, ends_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS,
         EXTENDS, BLOCK_S,
     )  # fmt: skip
-    seq, split, size = find_part(program, seqs, tiles, parts)
-    tl.store(out_ptr + program * 3, seq)
-    tl.store(out_ptr + program * 3 + 1, split)
-    tl.store(out_ptr + program * 3 + 2, size)
+    tl.store(out_ptr + seqs, parts, mask=seqs < num_seqs)
 
 
-def split(lens, num_splits, least=1, starts=None, window=0, queries=None):
-    """(sequence, part, tiles per part) of every program that has one."""
+def plan(lens, num_splits, least, tile=TILE, starts=None, window=0, queries=None):
+    """Parts of every sequence."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    num_seqs = len(lens)
-    out = torch.empty(num_splits + num_seqs, 3, dtype=torch.int32, device=device)
     ends = None if queries is None else [0, *accumulate(queries)]
     tensors = [
         None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in (lens, starts, ends)
     ]
-    parts_kernel[(len(out),)](
-        *tensors, out, num_seqs, num_splits, least, TILE=TILE, WINDOW=window,
+    out = torch.empty_like(tensors[0])
+    plan_kernel[(1,)](
+        *tensors, out, len(lens), num_splits, least, TILE=tile, WINDOW=window,
         HAS_STARTS=starts is not None, EXTENDS=queries is not None,
-        BLOCK_S=triton.next_power_of_2(num_seqs),
+        BLOCK_S=triton.next_power_of_2(len(lens)),
     )  # fmt: skip
-    return [tuple(row) for row in out.tolist() if row[0] < num_seqs]
+    return out.tolist()
 
 
 def tiles_of(lens, starts=None, window=0, queries=None):
@@ -63,64 +58,10 @@ def tiles_of(lens, starts=None, window=0, queries=None):
 
 
 RAGGED = [128 * TILE, *[4 * TILE] * 31]
-BATCHES = {
-    "one of one token": ([1], {}),
-    "ragged": ([40 * TILE, *[4 * TILE] * 6], {}),
-    "with empty ones": ([0, 100, 0, 0, 7], {}),
-    "all empty": ([0, 0, 0], {}),
-    "not a power of two": ([17, 400, 33, 90, 1, 250, 16], {}),
-    "with left padding": ([100, 90, 300], {"starts": [33, 0, 299]}),
-    "with a window": ([1000, 20, 400], {"window": 100}),
-    "with both": ([1000, 20, 400], {"window": 100, "starts": [5, 19, 350]}),
-    "with several queries": ([1000, 20, 0, 300], {"queries": [4, 20, 0, 0]}),
-    "with several and a window": ([1000, 60, 40, 0], {"queries": [50, 2, 0, 0], "window": 100}),
-}
 
 
 def count_parts(tiles, size):
     return sum(max(1, -(-n // size)) for n in tiles)
-
-
-def largest_size(tiles, num_splits, least):
-    """Tiles of a part, at most: found by trying, and what four bisections leave."""
-    even = max(-(-sum(tiles) // num_splits), least)
-    fitting = [n for n in range(even, even + even // 2 + 1) if count_parts(tiles, n) <= num_splits]
-    return even if not fitting or fitting[0] == even else fitting[0] + even // 32 + 1
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_every_tile_is_in_one_part(batch):
-    lens, options = BATCHES[batch]
-    tiles = tiles_of(lens, **options)
-    for num_splits, least in ((1, 1), (5, 4), (12, 1)):
-        found = split(lens, num_splits, least, **options)
-        largest = largest_size(tiles, num_splits, least)
-        for seq, count in enumerate(tiles):
-            sizes = {size for of, _, size in found if of == seq}
-            parts = [part for of, part, _ in found if of == seq]
-            assert parts == [*range(len(parts))]
-            assert len(sizes) == 1
-            size = sizes.pop()
-            assert size <= largest
-            assert size * len(parts) >= count > size * (len(parts) - 1) or count == 0 == size
-
-
-@triton.jit
-def plan_kernel(lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr):
-    seqs, _, parts = plan_parts(
-        lens_ptr, None, None, num_seqs, num_splits, least, TILE, 0, False, False, BLOCK_S
-    )
-    tl.store(out_ptr + seqs, parts, mask=seqs < num_seqs)
-
-
-def plan(lens, num_splits, least, tile=TILE):
-    """Parts of every sequence."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    out = torch.empty_like(lens)
-    block = triton.next_power_of_2(len(lens))
-    plan_kernel[(1,)](lens, out, len(lens), num_splits, least, TILE=tile, BLOCK_S=block)
-    return out.tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,14 +71,17 @@ def plan(lens, num_splits, least, tile=TILE):
     skew=st.sampled_from([0, 1, 4, 20]),
     num_splits=st.integers(1, 2048),
     least=st.sampled_from([1, 4, 8]),
+    window=st.sampled_from([0, 100]),
+    draws=st.sets(st.sampled_from(["starts", "queries"])),
     seed=st.integers(0, 2**32),
 )
-def test_large_batches_fit_the_slots_where_parts_half_as_large_again_do(
-    num_seqs, longest, skew, num_splits, least, seed
+def test_batches_fit_the_slots_where_parts_half_as_large_again_do(
+    num_seqs, longest, skew, num_splits, least, window, draws, seed
 ):
     random = Random(seed)
     lens = [int(longest * random.random() ** skew) for _ in range(num_seqs)]
-    parts, tiles = plan(lens, num_splits, least), tiles_of(lens)
+    options = {"window": window} | {name: [random.randint(0, n) for n in lens] for name in sorted(draws)}
+    parts, tiles = plan(lens, num_splits, least, **options), tiles_of(lens, **options)
     share = max(-(-sum(tiles) // num_splits), least)
     assert max(-(-n // p) for n, p in zip(tiles, parts, strict=True)) <= share + share // 2
     if count_parts(tiles, share + share // 2) <= num_splits:

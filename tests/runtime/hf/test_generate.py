@@ -77,28 +77,16 @@ def test_generation_is_that_of_rounded_k_and_v(family, mode):
     assert share_of_equal(plain.logits, expected.logits[:1]) < 0.5
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon", "gemma3n_text", "deepseek_v32"])
-def test_a_cache_goes_on_over_several_calls(family):
-    model = tiny_model(family, **ALL[family])
-    scales = scales_for(model)
-    cache = DynamicCache(config=model.config)
-    with fp8_attention(model, scales, block_size=4):
-        with torch.inference_mode():
-            parts = [model(IDS[1:, :3], past_key_values=cache).logits]
-        with torch.no_grad():
-            parts += [model(IDS[1:, i : i + 1], past_key_values=cache).logits for i in range(3, 8)]
-    assert_close(torch.cat(parts, 1), expected_logits(model, scales))
-    assert cache.get_seq_length() == 8
-    blocks = paged_cache(cache)
-    assert blocks.num_bytes_used == 2 * 4 * blocks.bytes_per_token
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "deepseek_v32"])
-def test_a_cache_is_cropped_shared_by_beams_and_started_again(family):
+@pytest.mark.parametrize("family", ["llama", "falcon", "gemma3n_text", "deepseek_v3", "deepseek_v32"])
+def test_a_cache_goes_on_is_cropped_shared_by_beams_and_started_again(family):
     model = tiny_model(family, **ALL[family])
     scales, cache = scales_for(model), DynamicCache(config=model.config)
     with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
-        whole = model(IDS[1:], past_key_values=cache).logits
+        parts = [model(IDS[1:, :3], past_key_values=cache).logits]
+        with torch.inference_mode(False), torch.no_grad():
+            parts += [model(IDS[1:, i : i + 1], past_key_values=cache).logits for i in range(3, 8)]
+        assert cache.get_seq_length() == 8
+        assert paged_cache(cache).num_bytes_used == 2 * 4 * paged_cache(cache).bytes_per_token
         cache.crop(-3)
         again = model(IDS[1:, 5:], past_key_values=cache).logits
         alone = paged_cache(cache).num_bytes_used
@@ -110,7 +98,9 @@ def test_a_cache_is_cropped_shared_by_beams_and_started_again(family):
         assert paged_cache(cache).num_bytes_used == alone + alone // 2
         cache.reset()
         assert cache.get_seq_length() == paged_cache(cache).num_bytes_used == 0
-        assert torch.equal(model(IDS[1:], past_key_values=cache).logits, whole)
+        whole = model(IDS[1:], past_key_values=cache).logits
+        assert torch.equal(whole, model(IDS[1:]).logits)
+    assert_close(torch.cat(parts, 1), expected_logits(model, scales))
     assert_close(again, whole[:, 5:])
     longer = expected_logits(model, scales, torch.cat([IDS[1:], IDS[:1, 3:4]], 1))
     assert_close(five, longer[:, -1:].expand_as(five))
@@ -163,24 +153,17 @@ def test_latents_lie_beside_k_and_v():
     assert paged_cache(found.past_key_values).bytes_per_token == row
 
 
-def test_layers_without_scales_stay_as_they_are():
-    model = tiny_model("llama")
-    scales = scales_for(model)
-    name = "model.layers.1.self_attn"
-    some = type(scales)(scales.strategy, scales.fp8_dtype, {name: scales.layers[name]})
-    with torch.inference_mode(), fp8_attention(model, some):
-        output = model(IDS[1:])
-    assert_close(output.logits, expected_logits(model, some))
-    assert list(paged_cache(output.past_key_values).layers) == [1]
-
-
-@pytest.mark.parametrize(("strategy", "fp8_dtype"), [("tensor", "e4m3fnuz"), ("channel", "e5m2")])
-def test_other_strategies_and_formats(strategy, fp8_dtype):
+@pytest.mark.parametrize(
+    ("strategy", "fp8_dtype", "layers"), [("tensor", "e4m3fnuz", [1]), ("channel", "e5m2", [0, 1, 2])]
+)
+def test_other_strategies_and_formats_and_layers_without_scales(strategy, fp8_dtype, layers):
     model = tiny_model("qwen3", **FAMILIES["qwen3"])
     scales = scales_for(model, strategy=strategy, fp8_dtype=fp8_dtype)
+    scales = replace(scales, layers={n: s for n, s in scales.layers.items() if s.layer_idx in layers})
     with torch.inference_mode(), fp8_attention(model, scales):
-        found = model(IDS[1:]).logits
-    assert_close(found, expected_logits(model, scales))
+        found = model(IDS[1:])
+    assert_close(found.logits, expected_logits(model, scales))
+    assert list(paged_cache(found.past_key_values).layers) == layers
 
 
 @pytest.mark.parametrize("family", UNEVEN)
@@ -219,10 +202,11 @@ def test_queries_in_fp8():
 def test_a_pool_that_grows_keeps_what_it_holds():
     model = tiny_model("llama")
     scales = scales_for(model)
-    with fp8_attention(model, scales, block_size=64):
+    with fp8_attention(model, scales):
         expected = generate(model, **GREEDY, max_new_tokens=10, min_new_tokens=10)
     with fp8_attention(model, scales, block_size=1):
         small = generate(model, **GREEDY, max_new_tokens=10, min_new_tokens=10)
+    assert paged_cache(expected.past_key_values).block_size == 64
     assert paged_cache(small.past_key_values).num_blocks > len(IDS) * 16  # more than it began with
     assert torch.equal(small.sequences, expected.sequences)
     assert share_of_equal(small.logits, expected.logits) == 1

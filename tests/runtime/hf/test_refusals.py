@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import fp8_attention, paged_cache, swap_attention
+from fp8kv_runtime.hf import attention, fp8_attention, paged_cache, swap_attention
 from fp8kv_runtime.hf.attention import check_mask
 from fp8kv_runtime.hf.layers import left_padding
 
@@ -61,52 +62,39 @@ def test_the_model_is_as_before_also_after_an_error(family):
         paged_cache(output.past_key_values)
 
 
+NO_SCALES = KVScales("tensor", "e4m3fn", {})
 REFUSED = {
-    "no layer has scales, so there is nothing to hold in FP8": (
-        "llama",
-        lambda scales: {"scales": KVScales("tensor", "e4m3fn", {})},
-    ),
+    "no layer has scales, so there is nothing to hold in FP8": ("llama", {"scales": NO_SCALES}),
     "FP8 queries need query scales and one K scale per tensor or head: calibrate with --targets qkv "
-    "--strategy tensor or attn_head": ("llama", lambda scales: {"quantize_query": True}),
-    "this model calls attention itself: its queries cannot be reached": (
-        "falcon",
-        lambda scales: {"quantize_query": True},
-    ),
+    "--strategy tensor or attn_head": ("llama", {"quantize_query": True}),
+    "this model calls attention itself: its queries cannot be reached": ("falcon", {"quantize_query": True}),
     "FalconForCausalLM calls attention itself and cannot be given kernels; use the torch backend": (
         "falcon",
-        lambda scales: {"backend": "triton"},
+        {"backend": "triton"},
     ),
     "DeepseekV3ForCausalLM caches a latent (MLA), which no Triton kernel reads; use the torch backend": (
         "deepseek_v3",
-        lambda scales: {"backend": "triton"},
+        {"backend": "triton"},
     ),
-    "scales must be as calib.load_scales returns them, got 'scales'": (
-        "llama",
-        lambda _: {"scales": "scales"},
-    ),
-    "backend must be one of auto, triton, torch, got 'cuda'": ("llama", lambda _: {"backend": "cuda"}),
+    "scales must be as calib.load_scales returns them, got 'scales'": ("llama", {"scales": "scales"}),
+    "backend must be one of auto, triton, torch, got 'cuda'": ("llama", {"backend": "cuda"}),
+    "block_size must be a whole number from 1 on, got 0": ("llama", {"block_size": 0}),
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused_before_anything_runs(message):
-    family, change = REFUSED[message]
-    model = tiny_model(family, **ALL[family])
-    scales = scales_for(model)
-    arguments = {"model": model, "scales": scales} | change(scales)
-    with pytest.raises(AttentionError, match=f"^{re.escape(message)}$"), fp8_attention(**arguments):
-        pass
+def assert_refused(message, model, **arguments):
+    with pytest.raises(AttentionError, match=f"^{re.escape(message)}$"), fp8_attention(model, **arguments):
+        model(IDS)
 
 
-def test_kernels_without_a_gpu(model, scales, monkeypatch):
+def test_what_does_not_fit_is_refused_before_anything_runs(model, scales, monkeypatch):
+    for message, (family, changes) in REFUSED.items():
+        other = tiny_model(family, **ALL[family])
+        other.forward = None  # which would be called in the block
+        assert_refused(message, other, **{"scales": scales_for(other)} | changes)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with (
-        pytest.raises(
-            AttentionError, match="^the Triton kernels need a GPU, or TRITON_INTERPRET=1; use torch"
-        ),
-        fp8_attention(model, scales, backend="triton"),
-    ):
-        pass
+    no_gpu = "the Triton kernels need a GPU, or TRITON_INTERPRET=1; use torch"
+    assert_refused(no_gpu, model, scales=scales, backend="triton")
 
 
 def test_caches_that_are_not_its_own_are_refused_and_an_empty_one_is_welcome(model, scales):
@@ -121,17 +109,11 @@ def test_caches_that_are_not_its_own_are_refused_and_an_empty_one_is_welcome(mod
             model(IDS, past_key_values=static)
         with pytest.raises(AttentionError, match="^give the model input_ids or inputs_embeds$"):
             model()
+        own = DynamicCache()
         expected = model(IDS).logits
-        assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
-
-
-@BACKENDS
-def test_a_cache_is_of_its_block(backend, model, scales):
-    cache = DynamicCache(config=model.config)
-    with fp8_attention(model, scales, backend=backend):
-        model(IDS, past_key_values=cache)
+        assert torch.equal(model(IDS, past_key_values=own).logits, expected)
     with pytest.raises(AttentionError, match="would hold 1 rows of 9 tokens, not 1 of 8"):
-        model(IDS[:, :1], past_key_values=cache)
+        model(IDS[:, :1], past_key_values=own)
 
 
 @BACKENDS
@@ -208,22 +190,17 @@ def test_inputs_may_be_given_by_position(backend, model, scales):
         decoder(IDS, input_ids=IDS)
 
 
-def test_scales_of_a_model_with_other_heads(model, scales):
+def test_scales_of_other_heads_and_padding_that_kernels_do_not_know(model, scales, device):
     three = torch.ones(3)
     layers = {name: LayerScales(s.layer_idx, three, three) for name, s in scales.layers.items()}
-    with (
-        pytest.raises(AttentionError, match="scales for 3 KV heads do not fit a layer with 2"),
-        fp8_attention(model, KVScales("attn_head", "e4m3fn", layers)),
-    ):
-        model(IDS)
-
-
-def test_padding_that_kernels_do_not_know(model, scales, device):
+    other = KVScales("attn_head", "e4m3fn", layers)
+    assert_refused(
+        "scales for 3 KV heads do not fit a layer with 2: they are of another model", model, scales=other
+    )
     model, mask = model.to(device), torch.ones_like(IDS)
     mask[0, -2:] = 0
     with (
         pytest.raises(AttentionError, match="Pad on the left, or use the torch backend"),
-        torch.inference_mode(),
         fp8_attention(model, scales, backend="triton"),
     ):
         model(IDS.to(device), attention_mask=mask.to(device))
@@ -261,3 +238,13 @@ def test_masks_that_kernels_do_not_apply(mask, starts, window):
         AttentionError, match="^the Triton kernels apply causal masks with a sliding window and"
     ):
         check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)
+
+
+def test_a_mask_that_several_layers_share_is_checked_for_each_window(monkeypatch):
+    checked = []
+    monkeypatch.setattr(attention, "check_mask", lambda *arguments: checked.append(arguments[-1]))
+    rows = SimpleNamespace(checked_masks=[])
+    one, other = causal(), causal()
+    for mask, window in ((one, None), (one, None), (one, 2), (one, 2), (one, 3), (other, 3)):
+        attention._check_mask_once(rows, mask, 3, None, window)
+    assert checked == [None, 2, 3, 3]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from families import FAMILIES, tiny_model
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, OPTConfig
+from transformers.models.opt.modeling_opt import OPTAttention
 
-from fp8kv_runtime.hf import swap_attention
+from fp8kv_runtime.hf import EngineQuery, swap_attention
 
 TOKENS = torch.arange(3, 15)[None]
 
@@ -76,3 +77,14 @@ def test_swaps_nest_and_unwind():
     assert calls == ["inner", "outer"] * 2 + ["outer"] * 2
     assert [dict(registry) for registry in registries] == registered
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_opt_multiplies_its_query_before_attention_and_engines_do_not():
+    module = OPTAttention(OPTConfig(hidden_size=64, num_attention_heads=4), layer_idx=0)
+    plain = torch.randn(1, 4, 3, 16)
+    for kind, query, scaling in ((module, plain / 4, 1.0), (torch.nn.Identity(), plain, 0.25)):
+        engines = EngineQuery.of(kind, query, scaling)
+        assert torch.equal(engines.query, plain)
+        assert engines.scaling == 0.25
+        assert torch.equal(engines.undo(8 * plain), 8 * query)
+        assert engines.undo(engines.query) is query
