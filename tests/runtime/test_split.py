@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.processors import PROCESSORS
 
-from fp8kv_runtime.kernels.split import find_part, plan_parts
+from fp8kv_runtime.kernels.split import plan_parts
 from fp8kv_runtime.kernels.targets import TARGETS
 from fp8kv_runtime.kernels.tuning import find_config
 
