@@ -45,21 +45,23 @@ def compiled(code, asm="", registers=80, shared_memory=0, num_warps=4):
     return Compiled(asm, code, "", num_warps, shared_memory, registers, {})
 
 
-def test_sass_is_read():
+def test_bytes_cycles_matrix_products_and_loops_are_read():
     code = parse(compiled(SASS))
     assert [each.moved for each in code] == [0, 4, 16, 0, 0, 0, 8, 0]
     assert [each.cycles for each in code] == [1, 1, 1, 2, 1, 1, 1, 1]
-    assert code[4].flops == 2 * 16 * 8 * 16
+    assert [each.flops for each in code] == [0] * 4 + [2 * 16 * 8 * 16] + [0] * 3
     assert [each.jumps_to for each in code] == [None] * 5 + [2, None, None]
     assert hottest_loop(code) == code[2:6]
+    without = parse(compiled(SASS.replace("0x20", "0x60")))
+    assert hottest_loop(without) == without, "code without a loop counts whole"
 
-
-def test_amdgcn_is_read():
     code = parse(compiled(GCN))
     assert [each.moved for each in code] == [0, 16, 0, 0, 0, 0]
     assert [each.cycles for each in code] == [1, 1, 4, 1, 1, 1]
     assert code[3].flops == 2 * 16**3
     assert hottest_loop(code) == code[1:5]
+
+    assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
 def test_matrix_instructions_of_every_generation_are_counted():
@@ -77,19 +79,8 @@ def test_matrix_instructions_of_every_generation_are_counted():
     assert found == [0, whole / 4, whole / 4, wide, wide, narrow]
 
 
-def test_code_without_a_loop_counts_whole():
-    code = parse(compiled(SASS.replace("0x20", "0x60")))
-    assert hottest_loop(code) == code
-
-
-def test_groups_that_are_waited_for_last_are_in_flight():
-    assert tiles_in_flight(PTX) == 2
-    assert tiles_in_flight("") == 1
-
-
-@pytest.mark.parametrize(
-    ("target", "registers", "shared", "warps", "programs"),
-    [
+def test_programs_at_once():
+    for target, registers, shared, warps, programs in (
         ("sm_90", 80, 0, 4, 6),  # 512 registers of a lane hold six warps of 80
         ("sm_90", 80, 38920, 4, 5),  # 228 KiB hold five of 38 KiB and the 1 KiB that each costs
         ("sm_90", 32, 0, 4, 16),  # 64 warps
@@ -97,10 +88,8 @@ def test_groups_that_are_waited_for_last_are_in_flight():
         ("sm_80", 255, 0, 8, 1),
         ("gfx942", 128, 0, 4, 4),
         ("gfx942", 32, 40_000, 4, 1),
-    ],
-)
-def test_programs_at_once(target, registers, shared, warps, programs):
-    assert PROCESSORS[target].programs_at_once(registers, shared, warps) == programs
+    ):
+        assert PROCESSORS[target].programs_at_once(registers, shared, warps) == programs, target
 
 
 def test_the_slowest_of_four_is_the_limit():
@@ -132,11 +121,7 @@ def test_what_became_worse_is_found(tmp_path):
     fewer = predict(compiled(SASS, PTX, registers=128), PROCESSORS["sm_90"])
     found = compiled_before.worse("decode", fewer, before)
     assert [each.found for each in found] == ["4 programs at once", "56% left by latency"]
-
-
-def test_another_compiler_compares_nothing(tmp_path):
-    file = tmp_path / "compiled.json"
-    compiled_before.write({}, file)
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"triton": "0", "kernels": {"x": 1}}))
+    # by another compiler: nothing is compared
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"triton": "0"}))
     assert compiled_before.read(file) == {}
     assert compiled_before.read(tmp_path / "absent.json") == {}

@@ -25,22 +25,6 @@ def compile_kernels(root, *arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
 
 
-@pytest.fixture
-def mutated(tmp_path):
-    """Compile kernels of which some have nodes of their syntax trees replaced, or tuned numbers."""
-
-    def compile_mutated(replacements, *arguments):
-        for package in ("fp8kv_runtime", "benchmarks"):
-            shutil.copytree(ROOT / package, tmp_path / package)
-        for file, *replacement in replacements:
-            (path,) = tmp_path.glob(f"*/kernels/{file}")
-            change = _retuned if path.suffix == ".json" else _rewritten
-            path.write_text(change(path.read_text(), *replacement))
-        return compile_kernels(tmp_path, *arguments)
-
-    return compile_mutated
-
-
 def _rewritten(source, *replacement):
     tree = ast.parse(source)
     mutate(tree, *replacement)
@@ -131,9 +115,15 @@ BAD = {
 
 @pytest.mark.nightly  # each compiles in a process of its own
 @pytest.mark.parametrize("arguments", BAD)
-def test_slow_kernels_are_refused(mutated, arguments):
+def test_slow_kernels_are_refused(arguments, tmp_path):
     replacements, findings = BAD[arguments]
-    done = mutated(replacements, *arguments.split())
+    for package in ("fp8kv_runtime", "benchmarks"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    for file, *replacement in replacements:
+        (path,) = tmp_path.glob(f"*/kernels/{file}")
+        change = _retuned if path.suffix == ".json" else _rewritten
+        path.write_text(change(path.read_text(), *replacement))
+    done = compile_kernels(tmp_path, *arguments.split())
     assert done.returncode == 1
     for finding in findings:
         assert re.search(f"^{finding}", done.stderr, re.MULTILINE), finding

@@ -59,6 +59,17 @@ def test_the_number_of_splits_hardly_matters(dtype, device):
             assert head_errors(got, want).max() <= bound, splits
 
 
+@EITHER
+@pytest.mark.parametrize("scales", ["head", "channel"])
+def test_a_power_of_two_may_be_in_either_scale(scales, implementation, device):
+    # float32, in which no output is near the ends of the range
+    case = replace(EXTEND, k_scales=scales, v_scales=scales, dtype=torch.float32, softmax_scale=0.1)
+    batch = build(case, device)
+    blocks = replace(batch.blocks, k_scale=batch.blocks.k_scale * 4, v_scale=batch.blocks.v_scale * 2)
+    moved = replace(batch, blocks=blocks, options=replace(batch.options, softmax_scale=0.1 / 4))
+    assert torch.equal(moved.attend(implementation), 2 * batch.attend(implementation))
+
+
 def test_decode_is_extend_by_one_token(device):
     batch = build(replace(DECODE, num_splits=1), device)
     extended = replace(batch, decodes=False)

@@ -50,8 +50,11 @@ def test_a_config_is_shipped_for_every_head_dim_of_every_target(target):
 
 def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
     shipped = tuning.find_config("decode", NAMES, 8, 128)
-    own = Config(tile=32, num_warps=2, num_stages=7, per_processor=3, least=1)
-    write_table(own_table, {"decode": (ConfigRow(GPU, 8, 128, own, over=64),)})
+    own = Config(tile=32, num_warps=2, num_stages=7, rows=16, per_processor=3, least=1)
+    table = {"decode": (ConfigRow(GPU, 8, 128, own, over=64),), "extend": ()}
+    write_table(own_table, table)
+    assert [path.name for path in own_table.parent.iterdir()] == ["tuning.json"]
+    assert read_table(own_table) == table
     tuning.forget_tuned()
     assert tuning.find_config("decode", NAMES, 8, 128) == own
     assert tuning.find_config("decode", NAMES, 8, 96) == own
@@ -60,40 +63,36 @@ def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
     assert tuning.find_config("decode", ("NVIDIA H100", *NAMES[1:]), 8, 128) == shipped
 
 
-def test_what_is_written_is_read(own_table):
-    table = {"decode": (ConfigRow(GPU, 8, 128, Config(64, 4, 5, 16, 3, 2), over=64),), "extend": ()}
-    write_table(own_table, table)
-    assert read_table(own_table) == table
-    assert [path.name for path in own_table.parent.iterdir()] == ["tuning.json"]
-
-
 ROW = {"on": "x", "bits": 8, "head_dim": 64, "tile": 64, "num_warps": 4}
+DAMAGED = {
+    "{": "JSONDecodeError",
+    "[]": "AttributeError",
+    '{"decode": [{"on": "x", "bits": 8}]}': "KeyError: 'head_dim'",
+}
+DAMAGES = {
+    "tile": (48, "a power of two, got 48"),
+    "num_warps": (True, "a positive integer, got True"),
+    "head_dim": ("64", "a positive integer, got '64'"),
+    "num_stages": (0, "a positive integer, got 0"),
+    "bits": (4, "8 or 16, got 4"),
+    "over": (-1, "an integer, 0 or more, got -1"),
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "JSONDecodeError"),
-        ("[]", "AttributeError"),
-        ('{"decode": [{"on": "x", "bits": 8}]}', "KeyError: 'head_dim'"),
-        (ROW | {"tile": 48}, "tile must be a power of two, got 48"),
-        (ROW | {"tile": True}, "tile must be a positive integer, got True"),
-        (ROW | {"x": 1}, "unexpected keyword"),
-        (ROW | {"head_dim": "64"}, "head_dim must be a positive integer, got '64'"),
-        (ROW | {"num_stages": 0}, "num_stages must be a positive integer, got 0"),
-        (ROW | {"bits": 4}, "bits must be 8 or 16, got 4"),
-        (ROW | {"over": -1}, "over must be an integer, 0 or more, got -1"),
-    ],
-)
-def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
+def test_a_damaged_table_is_named_in_one_line(own_table):
     own_table.parent.mkdir()
-    own_table.write_text(content if isinstance(content, str) else json.dumps({"decode": [content]}))
     batch = build(Case((9,)))
-    with pytest.raises(AttentionError, match=r"is not a tuning table \(.*delete it") as refused:
-        batch.attend("kernel")
-    assert str(own_table) in str(refused.value)
-    assert reason in str(refused.value)
-    assert "\n" not in str(refused.value)
+    damaged = dict(DAMAGED)
+    for name, (value, rule) in DAMAGES.items():
+        damaged[json.dumps({"decode": [ROW | {name: value}]})] = f"{name} must be {rule}"
+    for content, reason in damaged.items():
+        own_table.write_text(content)
+        tuning.forget_tuned()
+        with pytest.raises(AttentionError, match=r"is not a tuning table \(.*delete it") as refused:
+            batch.attend("kernel")
+        assert str(own_table) in str(refused.value)
+        assert reason in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_doctor_names_the_configs_in_force(own_table):
@@ -148,13 +147,17 @@ SMALL = (
 )
 
 
-def test_the_fastest_config_is_found():
+def test_the_fastest_config_is_found_if_it_is_faster_by_more_than_noise():
     cost = {16: 5.0, 32: 3.0, 64: 2.0, 128: 4.0}
     made, _ = tuner(lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least)
     row = made.tune("decode", SMALL)
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
     found = row.config
     assert (found.tile, found.num_warps, found.per_processor, found.least) == (64, 8, 3, 8)
+    # what may be noise changes nothing
+    made, _ = tuner(lambda c: 99.0 if c.num_warps == 2 else 100.0)
+    names = (GPU, INTERPRETER.name, INTERPRETER.backend)
+    assert made.tune("decode", SMALL).config == tuning.find_config("decode", names, 8, 128)
     # one warp with many programs is tried
     made, _ = tuner(lambda c: c.tile + 9 * c.num_warps - c.per_processor)
     found = made.tune("decode", SMALL).config
@@ -184,12 +187,6 @@ def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
     assert made.tune("decode", SMALL).config.tile == 64
     assert any("tile 32" in line and "relative error 1" in line for line in said)
     assert any(line.endswith("out of resource: shared memory") for line in said)
-
-
-def test_a_gain_that_may_be_noise_changes_nothing():
-    made, _ = tuner(lambda c: 99.0 if c.num_warps == 2 else 100.0)
-    names = (GPU, INTERPRETER.name, INTERPRETER.backend)
-    assert made.tune("decode", SMALL).config == tuning.find_config("decode", names, 8, 128)
 
 
 def test_rows_found_anew_replace_those_of_the_same_place():
