@@ -1,24 +1,21 @@
 """The command line, a real model, and the memory that a whole process takes."""
 
 import json
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from command_line import SMALL, calibrate, fp8kv, one_line_error
-from processes import forked
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calib.data import load_data, make_batches
+from calib.data import load_data
 from calib.files.names import STATS_FILE
-from calib.layerwise.loop import calibrate_layerwise, open_layers
 from calib.layerwise.memory import resident_bytes
-from calib.layerwise.weights import load_skeleton
-from calib.models.config import load_config
 from calib.models.load import load_tokenizer
 from calib.models.sources import find_model
-from calib.recipe import load_recipe
 
 
 def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at, assert_same):
@@ -70,22 +67,40 @@ def test_mistakes_are_one_line(arguments, phrase, tiny_directory, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
 
 
-def peak(directory, allowed, samples, tokens, size):
+# in a new process: a fork has free memory of its parent's, which is not counted
+MEASURE = """
+import sys
+from pathlib import Path
+from calib.data import make_batches
+from calib.models.sources import find_model
+from calib.models.config import load_config
+from calib.layerwise.loop import calibrate_layerwise
+from calib.layerwise.memory import resident_bytes
+from calib.layerwise.loop import open_layers
+from calib.layerwise.weights import load_skeleton
+from calib.recipe import load_recipe
+
+recipe = load_recipe(None, {"device": "cpu"})
+checkpoint = find_model(sys.argv[1])
+model = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
+source = open_layers(model, checkpoint, recipe)
+before = resident_bytes()
+allowed, samples, tokens, size = map(int, sys.argv[2:])
+batches = make_batches([[7] * tokens] * samples, size, pad_id=0)
+limit = before + allowed
+calibrate_layerwise(source, batches, recipe, limit=limit, directory=Path(sys.argv[1]))
+status = Path("/proc/self/status").read_text()
+peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+print(peak - before)
+"""
+
+
+def peak(directory, *numbers):
     """Bytes that a pass takes at most, beside what its process takes anyway."""
-
-    def work(rank):
-        recipe = load_recipe(None, {"device": "cpu"})
-        checkpoint = find_model(str(directory))
-        model = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
-        source = open_layers(model, checkpoint, recipe)
-        batches = make_batches([[7] * tokens] * samples, size, pad_id=0)
-        before = resident_bytes()
-        calibrate_layerwise(source, batches, recipe, limit=before + allowed, directory=directory)
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024 - before
-
-    ((_, found),) = forked(1, work)
-    return found
+    command = [sys.executable, "-c", MEASURE, str(directory), *map(str, numbers)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout)
 
 
 def test_the_memory_limit_is_kept_by_weights(tmp_path):
