@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from command_line import SMALL, calibrate, fp8kv, one_line_error
+from command_line import SMALL, calibrate, fp8kv, one_line_error, ran, succeeded
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -20,8 +20,7 @@ from calib.errors import InputError
 
 def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp_path):
     out = tmp_path / "out"
-    done = calibrate(tiny_directory, "-o", out, "--strategy", "attn_head")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(calibrate(tiny_directory, "-o", out, "--strategy", "attn_head"))
     for heading in ("layer", "K amax", "V scale", "K range used"):
         assert heading in done.stdout
     assert "128 tokens in" in done.stdout
@@ -46,8 +45,7 @@ def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp
     ],
 )
 def test_table_and_json_show_the_scales_that_are_written(name, title, tiny_directory, tmp_path):
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name))
     written = load_file(tmp_path / "out/model-fp8kv-scales.safetensors")
     keys, values = (
         [f"{float(x):.4g}" for key, x in sorted(written.items()) if key.endswith(f"{which}_scale")]
@@ -84,8 +82,7 @@ def test_names_of_directories_cannot_steer_the_terminal(tiny_directory, tmp_path
 def test_a_recipe_with_flags_and_set_on_top_into_the_default_output(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ("--recipe", "qkv-attn_head", "--set", "data.seed=7", "--set", "headroom=2.0")
-    done = fp8kv("calibrate", tiny_directory, *SMALL, *flags, "--batch-size", "2")
-    assert done.exit_code == 0, done.stderr
+    ran("calibrate", tiny_directory, *SMALL, *flags, "--batch-size", "2")
     out = tmp_path / "tiny-llama-fp8kv-attn_head"
     saved = json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]
     assert (saved["targets"], saved["strategy"], saved["headroom"]) == ("qkv", "attn_head", 2.0)

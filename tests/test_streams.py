@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error
+from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, succeeded
 from families import save_model
 from rich.console import Console
 
@@ -145,8 +145,7 @@ def test_without_a_terminal_or_a_width_nothing_is_folded(output, monkeypatch):
 def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
     out = tmp_path / "it's out; rm"
     formats = [f"--format={name}" for name in choices.FORMATS if name != "fp8kv"]
-    done = calibrate(tiny_directory, "-o", out, *formats)
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(calibrate(tiny_directory, "-o", out, *formats))
     assert commands_in(done.stdout, "vllm serve") == [
         str(out / name) for name in ("vllm", "modelopt", "vllm-nvfp4")
     ]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 from families import FAMILIES, save_model, tiny_model
 
 from calib.data import load_data
@@ -34,8 +34,7 @@ def book(tmp_path_factory):
 
 
 def calibrated(model, book, out, *flags):
-    done = fp8kv("calibrate", model, "--dataset", book, "-o", out, *map(str, flags), *CPU)
-    assert done.exit_code == 0, done.stderr
+    done = ran("calibrate", model, "--dataset", book, "-o", out, *map(str, flags), *CPU)
     return done.stdout, json.loads((out / "fp8kv_calibration.json").read_text())
 
 
@@ -74,8 +73,7 @@ def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_pat
 def test_merged_runs_add_what_they_left(first, model, book, tmp_path):
     flags = ("--seed", 1, "--samples", 5, "--seq-len", 40)
     second = calibrated(model, book, tmp_path / "b", *flags)[1]["dataset"]
-    done = fp8kv("merge", first[0], tmp_path / "b", "-o", tmp_path / "both")
-    assert done.exit_code == 0, done.stderr
+    ran("merge", first[0], tmp_path / "b", "-o", tmp_path / "both")
     both = json.loads((tmp_path / "both/fp8kv_calibration.json").read_text())["dataset"]
     for name in ("documents", "samples", "tokens", "unread_tokens"):
         assert both[name] == first[2]["dataset"][name] + second[name] > 0
@@ -111,8 +109,7 @@ def places_of(ids, words):
 def test_a_book_is_evaluated_on_unless_it_is_too_short_to_hold_anything_out(first, model, book, tmp_path):
     lengths = ("--samples", 4, "--seq-len", 32, *CPU)
     flags = ("--variants", "none", "-o", tmp_path / "report")
-    done = fp8kv("eval", model, "--dataset", book, "--scales", first[0], *lengths, *flags)
-    assert done.exit_code == 0, done.stderr
+    ran("eval", model, "--dataset", book, "--scales", first[0], *lengths, *flags)
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert (report["data"]["documents"], report["data"]["tokens"]) == (4, 4 * 32)
     assert any("are pieces of fewer documents (1)" in line for line in report["warnings"])

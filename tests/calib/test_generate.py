@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from families import save_model, tiny_model
 from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,8 +34,7 @@ def calibrated(model, tmp_path_factory):
 
 def test_text_speed_and_bytes_are_printed_and_json_says_the_same(calibrated, model):
     expected = continuation(model, load_scales(calibrated))
-    done = generate(calibrated, PROMPT)
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(generate(calibrated, PROMPT))
     lines = done.stdout.splitlines()
     assert lines[0].split() == AutoTokenizer.from_pretrained(model).decode(expected).split()
     assert f"{len(expected)} tokens in " in lines[1]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import ONE_MODULE, UNEVEN, published_gemma4, save_model, tiny_model
 from generation import PROMPT
 from safetensors.torch import load_file, save_file
@@ -35,8 +35,7 @@ def job(request, tmp_path_factory):
         model = published_gemma4(root / "model")
     else:
         model = save_model(tiny_model(family, **UNEVEN[family]), root / "model")
-    done = calibrate(model, "-o", root / "out", "--strategy", "attn_head")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(model, "-o", root / "out", "--strategy", "attn_head"))
     return family, model, root / "out"
 
 
@@ -49,8 +48,8 @@ def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
     cache = DynamicCache()  # without a config it keeps what lies outside of windows, too
     with torch.inference_mode():
         model(input_ids=torch.tensor(samples), past_key_values=cache, use_cache=True)
-    done = calibrate(directory, "-o", tmp_path / "out", "--strategy", "attn_head", "--offload", "layerwise")
-    assert done.exit_code == 0, done.stderr
+    flags = ("--strategy", "attn_head", "--offload", "layerwise")
+    succeeded(calibrate(directory, "-o", tmp_path / "out", *flags))
     stats, scales = load_stats(out).layers, load_scales(out).layers
     layerwise = load_scales(tmp_path / "out").layers
     shapes = []
@@ -123,8 +122,7 @@ def test_weights_are_rescaled_but_for_v_where_the_model_normalises_it(job, tmp_p
     normalised = family == "gemma4"
     for purpose in ("fp8", "int8"):
         baked = tmp_path / purpose
-        done = fp8kv("bake", model, "--scales", out, "--for", purpose, "-o", baked)
-        assert done.exit_code == 0, done.stderr
+        done = ran("bake", model, "--scales", out, "--for", purpose, "-o", baked)
         assert "the source's, bit for bit" in done.stdout
         assert ("V of 3 of 3 layers stays as it is" in done.stdout) == normalised
         factors = json.loads((baked / "fp8kv_bake.json").read_text())["factors"]
@@ -134,8 +132,7 @@ def test_weights_are_rescaled_but_for_v_where_the_model_normalises_it(job, tmp_p
         done = fp8kv("stress", model, "-o", tmp_path / "twin")
         one_line_error(done, "normalises V, which undoes a factor in front of it")
         flags = ("--v-factor", "1")
-    done = fp8kv("stress", model, "-o", tmp_path / "twin", *flags)
-    assert done.exit_code == 0, done.stderr
+    ran("stress", model, "-o", tmp_path / "twin", *flags)
 
 
 def test_proportional_rope_turns_few_pairs_half_a_head_apart():

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import edit_json
 from safetensors.torch import load_file, save_file
 
@@ -18,13 +18,6 @@ PACK_FILES = {
 }
 
 
-def ran(*command):
-    """What a command prints that succeeds."""
-    done = fp8kv(*command)
-    assert done.exit_code == 0, done.stderr
-    return done
-
-
 def config_of(directory):
     return json.loads((directory / "config.json").read_text())
 
@@ -34,8 +27,7 @@ def report_of(directory):
 
 
 def calibrated(model, out, *flags):
-    done = calibrate(model, "-o", out, *flags)
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(model, "-o", out, *flags))
     return out
 
 

@@ -25,6 +25,16 @@ def calibrate(*arguments):
     return fp8kv("calibrate", *arguments, *SMALL)
 
 
+def succeeded(done):
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def ran(*arguments):
+    """Run a command that succeeds."""
+    return succeeded(fp8kv(*arguments))
+
+
 def process(*arguments, **options):
     """Start a command in a process of its own."""
     command = [*CLI, "calibrate", *map(str, arguments)]

@@ -2,7 +2,7 @@
 
 import json
 
-from command_line import fp8kv
+from command_line import fp8kv, succeeded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8kv_runtime.hf import fp8_attention
@@ -15,8 +15,7 @@ def generate(*arguments):
 
 
 def as_json(*arguments):
-    done = generate(*arguments, "--json")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(generate(*arguments, "--json"))
     return json.loads(done.stdout)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import calibrate
+from command_line import calibrate, succeeded
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, save_model, tiny_model
 from families import tiny_vision_language_model as tiny_seeing_model
 from safetensors.torch import load_file
@@ -56,8 +56,7 @@ def test_the_scales_are_the_commands_bit_for_bit(
 ):
     flags = {"strategy": strategy, "targets": targets, "data.skip_first": skip_first}
     given = [f"--set={key}={value}" for key, value in flags.items()]
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", f"--format={format}", *given)
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", f"--format={format}", *given))
     of_data = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
     recipe = load_recipe(None, {**flags, **of_data})
     tokenizer = load_tokenizer(open_model_directory(tiny_directory))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 from families import save_model, tiny_model
 from processes import assert_same, calibrate_forked, statistics
 
@@ -44,8 +44,7 @@ def model(tmp_path_factory):
 def stopped(model, tmp_path_factory):
     """One process that stopped at its second look or later."""
     out = tmp_path_factory.mktemp("stopped") / "out"
-    done = fp8kv("calibrate", model, "-o", out, *DATA, SHARE)
-    assert done.exit_code == 0, done.stderr
+    done = ran("calibrate", model, "-o", out, *DATA, SHARE)
     return out, done.stdout
 
 
@@ -114,8 +113,7 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
 
 
 def test_text_that_is_not_enough_is_all_read_and_said_so(model, tmp_path):
-    done = fp8kv("calibrate", model, "-o", tmp_path / "out", *DATA, 0.0001)
-    assert done.exit_code == 0, done.stderr
+    done = ran("calibrate", model, "-o", tmp_path / "out", *DATA, 0.0001)
     printed = " ".join(done.stdout.split())
     assert "20,000 of 20,000 tokens were read" in printed
     held = re.search(r"in (\d+)% of layers, not in 95% as was asked: use more text, or --headroom", printed)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from baking import bake
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from evaluations import caches_recipe, plain_comparison, plain_inputs
 from families import save_model, tiny_model
 
@@ -28,12 +28,10 @@ def baked(caches_directory, tmp_path_factory):
     out = tmp_path_factory.mktemp("baked")
     # the samples that the evaluation calibrates on
     scales = out / "scales"
-    done = calibrate(caches_directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(caches_directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv"))
     found = {}
     for purpose in ("fp8", "int8"):
-        done = bake(caches_directory, scales, out / purpose, "--for", purpose)
-        assert done.exit_code == 0, done.stderr
+        succeeded(bake(caches_directory, scales, out / purpose, "--for", purpose))
         found[purpose] = evaluate(str(out / purpose), caches_recipe("none"), suite=SMALL).measured
         assert not any(m.variant.is_baked for m in found[purpose].values())
     return found

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 
 from calib.errors import InputError
 from calib.evaluate.compare import load_report
@@ -62,8 +62,7 @@ def report(tmp_path):
 
 
 def compared(*arguments):
-    done = fp8kv("compare", *arguments, "--json")
-    assert done.exit_code == 0, done.stderr
+    done = ran("compare", *arguments, "--json")
     return json.loads(done.stdout)
 
 

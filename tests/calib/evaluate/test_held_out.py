@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran, succeeded
 from families import save_model, tiny_model
 
 from calib.evaluate import inputs
@@ -28,8 +28,7 @@ def write(path, seeds, each=1):
 
 def calibrate(model, text, out):
     small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
-    done = fp8kv("calibrate", model, "--dataset", text, "-o", out, *small)
-    assert done.exit_code == 0, done.stderr
+    ran("calibrate", model, "--dataset", text, "-o", out, *small)
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +102,13 @@ def test_a_baked_model_keeps_what_its_factors_were_made_of(places):
 
 
 def test_new_text_is_evaluated_without_a_word(places):
-    done = evaluate(places, places / "b.jsonl", ("out", "converted"))
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(evaluate(places, places / "b.jsonl", ("out", "converted")))
     (line,) = json.loads(done.stdout)["warnings"]
     assert "tokens were read, too few" in line  # by the evaluation itself
 
 
 def test_what_was_read_is_left_out_and_the_next_are_taken(places):
-    done = evaluate(places, write(places / "mixed.jsonl", [*READ, *FRESH[:20]]))
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(evaluate(places, write(places / "mixed.jsonl", [*READ, *FRESH[:20]])))
     report = json.loads(done.stdout)
     assert report["data"]["documents"] == SUITE.documents
     (line,) = [line for line in report["warnings"] if "left out" in line]
@@ -146,5 +143,4 @@ def test_too_little_text_is_refused_as_calibrate_refuses_it(places, monkeypatch)
     flags = ("--device", "cpu", "--dataset", places / "b.jsonl")
     for command in ("eval", "recommend"):
         one_line_error(fp8kv(command, places / "model", *flags), "48 tokens, ", "are too few to cal")
-    done = evaluate(places, places / "b.jsonl", (), flags=("--allow-few-tokens",))
-    assert done.exit_code == 0, done.stderr
+    succeeded(evaluate(places, places / "b.jsonl", (), flags=("--allow-few-tokens",)))

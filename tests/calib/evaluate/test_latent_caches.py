@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from evaluations import caches_recipe, plain_comparison, plain_inputs
 from families import LATENT, save_model, tiny_model
 from transformers import AutoModelForCausalLM
@@ -90,10 +90,8 @@ def test_a_cache_is_the_rounding_of_latent_and_k_pe(evaluation):
 def test_fp8_at_one_on_baked_weights_is_the_baked_model(evaluation, directory, tmp_path):
     # the samples that the evaluation calibrates on
     scales, baked = tmp_path / "scales", tmp_path / "baked"
-    done = calibrate(directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv")
-    assert done.exit_code == 0, done.stderr
-    done = fp8kv("bake", directory, "--scales", scales, "--for", "fp8", "-o", baked)
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv"))
+    ran("bake", directory, "--scales", scales, "--for", "fp8", "-o", baked)
     found = evaluate(str(baked), caches_recipe("none"), suite=SUITE).measured
     assert not any(each.variant.is_baked for each in found.values())
     simulated = evaluation.measured["fp8, baked"].documents
@@ -186,16 +184,13 @@ def test_types_of_the_other_kind_are_refused_by_name(directory, small_directory)
 
 def test_the_command_line(directory, sparse, tmp_path):
     out = tmp_path / "report"
-    done = fp8kv("eval", sparse, *FLAGS, "--variants", "none", "--caches", "all", "-o", out)
-    assert done.exit_code == 0, done.stderr
+    ran("eval", sparse, *FLAGS, "--variants", "none", "--caches", "all", "-o", out)
     rows = json.loads((out / "report.json").read_text())["variants"]
     assert all(rows[name]["kl"]["value"] > 0 for name in LATENT_CACHES)
-    done = fp8kv("recommend", directory, *FLAGS, "--engine", "vllm", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = ran("recommend", directory, *FLAGS, "--engine", "vllm", "--json")
     assert "fp8_ds_mla" in json.loads(done.stdout)["not_served"]
     flags = ("--cache", "fp8_ds_mla", "--max-new-tokens", "3", "--device", "cpu", "--json")
-    done = fp8kv("generate", directory, "some text", *flags)
-    assert done.exit_code == 0, done.stderr
+    done = ran("generate", directory, "some text", *flags)
     facts = json.loads(done.stdout)
     assert (facts["bytes_per_token"], facts["bytes_per_token_16bit"]) == (2 * 656, 2 * 1152)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 
 from calib.data import load_data
 from calib.errors import InputError
@@ -122,14 +122,11 @@ def test_scales_with_a_quarter_of_the_room_clip_and_are_named(small_directory, t
     own, other = texts
     out = tmp_path / "tight"
     tight = ("--samples", 4, "--set", "headroom=0.25", "--allow-few-tokens", "--quiet")
-    made = fp8kv("calibrate", small_directory, "-o", out, "--dataset", own, *SMALL, *tight)
-    assert made.exit_code == 0, made.stderr
+    ran("calibrate", small_directory, "-o", out, "--dataset", own, *SMALL, *tight)
 
     wanted = ("--scales", out, "--dataset", own, "--variants", "tensor", "--also", other)
     report = ("--samples", 4, "-o", tmp_path / "report")
-    done = fp8kv("eval", small_directory, *wanted, *SMALL, *report)
-
-    assert done.exit_code == 0, done.stderr
+    done = ran("eval", small_directory, *wanted, *SMALL, *report)
     report = Report.model_validate_json((tmp_path / "report/report.json").read_text())
     clipped = report.other_texts[0].variants["tight"].clipped
     assert clipped.share > 0.9

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
@@ -191,8 +191,7 @@ def test_trust_is_asked_of_every_command(caches_evaluation):
 
 @pytest.mark.parametrize("format_name", ["vllm", "vllm-nvfp4"])
 def test_scales_in_the_checkpoint_are_not_1(format_name, caches_evaluation, caches_directory, tmp_path):
-    done = calibrate(caches_directory, "-o", tmp_path / "out", "--format", format_name)
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(caches_directory, "-o", tmp_path / "out", "--format", format_name))
     checkpoint = find_model(str(tmp_path / "out"))
     shapes = [(2, 128, 128)]
     before = replace(caches_evaluation.offers, shapes=shapes)
@@ -229,8 +228,7 @@ FEW = ("--dataset", "random", "--samples", "3", "--seq-len", "16", "--device", "
 def test_the_command_line(caches_directory):
     # no model is needed to refuse flags
     one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
-    done = fp8kv("recommend", caches_directory, "--budget-kl", "1", "--engine", "vllm", *FEW)
-    assert done.exit_code == 0, done.stderr
+    done = ran("recommend", caches_directory, "--budget-kl", "1", "--engine", "vllm", *FEW)
     assert "not chosen" in done.stdout
     assert "speed was not measured" in done.stdout
     assert "int4_per_token_head" in done.stdout
@@ -240,8 +238,7 @@ def test_the_command_line(caches_directory):
 
 def test_a_head_size_that_a_type_does_not_allow(tmp_path):
     directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
-    done = fp8kv("recommend", directory, *FEW, "--engine", "vllm", "--gpu", "h100", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = ran("recommend", directory, *FEW, "--engine", "vllm", "--gpu", "h100", "--json")
     found = json.loads(done.stdout)
     assert any("nvfp4: head size 24" in each for each in found["warnings"])
     measured = {found["chosen"]["cache"], *(each["cache"] for each in found["passed"])}

@@ -15,7 +15,7 @@ import datasets
 import lm_eval
 import pytest
 import yaml
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 from fake_quant import fake_quantized, scales_for
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -246,9 +246,7 @@ def test_the_report_has_the_tasks(small_directory, task_files, tmp_path, monkeyp
     likelihood, text = (str(task_files / f"{name}.yaml") for name in ("likelihood", "text"))
     tasks = ("--tasks", f"{likelihood},{text}", "--task-limit", 3, "-o", tmp_path)
 
-    done = fp8kv("eval", small_directory, *flags, *tasks)
-
-    assert done.exit_code == 0, done.stderr
+    done = ran("eval", small_directory, *flags, *tasks)
     assert f"lm-eval {lm_eval.__version__}, --task-limit 3" in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if "exact_match" in line)
     assert [cell.strip() for cell in line.split("│")[1:4]] == ["tiny_text", "exact_match", "1 ± 0"]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran
 from families import save_model, tiny_model
 
 from calib.data.loading import dataset_key
@@ -97,8 +97,7 @@ def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path)
     # and so it is
     shutil.copytree(model, tmp_path / "both")
     shutil.copy(alone / "kv_cache_scales.json", tmp_path / "both")
-    done = fp8kv("convert", tmp_path / "both", "--to", "tgi", "-o", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
+    ran("convert", tmp_path / "both", "--to", "tgi", "-o", tmp_path / "out")
     factors = json.loads((alone / "kv_cache_scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]
     found = [layer.k[0] for layer in read_scales(tmp_path / "out").layers]
     assert found == pytest.approx([*factors.values()])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from families import save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
@@ -34,8 +34,7 @@ def names(output):
 )
 def test_an_output_loads_in_the_engine_that_its_format_is_for(family, engine, name, tmp_path):
     out = tmp_path / "out"
-    done = calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet"))
     assert name in names(out)
     checked = fp8kv("verify", out, "--engine", engine)
     assert checked.exit_code == 0, checked.stdout

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 
 from calib import job
 from calib.capture import resume
@@ -127,5 +127,4 @@ def test_a_link_to_weights_that_now_leads_elsewhere(after, tiny_directory, tmp_p
 
 def test_other_links_to_the_same_weights_are_no_change(after, tiny_directory, tmp_path):
     after(job, "_prepare", tiny_directory, lambda file: os.link(file, tmp_path / "another"))
-    done = calibrate(tiny_directory, "-o", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from families import edit_json
 
 FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu", "--allow-few-tokens"]
@@ -64,8 +64,7 @@ def test_text_with_tokens_that_have_no_row_is_refused(command, rows, run, tmp_pa
 @pytest.mark.parametrize("offload", ["none", "layerwise"])
 def test_tokens_that_the_data_never_uses_do_no_harm(run, offload, tmp_path):
     rows = ["w5 w6 w7", "w5 w127 w7"]
-    done = run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows)
-    assert done.exit_code == 0, done.stderr
+    succeeded(run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows))
 
 
 def test_samples_that_the_model_writes_start_where_it_can(extended, run, tmp_path):
@@ -80,8 +79,7 @@ def test_samples_that_the_model_writes_need_no_row_for_padding(extended, run, tm
         edit_json(extended / "tokenizer_config.json", pad_token=pad)
         out = tmp_path / pad.strip("<>")
         flags = [*FLAGS, "--samples", "20", "--batch-size", "10"]
-        done = run("calibrate", "-o", out, "--dataset", "self", *flags)
-        assert done.exit_code == 0, done.stderr
+        succeeded(run("calibrate", "-o", out, "--dataset", "self", *flags))
         outputs.append(json.loads((out / "fp8kv_calibration.json").read_text())["dataset"])
     assert outputs[0] == outputs[1]
 

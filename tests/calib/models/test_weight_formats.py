@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded_forms import FORMS, GPT_OSS
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from families import edit_json, save_model, tiny_model, tiny_vision_language_model
 from loaded import load, refused
 from safetensors.torch import load_file, save_file
@@ -103,8 +103,7 @@ def test_layer_by_layer_gives_the_same_bits_and_reads_codes_once(form, tiny_dire
     monkeypatch.setattr(StoredTensor, "read", counting)
     # a few rows of each layer are read once more for `apply`: much of a tiny model
     monkeypatch.setattr("calib.formats.output.marks_or_none", lambda *_: None)
-    done = calibrate(tiny_directory, "-o", tmp_path / "counted", "--offload", "layerwise", *FP8KV)
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "counted", "--offload", "layerwise", *FP8KV))
     assert sum(read) <= 1.05 * (tiny_directory / "model.safetensors").stat().st_size
 
 
@@ -114,8 +113,7 @@ def same_both_ways(directory, plain, tmp_path):
     for name, values in expected.items():
         assert torch.equal(loaded[name], values), name
     for offload in ("none", "layerwise"):
-        done = calibrate(directory, "-o", tmp_path / offload, "--offload", offload, *FP8KV)
-        assert done.exit_code == 0, done.stderr
+        succeeded(calibrate(directory, "-o", tmp_path / offload, "--offload", offload, *FP8KV))
     by_layer = load_stats(tmp_path / "layerwise").layers
     for name, layer in load_stats(tmp_path / "none").layers.items():
         assert torch.equal(layer.k.amax, by_layer[name].k.amax)
@@ -213,11 +211,9 @@ def test_codes_that_only_another_file_announces_get_no_config(tiny_directory, tm
 @pytest.mark.parametrize("name", ["compressed-w4", "modelopt-fp8", "fp8-block", "quark-fp8"])
 def test_scales_are_written_beside_codes(name, tiny_directory, tmp_path):
     FORMS[name].quantise(tiny_directory, tmp_path / "plain")
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm"))
     # what was written is calibrated again to the same
-    again = calibrate(tmp_path / "out", "-o", tmp_path / "again", *FP8KV)
-    assert again.exit_code == 0, again.stderr
+    succeeded(calibrate(tmp_path / "out", "-o", tmp_path / "again", *FP8KV))
     before, after = (load_stats(tmp_path / place).layers for place in ("out", "again"))
     for module, layer in before.items():
         assert torch.equal(layer.k.amax, after[module].k.amax)

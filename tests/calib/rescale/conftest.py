@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from baking import bake, calibrated, latent_directory, model_directory
+from command_line import succeeded
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +23,5 @@ def deepseek(tmp_path_factory):
 
 def baked_fixture(root, source, *flags):
     scales, baked = calibrated(source, root / "scales", *flags), root / "baked"
-    done = bake(source, scales, baked, "--for", "fp8")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake(source, scales, baked, "--for", "fp8"))
     return SimpleNamespace(source=source, scales=scales, baked=baked, shown=done.stdout)

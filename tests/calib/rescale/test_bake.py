@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from baking import bake, calibrated, in_float32, model_directory, scales_of, seen
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, succeeded
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -44,8 +44,7 @@ def test_each_family_is_baked_for_fp8_and_for_integers(model_type, tmp_path):
     outputs = seen(source)
     for purpose, check in {"fp8": check_scale_one, "int8": check_channels}.items():
         baked = tmp_path / purpose
-        done = bake(source, before, baked, "--for", purpose, *FLAGS.get(model_type, ()))
-        assert done.exit_code == 0, done.stderr
+        succeeded(bake(source, before, baked, "--for", purpose, *FLAGS.get(model_type, ())))
         after = calibrated(baked, tmp_path / f"{purpose}-after", "--strategy", "attn_head")
         check(model_type, outputs, before, baked, after)
     flags = f", `{' '.join(FLAGS[model_type])}`" if model_type in FLAGS else ""

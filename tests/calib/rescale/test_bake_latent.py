@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from baking import TOKENS, bake, calibrated, in_float32, latent_directory
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, succeeded
 from families import LATENT, tiny_model
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -63,8 +63,7 @@ def amax(calibration):
 def test_scale_one_becomes_right(model_type, tmp_path):
     source, baked = latent_directory(tmp_path / "source", model_type), tmp_path / "baked"
     before = calibrated(source, tmp_path / "before", *FLAGS)
-    done = bake(source, before, baked, "--for", "fp8")
-    assert done.exit_code == 0, done.stderr
+    succeeded(bake(source, before, baked, "--for", "fp8"))
     (logits, layers), (same, baked_layers) = cached(source), cached(baked)
     assert torch.equal(logits, same)
     assert len(layers) == len(baked_layers) == len(amax(before)) > 0

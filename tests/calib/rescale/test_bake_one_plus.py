@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from baking import OTHERS, bake, calibrated, scales_of, seen
-from command_line import fp8kv
+from command_line import ran, succeeded
 from families import FAMILIES, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -51,8 +51,7 @@ def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
     (logits, _), old = seen(source), load_file(source / "model.safetensors")
     for purpose in ("fp8", "int8"):
         out = tmp_path / purpose
-        done = bake(source, scales, out, "--for", purpose)
-        assert done.exit_code == 0, done.stderr
+        done = succeeded(bake(source, scales, out, "--for", purpose))
         said = json.loads((out / "fp8kv_bake.json").read_text())
         k = [torch.tensor(each["k"])[0].log2() for each in said["factors"].values()]
         octaves = [each if each.dim() else each.expand(24) for each in k]
@@ -107,8 +106,7 @@ def kl(measured):
 
 def test_the_recommendation_knows_it(small_gemma, tmp_path):
     small = ("--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu")
-    done = fp8kv("eval", small_gemma[0], "-o", tmp_path / "page", "--caches", INT8, *small)
-    assert done.exit_code == 0, done.stderr
+    done = ran("eval", small_gemma[0], "-o", tmp_path / "page", "--caches", INT8, *small)
     assert f"{INT8}, baked" in (tmp_path / "page" / "report.json").read_text()
     said = " ".join((done.stdout + done.stderr).split())
     assert "no rows on weights baked" not in said

@@ -8,7 +8,7 @@ import pytest
 import torch
 from baking import bake, calibrated, scales_of
 from coded_forms import FORMS
-from command_line import one_line_error
+from command_line import one_line_error, succeeded
 from families import LATENT, edit_json, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -77,8 +77,7 @@ def observed(*directories):
 def test_scale_one_becomes_right(form, tmp_path):
     source, out = quantised(form, tmp_path / "source"), tmp_path / "out"
     before = measured(source, tmp_path / "before")
-    done = bake(source, before, out, "--for", "fp8")
-    assert done.exit_code == 0, done.stderr
+    succeeded(bake(source, before, out, "--for", "fp8"))
     old, new = observed(source, out)
     assert torch.equal(old.logits, new.logits)
     after = scales_of(measured(out, tmp_path / "after"))
@@ -106,8 +105,7 @@ def test_what_engines_would_round(form, tmp_path):
 def test_factors_as_large_as_the_scales_hold(form, tmp_path):
     source, out = quantised(form, tmp_path / "source", v_size=0.05), tmp_path / "out"
     before = measured(source, tmp_path / "before")
-    done = bake(source, before, out, "--for", "fp8")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake(source, before, out, "--for", "fp8"))
     assert "note: V of some heads stays up to 2^" in " ".join(done.stdout.split())
     said = json.loads((out / "fp8kv_bake.json").read_text())
     after = scales_of(measured(out, tmp_path / "after"))
@@ -128,8 +126,7 @@ def test_a_bias_that_holds_no_larger_factor(tmp_path):
     change_tensors(source, lambda _: small)
     edit_json(source / "config.json", attention_bias=True)
     before = measured(source, tmp_path / "before")
-    done = bake(source, before, tmp_path / "out", "--for", "fp8", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake(source, before, tmp_path / "out", "--for", "fp8", "--json"))
     assert json.loads(done.stdout)["octaves_short"]["k"] > 0
 
 
@@ -137,8 +134,7 @@ def test_a_bias_that_holds_no_larger_factor(tmp_path):
 def test_channels_of_k_become_even(form, tmp_path):
     source = quantised(form, tmp_path / "source", octaves=10)
     scales = measured(source, tmp_path / "scales")
-    done = bake(source, scales, tmp_path / "out", "--for", "int8", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake(source, scales, tmp_path / "out", "--for", "int8", "--json"))
     # V would need factors per input channel of the output projection
     assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 2, "v": 0}
     done = bake(source, scales, tmp_path / "no", "--for", "int8", "--dtype", "float32")
@@ -151,8 +147,7 @@ def test_a_layer_that_holds_no_factor_is_left(tmp_path):
     small = [f"{ATTENTION.format(1)}.{letter}_proj.weight_scale" for letter in "qo"]
     change_tensors(source, lambda held: {name: torch.full_like(held[name], 2.0**-24) for name in small})
     scales = measured(source, tmp_path / "scales")
-    done = bake(source, scales, out, "--for", "int8", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake(source, scales, out, "--for", "int8", "--json"))
     assert "cannot hold" in json.loads(done.stdout)["left"][ATTENTION.format(1)]
     said = json.loads((out / "fp8kv_bake.json").read_text())["factors"]
     first, second = ({*torch.tensor(said[ATTENTION.format(i)]["k"]).flatten().tolist()} for i in range(2))
@@ -234,8 +229,7 @@ def amax(directory, out):
 )
 def test_scale_one_becomes_right_for_latents(form, latent, tmp_path):
     source, out = quantised_latents(form, tmp_path / "source", latent=latent), tmp_path / "out"
-    done = bake_latents(source, out)
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake_latents(source, out))
     said = json.loads(done.stdout)
     assert said["octaves_short"] == {"k": 0, "v": 0}
     old, new = observed(source, out)
@@ -251,8 +245,7 @@ def test_scale_one_becomes_right_for_latents(form, latent, tmp_path):
 def test_k_pe_stays_where_blocks_mix_it(tmp_path):
     """If it is too small; too large it is refused."""
     source = quantised_latents("fp8-block", tmp_path / "source", k_pe=0.25, sizes=MIXED)
-    done = bake_latents(source, tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(bake_latents(source, tmp_path / "out"))
     said = json.loads(done.stdout)
     before, after = (amax(tmp_path / d, tmp_path / f"{d}-s") for d in ("source", "out"))
     octaves = [torch.tensor(448 / k_pe).log2().floor().item() for _, k_pe in before]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from baking import OTHERS, bake, calibrated
-from command_line import fp8kv, one_line_error
+from command_line import one_line_error, ran, succeeded
 from families import FAMILIES, save_model, tiny_model
 
 from calib.errors import UnsupportedModelError
@@ -47,8 +47,7 @@ def test_layers_without_rope_have_no_pairs(tmp_path):
             rows = layer.self_attn.k_proj.weight
             rows.mul_(torch.linspace(-6, 6, len(rows)).exp2()[:, None])
     source = save_model(model.to(torch.bfloat16), tmp_path / "source")
-    done = bake(source, calibrated(source, tmp_path / "scales"), tmp_path / "baked", "--for", "int8")
-    assert done.exit_code == 0, done.stderr
+    succeeded(bake(source, calibrated(source, tmp_path / "scales"), tmp_path / "baked", "--for", "int8"))
     said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
     first, second = (torch.tensor(said[f"model.layers.{i}.self_attn"]["k"]) for i in range(2))
     half = first.shape[-1] // 2
@@ -73,5 +72,4 @@ def test_channels_that_a_norm_mixes_behind_rope(head_dim, tmp_path):
     with pytest.raises(UnsupportedModelError, match=refusal):
         baked_factors(model.float(), find_model(str(source)), load_stats(scales), "int8")
     for cache in ("int4_per_token_head", "lmdeploy_int4"):
-        done = fp8kv("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)
-        assert done.exit_code == 0, done.stderr
+        ran("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from baking import TOKENS, in_float32
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from fake_quant import measured_scales
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
@@ -67,8 +67,7 @@ def fingerprint(directory):
 def test_the_same_logits_and_other_k_and_v(model_type, tmp_path):
     source = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type])
     before = fingerprint(source)
-    done = stress(source, tmp_path / "twin", *TWINS[model_type])
-    assert done.exit_code == 0, done.stderr
+    done = succeeded(stress(source, tmp_path / "twin", *TWINS[model_type]))
     assert fingerprint(source) == before
     (logits, amax), (twin_logits, twin_amax) = seen(source), seen(tmp_path / "twin")
     if model_type == "gemma3_text":  # its (1 + 3.1e-6) / 256 - 1 is no float32
@@ -109,8 +108,7 @@ def test_the_directory_is_a_model_of_its_own(tmp_path, tiny_directory):
     (tiny_directory / "chat_template.jinja").write_text("{{ messages }}")
     (tiny_directory / "model.safetensors.index.json.bak").write_text("{}")
     (tiny_directory / "generation_config.json").unlink()
-    done = stress(tiny_directory, twin)
-    assert done.exit_code == 0, done.stderr
+    succeeded(stress(tiny_directory, twin))
     names = {file.name for file in twin.iterdir()}
     assert "generation_config.json" not in names
     assert {"tokenizer.json", "chat_template.jinja", "README.md", "fp8kv_stress.json"} <= names
@@ -146,8 +144,7 @@ def test_weights_that_the_dtype_cannot_hold_times_the_factor(tmp_path):
         "add --dtype float32",
         "nearer to 1",
     )
-    done = stress(small, twin, "--dtype", "float32")
-    assert done.exit_code == 0, done.stderr
+    succeeded(stress(small, twin, "--dtype", "float32"))
     assert json.loads((twin / "config.json").read_text())["dtype"] == "float32"
     weights = load_file(twin / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
@@ -252,8 +249,7 @@ def test_only_what_fp8kv_wrote_is_replaced(qwen2, tmp_path):
 
 @torch.inference_mode()
 def test_on_a_real_model_scales_make_all_the_difference(smollm2_directory, tmp_path):
-    done = stress(smollm2_directory, tmp_path / "twin")
-    assert done.exit_code == 0, done.stderr
+    succeeded(stress(smollm2_directory, tmp_path / "twin"))
     page = pydoc_data.topics.topics["assert"]
     tokens = AutoTokenizer.from_pretrained(smollm2_directory)(page, return_tensors="pt")["input_ids"][:, :128]
     source, twin = in_float32(smollm2_directory), in_float32(tmp_path / "twin")

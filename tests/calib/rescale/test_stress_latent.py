@@ -10,7 +10,7 @@ import shlex
 import pytest
 import torch
 from baking import TOKENS, bake, calibrated, in_float32
-from command_line import fp8kv
+from command_line import fp8kv, ran
 from families import LATENT, save_model, tiny_model
 
 from calib.capture.attention import observe_qkv
@@ -46,8 +46,7 @@ def seen(directory):
 def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, tmp_path):
     source, twin = tmp_path / "source", tmp_path / "twin"
     save_model(tiny_model(model_type, **LATENT[model_type]).bfloat16(), source)
-    done = fp8kv("stress", source, "-o", twin)
-    assert done.exit_code == 0, done.stderr
+    done = ran("stress", source, "-o", twin)
     assert "warning" not in done.stdout
     (logits, amax), (same, amax_of_twin) = seen(source), seen(twin)
     assert torch.equal(logits, same)

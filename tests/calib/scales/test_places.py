@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import LATENT, save_model, tiny_model
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -107,8 +107,7 @@ def measured(tmp_path_factory):
     directory = tmp_path_factory.mktemp("measured")
     model = save_model(tiny_model("llama", num_hidden_layers=2), directory / "tiny")
     for name, flags in {"out": ("--weights", "none"), "alone": ("--format", "fp8kv")}.items():
-        done = calibrate(model, "-o", directory / name, *flags)
-        assert done.exit_code == 0, done.stderr
+        succeeded(calibrate(model, "-o", directory / name, *flags))
     return directory / "out"
 
 
@@ -169,8 +168,7 @@ def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):
         out = tmp_path / f"out{skipped}"
         text = ("--dataset", "random", "--samples", 80, "--seq-len", 3, "--device", "cpu")
         text += ("--set", f"data.skip_first={skipped}", "--format", "fp8kv")
-        done = fp8kv("calibrate", measured.with_name("tiny"), "-o", out, *text)
-        assert done.exit_code == 0, done.stderr
+        ran("calibrate", measured.with_name("tiny"), "-o", out, *text)
         for layer in json.loads(fp8kv("inspect", out, "--json").stdout)["first_tokens"]:
             for letter in "kv":
                 assert [key for key, value in layer[letter].items() if value is None] == unseen

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from command_line import calibrate
+from command_line import calibrate, succeeded
 from engine_fixtures import make_scales
 
 from calib import load_recipe, load_scales, load_stats, run
@@ -52,8 +52,7 @@ def lines(html):
 
 
 def test_statistics_and_scales_show_every_layer(tiny_directory, tmp_path):
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--strategy", "attn_head")
-    assert done.exit_code == 0, done.stderr
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", "--strategy", "attn_head"))
     stats, scales = load_stats(tmp_path / "out"), load_scales(tmp_path / "out")
     html = stats._repr_html_()
     assert f"Statistics of {stats.tokens} tokens" in html

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from apply_cases import calibrated, config_of, ran
-from command_line import calibrate, fp8kv, one_line_error
+from apply_cases import calibrated, config_of
+from command_line import calibrate, fp8kv, one_line_error, ran
 from families import save_model
 from scale_directories import NVFP4, model
 

@@ -11,7 +11,6 @@ from apply_cases import (
     calibrated,
     config_of,
     copy,
-    ran,
     refused,
     report_of,
     rescale_values,
@@ -19,7 +18,7 @@ from apply_cases import (
     smooth,
 )
 from coded_forms import FORMS
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 from families import save_model, tiny_model
 from safetensors.torch import load_file, save_file
 

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from apply_cases import calibrated, config_of, damage, ran, scales
-from command_line import fp8kv, one_line_error
+from apply_cases import calibrated, config_of, damage, scales
+from command_line import fp8kv, one_line_error, ran
 from families import edit_json
 from safetensors.torch import load_file
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from apply_cases import ran, report_of
-from command_line import fp8kv, one_line_error
+from apply_cases import report_of
+from command_line import fp8kv, one_line_error, ran
 from families import edit_json
 from safetensors.torch import load_file, save_file
 

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from apply_cases import calibrated, config_of, copy, ran
-from command_line import fp8kv, one_line_error
+from apply_cases import calibrated, config_of, copy
+from command_line import fp8kv, one_line_error, ran
 
 STATS = "fp8kv_stats.safetensors"
 

@@ -7,19 +7,8 @@ import shutil
 
 import pytest
 import yaml
-from apply_cases import (
-    PACK_FILES,
-    applied,
-    calibrated,
-    copy,
-    manifest,
-    packed,
-    ran,
-    refused,
-    report_of,
-    scales,
-)
-from command_line import fp8kv, one_line_error
+from apply_cases import PACK_FILES, applied, calibrated, copy, manifest, packed, refused, report_of, scales
+from command_line import fp8kv, one_line_error, ran
 from families import edit_json
 
 from calib.capture.directory_scales import open_scales

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from apply_cases import calibrated, manifest, packed, ran
-from command_line import fp8kv, one_line_error
+from apply_cases import calibrated, manifest, packed
+from command_line import fp8kv, one_line_error, ran
 from families import edit_json
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from apply_cases import PACK_FILES, copy, ran, report_of, scales
-from command_line import fp8kv, one_line_error
+from apply_cases import PACK_FILES, copy, report_of, scales
+from command_line import fp8kv, one_line_error, ran
 from fake_hub import TOKEN, on, running_hub
 from huggingface_hub import constants
 

@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from apply_cases import copy, packed, ran, report_of
+from apply_cases import copy, packed, report_of
+from command_line import ran
 from families import edit_json
 
 from calib.transfer.hidden_paths import hide_paths

@@ -6,8 +6,8 @@ import os
 import shutil
 
 import pytest
-from apply_cases import ran, refused
-from command_line import fp8kv, one_line_error
+from apply_cases import refused
+from command_line import fp8kv, one_line_error, ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file

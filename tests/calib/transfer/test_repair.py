@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from apply_cases import calibrated, config_of, damage, ran, scales
-from command_line import fp8kv, one_line_error
+from apply_cases import calibrated, config_of, damage, scales
+from command_line import fp8kv, one_line_error, ran
 from families import SHARED_KV, save_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

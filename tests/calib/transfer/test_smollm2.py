@@ -3,9 +3,10 @@
 import os
 
 import pytest
-from apply_cases import applied, packed, ran, refused, scales
+from apply_cases import applied, packed, refused, scales
 from coded_forms import FORMS, Form, compressed
 from coded_forms import packed as packed_codes
+from command_line import ran
 from safetensors.torch import load_file, save_file
 
 from calib.files.stored_scales import read_scales

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from apply_cases import config_of
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, ran
 from families import save_model, tiny_model
 from safetensors import safe_open
 
@@ -56,9 +56,8 @@ def contents(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def ran(*command):
-    done = fp8kv(*command)
-    assert done.exit_code == 0, done.stderr
+def output_of(*command):
+    ran(*command)
     return Path(command[command.index("-o") + 1])
 
 
@@ -73,33 +72,33 @@ def total_size_is_that_of_the_tensors(directory):
 def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, tmp_path):
     for name in FORMS:
         assert total_size_is_that_of_the_tensors(calibrated / name), name
-        back = ran("strip", calibrated / name, "-o", tmp_path / name / "back")
+        back = output_of("strip", calibrated / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
-        there = ran("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / name / "there")
+        there = output_of("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / name / "there")
         assert total_size_is_that_of_the_tensors(there), name
-        again = ran("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
+        again = output_of("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
         for step in (there, again):
-            back = ran("strip", step, "-o", tmp_path / name / f"{step.name}-back")
+            back = output_of("strip", step, "-o", tmp_path / name / f"{step.name}-back")
             assert contents(back) == contents(source), name
 
 
 def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrated, tmp_path):
     statistics = calibrated / "vllm"
-    repaired = ran("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
-    assert contents(ran("strip", repaired, "-o", tmp_path / "back")) == contents(source)
+    repaired = output_of("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
+    assert contents(output_of("strip", repaired, "-o", tmp_path / "back")) == contents(source)
     assert calibrate(calibrated / "tgi", "-o", tmp_path / "twice").exit_code == 0
-    assert contents(ran("strip", tmp_path / "twice", "-o", tmp_path / "twice-back")) == contents(source)
+    assert contents(output_of("strip", tmp_path / "twice", "-o", tmp_path / "twice-back")) == contents(source)
     own = tmp_path / "own"
     shutil.copytree(source, own)
     for seed in (1, 2):
         assert calibrate(own, "--in-place", "--seed", seed).exit_code == 0
-    assert contents(ran("strip", own, "-o", tmp_path / "own-back")) == contents(source)
+    assert contents(output_of("strip", own, "-o", tmp_path / "own-back")) == contents(source)
 
 
 def test_a_source_without_a_card_gets_none(tmp_path):
     model = save_model(tiny_model("llama"), tmp_path / "model")
     assert calibrate(model, "-o", tmp_path / "out").exit_code == 0
-    assert contents(ran("strip", tmp_path / "out", "-o", tmp_path / "back")) == contents(model)
+    assert contents(output_of("strip", tmp_path / "out", "-o", tmp_path / "back")) == contents(model)
 
 
 def test_what_was_edited_since_stays(source, calibrated, tmp_path):
@@ -107,14 +106,14 @@ def test_what_was_edited_since_stays(source, calibrated, tmp_path):
     shutil.copytree(calibrated / "vllm", edited)
     config = config_of(edited)
     (edited / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
-    back = ran("strip", edited, "-o", tmp_path / "back")
+    back = output_of("strip", edited, "-o", tmp_path / "back")
     original = config_of(source)
     assert config_of(back) == {**original, "rope_theta": 5.0}
 
 
 def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, tmp_path):
     for to in (*FORMS, "json"):
-        out = ran("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / to)
+        out = output_of("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / to)
         card = (out / "README.md").read_bytes()
         assert b"Format `%b` for" % to.encode() in card
         assert b"Format `tgi`" not in card or to == "tgi"
@@ -128,7 +127,7 @@ def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, t
             assert b"No weights are here" in card
             assert b"bit for bit" not in card
     # a conversion is an earlier output of ours
-    ran("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
+    output_of("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
 
 
 def test_an_output_without_weights_does_not_promise_any(source, calibrated, tmp_path):
@@ -148,12 +147,12 @@ def test_the_output_of_another_tool_loses_its_scales_alone(path, tmp_path):
     directory = tmp_path / "theirs"
     shutil.copytree(path, directory)
     (directory / "README.md").write_bytes(CARD)
-    back = ran("strip", directory, "-o", tmp_path / "back")
+    back = output_of("strip", directory, "-o", tmp_path / "back")
     one_line_error(fp8kv("inspect", back), "holds no KV-cache scales")
     assert (back / "README.md").read_bytes() == CARD
     assert not (back / INDEX).exists()
-    there = ran("convert", directory, "--to", "vllm", "-o", tmp_path / "there", "--without-q")
-    again = contents(ran("strip", there, "-o", tmp_path / "again"))
+    there = output_of("convert", directory, "--to", "vllm", "-o", tmp_path / "there", "--without-q")
+    again = contents(output_of("strip", there, "-o", tmp_path / "again"))
     assert again == contents(back)
 
 
@@ -161,8 +160,8 @@ def test_an_output_of_an_older_version_keeps_no_false_card(source, calibrated, t
     old = tmp_path / "old"
     shutil.copytree(calibrated / "tgi", old)
     shutil.rmtree(old / "fp8kv_source")
-    assert not (ran("strip", old, "-o", tmp_path / "back") / "README.md").exists()
-    card = (ran("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()
+    assert not (output_of("strip", old, "-o", tmp_path / "back") / "README.md").exists()
+    card = (output_of("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n")
     assert "Format `tgi`" not in card
 
