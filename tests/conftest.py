@@ -61,10 +61,17 @@ def smollm2_directory():
 
 @pytest.fixture(scope="session")
 def saved_llama(tmp_path_factory, tiny_llama):
-    return save_model(tiny_llama, tmp_path_factory.mktemp("saved") / "tiny-llama")
+    """A tiny Llama as a Hugging Face directory, with a word-level tokenizer, that no test changes."""
+    return save_model(tiny_llama, tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def model(saved_llama):
+    """The same, where a file has no other model."""
+    return saved_llama
 
 
 @pytest.fixture
 def tiny_directory(tmp_path, saved_llama):
-    """A tiny Llama as a Hugging Face directory, with a word-level tokenizer."""
+    """A copy of it, for one test."""
     return Path(shutil.copytree(saved_llama, tmp_path / "tiny-llama"))

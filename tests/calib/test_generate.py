@@ -21,11 +21,6 @@ VECTOR_SCALES = 3 * 2 * 2 * 4  # of a token, a float32 for each vector
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama, tmp_path_factory):
-    return save_model(tiny_llama, tmp_path_factory.mktemp("model") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
 def calibrated(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("calibrated") / "out"
     assert calibrate(model, "-o", out, "--strategy", "attn_head").exit_code == 0

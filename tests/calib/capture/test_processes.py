@@ -21,11 +21,6 @@ COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def plain(model, tmp_path_factory):
     """The statistics of one process that nothing disturbed."""
     out = tmp_path_factory.mktemp("plain") / "out"

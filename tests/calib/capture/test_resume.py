@@ -97,11 +97,6 @@ def test_a_damaged_file_is_refused(tmp_path, tiny_llama):
         saved.load()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
 def killed_after_three_batches(model, out, number):
     """Start a command in a fork that kills itself: who watches from outside may look too late."""
 

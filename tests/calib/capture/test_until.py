@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from command_line import fp8kv, one_line_error, ran
-from families import save_model, tiny_model
+from families import tiny_model
 from processes import assert_same, calibrate_forked, statistics
 
 from calib.capture.attention import map_attention
@@ -33,11 +33,6 @@ DATA = (
     *("--dataset", "random", "--samples", SAMPLES, "--seq-len", SEQ_LEN, "--batch-size", BATCH),
     *("--device", "cpu", "--seed", 0, "--until"),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

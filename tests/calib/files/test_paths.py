@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from command_line import calibrate, fp8kv, one_line_error, ran
-from families import save_model, tiny_model
 
 from calib.data.loading import dataset_key
 from calib.errors import InputError
@@ -15,11 +14,6 @@ from calib.formats.directory import local_directory
 from calib.transfer.hidden_paths import _spellings
 
 NOWHERE = "~nobody-of-this-name/x"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 from command_line import calibrate, fp8kv, ran
 from engine_fixtures import make_scales
-from families import save_model
 
 from calib.choices import FORMATS
 from calib.errors import UnsupportedExportError
@@ -56,11 +55,6 @@ def test_every_format_does_with_every_strategy_what_is_asked_or_refuses(checkpoi
     every = [*product(FORMATS, ("tensor", "attn_head", "channel"), ("none", "max"))]
     seen = {each: written(make_scales(each[1]), checkpoint, each[0], each[2]) for each in every}
     assert seen == {each: expected(*each) for each in every}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama, tmp_path_factory):
-    return save_model(tiny_llama, tmp_path_factory.mktemp("model") / "tiny")
 
 
 def held(directory):

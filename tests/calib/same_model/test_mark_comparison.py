@@ -29,11 +29,6 @@ def marks_of(directory, layers=3, name="model.layers.{}.self_attn"):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def marks(model):
     return marks_of(model)
 

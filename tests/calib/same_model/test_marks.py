@@ -4,7 +4,6 @@ import json
 from base64 import b64encode
 
 import pytest
-from families import save_model, tiny_model
 
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
@@ -40,11 +39,6 @@ def test_every_head_of_eight_is_sampled_and_never_beyond_the_last_row():
     for head_dim in (64, 128):
         assert {row // head_dim for row in sample_rows(8 * head_dim, 8)} == {*range(8)}
     assert sample_rows(3, 8) == [0, 1, 2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

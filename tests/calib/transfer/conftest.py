@@ -2,12 +2,6 @@
 
 import pytest
 from apply_cases import calibrated, packed
-from families import save_model, tiny_model
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
