@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, succeeded
-from families import save_model
 from rich.console import Console
 
 from calib import choices
@@ -29,9 +28,9 @@ def shell(line, **options):
 
 
 @pytest.fixture(scope="module")
-def output(tiny_llama, tmp_path_factory):
+def output(model, tmp_path_factory):
     home = tmp_path_factory.mktemp("calibrated")
-    done = calibrate(save_model(tiny_llama, home / "tiny-llama"), "-o", home / "out", "--quiet")
+    done = calibrate(model, "-o", home / "out", "--quiet")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
     return home / "out"
 

@@ -24,14 +24,9 @@ def recipe(**changes):
 
 
 @pytest.fixture(scope="module")
-def source(tiny_llama, tmp_path_factory):
-    return save_model(tiny_llama, tmp_path_factory.mktemp("model") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def result(source, tmp_path_factory):
+def result(model, tmp_path_factory):
     asked = recipe(strategy="attn_head", observer__name="mse", targets="qkv")
-    return run(str(source), asked, tmp_path_factory.mktemp("first") / "out")
+    return run(str(model), asked, tmp_path_factory.mktemp("first") / "out")
 
 
 def test_an_output_holds_what_the_design_says(result):
@@ -57,20 +52,20 @@ def test_an_output_holds_what_the_design_says(result):
     assert f"vllm serve {result.output}" in (result.output / "README.md").read_text()
 
 
-def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(result, source, tmp_path):
+def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(result, model, tmp_path):
     saved = load_recipe(str(result.output / "fp8kv_calibration.json"))
-    again = run(str(source), saved, tmp_path / "again")
+    again = run(str(model), saved, tmp_path / "again")
     for name in (SCALES, STATS_FILE):
         assert (result.output / name).read_bytes() == (again.output / name).read_bytes()
-    other = run(str(source), recipe(observer__name="mse", data__seed=1), tmp_path / "other")
+    other = run(str(model), recipe(observer__name="mse", data__seed=1), tmp_path / "other")
     assert (result.output / STATS_FILE).read_bytes() != (other.output / STATS_FILE).read_bytes()
 
 
-def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replaces_them(source, tmp_path):
+def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replaces_them(model, tmp_path):
     steps, stages = [], []
     progress = Progress(lambda *stage: stages.append(stage), steps.append)
     asked = recipe(strategy="attn_head", data__batch_size=4)
-    first = run(str(source), asked, tmp_path / "first", progress=progress).output
+    first = run(str(model), asked, tmp_path / "first", progress=progress).output
     assert stages == [("load", None, ""), ("calibrate", 192, "tokens"), ("write", None, "")]
     assert steps == [128, 64]
     written, layers = load_file(first / SCALES), load_stats(first).layers
@@ -91,8 +86,8 @@ def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replace
     assert set(index) == set(before)
 
 
-def test_several_formats_fill_a_directory_each(source, tmp_path):
-    result = run(str(source), recipe(export__formats=list(FORMATS)), tmp_path / "out")
+def test_several_formats_fill_a_directory_each(model, tmp_path):
+    result = run(str(model), recipe(export__formats=list(FORMATS)), tmp_path / "out")
     assert {path.name for path in result.output.iterdir()} == set(FORMATS)
     json_files = {path.name for path in (result.output / "json").iterdir()}
     own = {"README.md", "fp8kv_calibration.json", STATS_FILE}
@@ -124,21 +119,21 @@ def test_layers_without_a_cache_of_their_own(tmp_path):
     ],
 )
 def test_what_must_fail_fails_before_the_weights_are_read(
-    changes, error, message, source, tmp_path, monkeypatch
+    changes, error, message, model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("calib.job.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
-        run(str(source), recipe(**changes), tmp_path / "out")
+        run(str(model), recipe(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_export_or_a_tail_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
-    source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
+    model = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
-        run(str(source), recipe(export__formats=["trtllm"]), tmp_path / "out")
+        run(str(model), recipe(export__formats=["trtllm"]), tmp_path / "out")
     with pytest.raises(InputError, match="192 tokens are too few to tell what others may hold"):
-        run(str(source), recipe(headroom="auto"), tmp_path / "out")
+        run(str(model), recipe(headroom="auto"), tmp_path / "out")
 
 
 def test_the_default_output_is_named_after_model_and_strategy():
@@ -150,9 +145,9 @@ def test_the_default_output_is_named_after_model_and_strategy():
         assert str(default_output(model, recipe().strategy)) == directory
 
 
-def test_the_default_length_is_cut_to_the_models_positions(source, tmp_path):
+def test_the_default_length_is_cut_to_the_models_positions(model, tmp_path):
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
-    result = run(str(source), load_recipe(None, short), tmp_path / "out")
+    result = run(str(model), load_recipe(None, short), tmp_path / "out")
     assert result.tokens == 2 * 256
     assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in (result.warnings[0])
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
@@ -161,9 +156,9 @@ def test_the_default_length_is_cut_to_the_models_positions(source, tmp_path):
 
 
 def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
-    source = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
+    model = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
     (said,) = (
-        each for each in run(str(source), recipe(), tmp_path / "out").warnings if "PaliGemma's pos" in each
+        each for each in run(str(model), recipe(), tmp_path / "out").warnings if "PaliGemma's pos" in each
     )
     assert "positions from 1" in said
     assert "vLLM does neither" in said

@@ -21,13 +21,8 @@ def load_directory_scales(directory, model):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return AutoModelForCausalLM.from_pretrained(directory)
+def model(saved_llama):
+    return AutoModelForCausalLM.from_pretrained(saved_llama)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,9 @@ def model(directory):
         ("trtllm", ()),
     ],
 )
-def test_our_own_exports_are_read_like_anyones(layout, flags, directory, model, tmp_path):
+def test_our_own_exports_are_read_like_anyones(layout, flags, saved_llama, model, tmp_path):
     out = tmp_path / "out"
-    assert calibrate(directory, "-o", out, "--format", layout, *flags).exit_code == 0
+    assert calibrate(saved_llama, "-o", out, "--format", layout, *flags).exit_code == 0
     expected = load_scales(out)
     for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (out / file).unlink()
@@ -203,9 +198,9 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
         assert torch.equal(found.layers[name].k, layer.k)
 
 
-def test_what_is_served_is_taken_and_not_what_was_measured(directory, model, tmp_path):
+def test_what_is_served_is_taken_and_not_what_was_measured(saved_llama, model, tmp_path):
     out = tmp_path / "out"
-    assert calibrate(directory, "-o", out).exit_code == 0
+    assert calibrate(saved_llama, "-o", out).exit_code == 0
     path = out / "model-fp8kv-scales.safetensors"
     served = {name: torch.full_like(scale, 100.0) for name, scale in load_file(path).items()}
     save_file(served, path, {"format": "pt"})

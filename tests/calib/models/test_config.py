@@ -22,25 +22,20 @@ SIZES = (
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("config") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def calibration(good, tmp_path_factory):
+def calibration(saved_llama, tmp_path_factory):
     out = tmp_path_factory.mktemp("calibration") / "out"
-    assert calibrate(good, "-o", out).exit_code == 0
+    assert calibrate(saved_llama, "-o", out).exit_code == 0
     return out
 
 
 @pytest.fixture
-def edit(good, tmp_path):
+def edit(saved_llama, tmp_path):
     """Give the tiny model other values in its config.json."""
     directory = tmp_path / "model"
 
     def changed(**values):
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(good, directory)
+        shutil.copytree(saved_llama, directory)
         edit_json(directory / "config.json", **values)
         return directory
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from apply_cases import calibrated, config_of
 from command_line import calibrate, fp8kv, one_line_error, ran
-from families import save_model
 from scale_directories import NVFP4, model
 
 from calib.files.stored_scales import read_scales
@@ -17,11 +16,11 @@ FORMATS = {"vllm": 448, "vllm-nvfp4": 448, "sglang-nvfp4": 2688}
 
 
 @pytest.fixture(scope="module")
-def several(tiny_llama, tmp_path_factory):
+def several(model, tmp_path_factory):
     """A calibration in each of the formats."""
-    scratch = tmp_path_factory.mktemp("absmax")
-    source = save_model(tiny_llama, scratch / "tiny")
-    return calibrated(source, scratch / "out", *(f"--format={name}" for name in FORMATS))
+    return calibrated(
+        model, tmp_path_factory.mktemp("absmax") / "out", *(f"--format={name}" for name in FORMATS)
+    )
 
 
 def values_of(directory):

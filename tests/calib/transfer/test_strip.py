@@ -95,8 +95,7 @@ def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrate
     assert contents(output_of("strip", own, "-o", tmp_path / "own-back")) == contents(source)
 
 
-def test_a_source_without_a_card_gets_none(tmp_path):
-    model = save_model(tiny_model("llama"), tmp_path / "model")
+def test_a_source_without_a_card_gets_none(model, tmp_path):
     assert calibrate(model, "-o", tmp_path / "out").exit_code == 0
     assert contents(output_of("strip", tmp_path / "out", "-o", tmp_path / "back")) == contents(model)
 
