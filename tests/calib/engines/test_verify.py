@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command_line import fp8kv
+from command_line import fp8kv, ran
 from scale_directories import COMPRESSED, PER_HEAD, lines_of, model, simulated
 
 GOOD = {"0": {"0": 0.5, "1": 0.25}}
@@ -33,8 +33,7 @@ def test_engines_differ(engine, config, outcome, tmp_path):
 
 
 def test_the_command_says_what_each_engine_loads(tmp_path):
-    done = fp8kv("verify", model(tmp_path))
-    assert done.exit_code == 0
+    done = ran("verify", model(tmp_path))
     printed = lines_of(done)
     assert "vLLM 0.33.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from command_line import fp8kv
+from command_line import fp8kv, ran
 from evaluations import with_measured
 from families import save_model, tiny_model
 
@@ -108,8 +108,7 @@ def test_reports_are_compared_that_hold_none(small_report, tmp_path):
     for number in ("null", "NaN", "1e999"):
         bad.write_text(text.replace('"LOST"', number))
         for pair in ((good, bad), (bad, good), (bad, bad)):
-            done = fp8kv("compare", *pair)
-            assert done.exit_code == 0
+            done = ran("compare", *pair)
             row = next(line for line in done.stdout.splitlines() if "tensor" in line)
             assert "not finite" in row
             assert "no measurable difference" not in row
@@ -146,9 +145,7 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_
     assert document["other_texts"][0]["variants"]["tensor"]["differs"] == "not finite"
     assert not any(" on builtin:code: " in line for line in document["warnings"])  # said of the model
 
-    done = fp8kv("recommend", broken, *FEW, "--json")
-
-    assert done.exit_code == 0
+    done = ran("recommend", broken, *FEW, "--json")
     found = strict(done.stdout)
     assert found["chosen"]["cache"] == "reference"
     assert {each["why"] for each in found["passed"]} == {"its KL is not a finite number"}

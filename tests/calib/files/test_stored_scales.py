@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error, ran
 from safetensors.torch import save_file
 
 from calib.errors import InputError, NoScalesError
@@ -216,8 +216,7 @@ def test_a_directory_without_scales_is_one_line(tmp_path):
 
 
 def test_inspect_prints_a_row_per_layer(tmp_path):
-    done = fp8kv("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
-    assert done.exit_code == 0
+    done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
     assert "0.25 to 0.5 (2)" in done.stdout
     document = json.loads(fp8kv("inspect", tmp_path, "--json").stdout)
@@ -230,8 +229,7 @@ def test_inspect_prints_a_row_per_layer(tmp_path):
 def test_the_picture_is_drawn_where_it_can_be(tmp_path):
     directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
     for suffix in ("png", "svg"):
-        done = fp8kv("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
-        assert done.exit_code == 0
+        ran("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
         assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
     one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
     (tmp_path / "file").write_text("x")

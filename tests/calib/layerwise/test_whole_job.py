@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from command_line import SMALL, calibrate, fp8kv, one_line_error
+from command_line import SMALL, calibrate, fp8kv, one_line_error, succeeded
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,8 +33,7 @@ def test_a_job_gives_the_same_statistics_and_says_how_it_ran(tiny_directory, tmp
     outs = {mode: tmp_path / mode for mode in ("none", "layerwise")}
     for mode, out in outs.items():
         limits = ["--max-memory", "64GiB"] if mode == "layerwise" else []
-        done = calibrate(tiny_directory, "--offload", mode, "-o", out, *limits)
-        assert done.exit_code == 0, done.output
+        succeeded(calibrate(tiny_directory, "--offload", mode, "-o", out, *limits))
         recipe = json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]
         assert recipe["offload"] == mode
     one, other = (out / STATS_FILE for out in outs.values())
@@ -45,8 +44,7 @@ def test_a_job_gives_the_same_statistics_and_says_how_it_ran(tiny_directory, tmp
 def test_a_model_that_does_not_fit_is_calibrated_layer_by_layer(tiny_directory, tmp_path):
     # this process alone takes most of what is allowed
     limit = f"{resident_bytes() * 102 // 100}B"
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--max-memory", limit)
-    assert done.exit_code == 0, done.output
+    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", "--max-memory", limit))
     report = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
     assert report["recipe"]["offload"] == "layerwise"
     assert report["recipe"]["max_memory"] == limit

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from fake_server import SECRET, facts, serving, verify
 from families import save_model, tiny_model
 
@@ -74,8 +74,7 @@ def test_a_twin_tells(served, prompt_logprobs, made, directory):
 
 
 def test_a_text_says_which_and_by_how_much(made, fake, directory):
-    done = verify(fake, directory)
-    assert done.exit_code == 0
+    done = succeeded(verify(fake, directory))
     lines = done.stdout.splitlines()
     assert lines[0] == "the server is nearer to the scales"
     far, apart = re.search(r"by 0.0000 nats .*, by (.+) from it at 1.0 \((.+) between", lines[1]).groups()
