@@ -65,6 +65,13 @@ def copy(model, path, edit=lambda tensors: None, config=None):
     return path
 
 
+def edited(measured, path, **changes):
+    """A calibration whose report somebody changed."""
+    shutil.copytree(measured, path)
+    edit_json(path / "fp8kv_calibration.json", **changes)
+    return path
+
+
 def smooth(tensors, size=0.5):
     """Move factors from norms into the weights that read them, as AWQ and SmoothQuant do."""
     generator = torch.Generator().manual_seed(1)

@@ -71,6 +71,12 @@ def seen(directory):
     return logits, found
 
 
+def seen_amax(directory):
+    """Logits, and the largest magnitudes of K and V of each layer."""
+    logits, found = seen(directory)
+    return logits, {name: tuple(x.abs().max().item() for x in pair) for name, pair in found.items()}
+
+
 def scales_of(directory):
     """[layers, 2 (K, V), heads]."""
     assert apply_cases.report_of(directory)["recipe"]["strategy"] == "attn_head"

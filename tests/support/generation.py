@@ -1,6 +1,7 @@
 """`fp8kv generate` beside transformers' own generation."""
 
 import json
+from contextlib import nullcontext
 
 from command_line import fp8kv, succeeded
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,9 +24,6 @@ def continuation(directory, scales=None):
     """Token ids as transformers' own generate gives them."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     inputs = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")
-    if scales is None:
+    with fp8_attention(model, scales) if scales else nullcontext():
         output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
-    else:
-        with fp8_attention(model, scales):
-            output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
     return output[0, inputs["input_ids"].shape[1] :].tolist()

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from baking import TOKENS, in_float32
+from baking import in_float32, seen_amax
 from command_line import calibrate, fp8kv, one_line_error, succeeded
 from fake_quant import measured_scales
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
 from transformers import AutoTokenizer
 
-from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
 from calib.rescale import weight_changes
@@ -45,19 +44,6 @@ def qwen2(tmp_path_factory):
     return bf16_directory(tmp_path_factory.mktemp("qwen2") / "source", "qwen2")
 
 
-@torch.inference_mode()
-def seen(directory):
-    """Logits, and the amax of K and V in each layer."""
-    model, amax = in_float32(directory), {}
-
-    def note(name, query, key, value):
-        amax[name] = (key.abs().max().item(), value.abs().max().item())
-
-    with observe_qkv(model, note):
-        logits = model(TOKENS, use_cache=False).logits
-    return logits, amax
-
-
 def fingerprint(directory):
     files = sorted(directory.rglob("*"))
     return {file: (hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_mtime_ns) for file in files}
@@ -69,7 +55,7 @@ def test_the_same_logits_and_other_k_and_v(model_type, tmp_path):
     before = fingerprint(source)
     done = succeeded(stress(source, tmp_path / "twin", *TWINS[model_type]))
     assert fingerprint(source) == before
-    (logits, amax), (twin_logits, twin_amax) = seen(source), seen(tmp_path / "twin")
+    (logits, amax), (twin_logits, twin_amax) = seen_amax(source), seen_amax(tmp_path / "twin")
     if model_type == "gemma3_text":  # its (1 + 3.1e-6) / 256 - 1 is no float32
         said = json.loads((tmp_path / "twin" / "fp8kv_stress.json").read_text())
         assert said["rounded"] == [f"model.layers.{i}.self_attn.q_norm.weight" for i in range(3)]
@@ -169,7 +155,7 @@ def test_a_config_that_names_another_dtype_than_the_files_hold(tiny_directory, t
     for directory in (tiny_directory, tmp_path / "twin"):
         weights = load_file(directory / "model.safetensors")
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    assert torch.equal(seen(tiny_directory)[0], seen(tmp_path / "twin")[0])
+    assert torch.equal(seen_amax(tiny_directory)[0], seen_amax(tmp_path / "twin")[0])
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import shlex
 
 import pytest
 import torch
-from baking import TOKENS, bake, calibrated, in_float32
+from baking import TOKENS, bake, calibrated, in_float32, seen_amax
 from command_line import fp8kv, ran
 from families import LATENT, save_model, tiny_model
 
-from calib.capture.attention import observe_qkv
 from calib.generate import unit_scales
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import fp8_attention
@@ -29,26 +28,13 @@ ENDINGS = {
 }
 
 
-@torch.inference_mode()
-def seen(directory):
-    """Logits, and the amax of the latent and of k_pe in each layer."""
-    model, amax = in_float32(directory), {}
-
-    def note(name, query, latent, k_pe):
-        amax[name] = (latent.abs().max().item(), k_pe.abs().max().item())
-
-    with observe_qkv(model, note):
-        logits = model(TOKENS, use_cache=False).logits
-    return logits, amax
-
-
 @pytest.mark.parametrize("model_type", [*ENDINGS, "longcat_flash", "kimi_linear"])
 def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, tmp_path):
     source, twin = tmp_path / "source", tmp_path / "twin"
     save_model(tiny_model(model_type, **LATENT[model_type]).bfloat16(), source)
     done = ran("stress", source, "-o", twin)
     assert "warning" not in done.stdout
-    (logits, amax), (same, amax_of_twin) = seen(source), seen(twin)
+    (logits, amax), (same, amax_of_twin) = seen_amax(source), seen_amax(twin)
     assert torch.equal(logits, same)
     assert amax_of_twin == {name: (k / 2**14, v / 2**14) for name, (k, v) in amax.items()}
     assert "latent amax" in done.stdout

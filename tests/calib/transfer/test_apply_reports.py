@@ -5,18 +5,10 @@ import shutil
 from dataclasses import replace
 
 import torch
-from apply_cases import applied, copy, refused, report_of, rescale_values, scales
-from families import edit_json
+from apply_cases import applied, copy, edited, refused, report_of, rescale_values, scales
 
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
-
-
-def edited(measured, path, **changes):
-    """A calibration whose report somebody changed."""
-    shutil.copytree(measured, path)
-    edit_json(path / "fp8kv_calibration.json", **changes)
-    return path
 
 
 def test_an_output_without_marks(model, measured, tmp_path):

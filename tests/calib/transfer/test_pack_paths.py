@@ -1,12 +1,10 @@
 """Where models and data lie is in no file of a pack."""
 
 import json
-import shutil
 
 import pytest
-from apply_cases import copy, packed, report_of
+from apply_cases import copy, edited, packed, report_of
 from command_line import ran
-from families import edit_json
 
 from calib.transfer.hidden_paths import hide_paths
 
@@ -63,12 +61,6 @@ def test_paths_from_here(data, is_gone, model, tmp_path, monkeypatch):
     says_nothing_of(pack, "models/ckpt", "data/", str(tmp_path))
     assert report_of(pack)["model"] == "ckpt"
     assert "# FP8 KV-cache scales for ckpt\n" in (pack / "README.md").read_text()
-
-
-def edited(measured, out, **changes):
-    shutil.copytree(measured, out)
-    edit_json(out / "fp8kv_calibration.json", **changes)
-    return out
 
 
 def test_paths_of_an_evaluation_and_of_merged_data(measured, tmp_path, monkeypatch):
