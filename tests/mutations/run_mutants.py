@@ -56,9 +56,7 @@ def main() -> None:
         rows = json.loads(options.only.read_text())
         killed = {row["mutant"] for row in rows if row["outcome"] == "killed"}
         mutants = [mutant for mutant in mutants if str(mutant) in killed]
-    rows = run_all(mutants, options)
-    (options.work / "result.json").write_text(json.dumps(rows, indent=1))
-    print(table(rows))
+    print(table(run_all(mutants, options)))
 
 
 def tests_of(mutant: Mutant, tree: Path) -> list[str]:
@@ -86,9 +84,10 @@ def run_all(mutants: list[Mutant], options: argparse.Namespace) -> list[dict[str
     with context.Pool(options.jobs, initializer=start_worker, initargs=(trees,)) as pool:
         for row in pool.imap_unordered(run_one, [(mutant, options.tests) for mutant in mutants]):
             rows.append(row)
+            (options.work / "result.json").write_text(json.dumps(rows, indent=1))
             place = f"{len(rows)}/{len(mutants)}"
             print(f"{place} {row['outcome']:9}{row['seconds']:6} s  {row['mutant']}", flush=True)
-    return sorted(rows, key=lambda row: str(row["mutant"]))
+    return rows
 
 
 def copy_tree(target: Path, tests_of: Path) -> Path:
