@@ -87,13 +87,10 @@ def test_counts_are_per_head_in_units_of_the_scale_and_add_up(device):
     value[2, 1, 3] = -225.0
     value[2, 0, 1:3] = 2.0**-12
     slots = torch.tensor([0, 1, 2], device=device)
-    for module in (RUNTIME.append_kv, RUNTIME.reference):
-        blocks.counts.zero_()
-        module.append_kv(key, value, blocks, slots)
-        once = [[[0, 0, 0], [5, 0, 0]], [[0, 2, 0], [1, 0, 0]]]
-        assert blocks.counts.tolist() == once
-        module.append_kv(key, value, blocks, slots)
-        assert blocks.counts.tolist() == (2 * torch.tensor(once)).tolist()
+    for once in both(key, value, blocks, slots):
+        assert once.counts.tolist() == [[[0, 0, 0], [5, 0, 0]], [[0, 2, 0], [1, 0, 0]]]
+        for twice in both(key, value, once, slots):
+            assert torch.equal(twice.counts, 2 * once.counts)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -16,6 +16,10 @@ def e4m3(x):
     return x.float().to(torch.float8_e4m3fn).double()
 
 
+def e4m3_weight(p):
+    return e4m3(256 * p) / 256
+
+
 def bf16(x):
     return x.bfloat16().double()
 
@@ -107,10 +111,7 @@ OPTIONS = {
 def test_flash_attention_3_walks_back_from_the_last_tile(tokens, length, dim, tile, options):
     query, key, value, visible = inputs(tokens, length, 4, 2, dim)
     back = [slices(length, tile)[::-1]]
-    want = walk(
-        e4m3(query), key, value, visible, options, back, lambda p: e4m3(256 * p) / 256,
-        from_sink=False,
-    )  # fmt: skip
+    want = walk(e4m3(query), key, value, visible, options, back, e4m3_weight, from_sink=False)
     made = dense(fa3_attention, query, key, value, visible, options)
     _nearly_all_close(made, want)
 
@@ -137,7 +138,7 @@ def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8, options)
         rounded = (query.clamp(-224, 224).float().to(fp8).double(), key, value)
         weight = lambda p: (128 * p).float().to(fp8).double() / 128  # noqa: E731
     elif fp8:
-        rounded, weight = (e4m3(query), key, value), lambda p: e4m3(256 * p) / 256
+        rounded, weight = (e4m3(query), key, value), e4m3_weight
     else:
         rounded, weight = tuple(map(bf16, (query, key, value))), bf16
     want = walk(*rounded, visible, options, tiles, weight, from_sink=True)
@@ -160,18 +161,16 @@ def test_a_token_that_sees_nothing_gets_zeros():
         assert (made[1:] != 0).any()
 
 
-@pytest.mark.parametrize(
-    ("below", "left"), [(16, 2.0**-16), (17, 2.0**-17), (18, 0.0)], ids=["", "last", "gone"]
-)
-def test_weights_far_below_the_largest_leave_the_numerator_and_not_the_sum(below, left):
+def test_weights_far_below_the_largest_leave_the_numerator_and_not_the_sum():
     """The offset of 8 keeps 2^-17 of the largest weight: 2^-9, E4M3's smallest number."""
     query, value = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64)
-    key, value[0, 0, 1] = torch.zeros(1, 1, 2, 64), 1.0
-    query[..., 0], key[0, 0, 1, 0] = 1.0, -below * math.log(2)
+    key, value[0, 0, 1], query[..., 0] = torch.zeros(1, 1, 2, 64), 1.0, 1.0
     visible = torch.ones(1, 1, 1, 2, dtype=torch.bool)
-    made = fa3_attention(query, key, value, visible, AttentionOptions(1.0))
-    want = torch.full_like(made, left / (1 + 2.0**-below))
-    torch.testing.assert_close(made, want, rtol=1e-6, atol=0)
+    for below, left in ((16, 2.0**-16), (17, 2.0**-17), (18, 0.0)):
+        key[0, 0, 1, 0] = -below * math.log(2)
+        made = fa3_attention(query, key, value, visible, AttentionOptions(1.0))
+        want = torch.full_like(made, left / (1 + 2.0**-below))
+        torch.testing.assert_close(made, want, rtol=1e-6, atol=0)
 
 
 def test_queries_have_scale_1_unless_one_is_given():

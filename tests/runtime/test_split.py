@@ -1,5 +1,6 @@
 """Parts of decode: every tile once, none larger than its share, whatever the lengths."""
 
+from bisect import bisect_left
 from itertools import accumulate, product
 from random import Random
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernels.processors import PROCESSORS
 
@@ -64,7 +65,8 @@ def count_parts(tiles, size):
     return sum(max(1, -(-n // size)) for n in tiles)
 
 
-@settings(max_examples=40, deadline=None)
+# without shrinking, which takes minutes
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
 @given(
     num_seqs=st.integers(1, 512),
     longest=st.integers(1, 2**18),
@@ -80,14 +82,20 @@ def test_batches_fit_the_slots_where_parts_half_as_large_again_do(
 ):
     random = Random(seed)
     lens = [int(longest * random.random() ** skew) for _ in range(num_seqs)]
-    options = {"window": window} | {name: [random.randint(0, n) for n in lens] for name in sorted(draws)}
+    options = {"window": window}
+    for name in sorted(draws):
+        options[name] = [random.choice((0, random.randint(0, length))) for length in lens]
     parts, tiles = plan(lens, num_splits, least, **options), tiles_of(lens, **options)
     share = max(-(-sum(tiles) // num_splits), least)
-    assert max(-(-n // p) for n, p in zip(tiles, parts, strict=True)) <= share + share // 2
-    if count_parts(tiles, share + share // 2) <= num_splits:
-        assert sum(parts) <= num_splits
-    else:
+    sizes = range(share, share + share // 2 + 1)
+    fits = bisect_left(sizes, True, key=lambda size: count_parts(tiles, size) <= num_splits)
+    if fits == len(sizes):
         assert sum(parts) == count_parts(tiles, share)
+    else:
+        assert sum(parts) <= num_splits
+        # the smallest that fits, and what four bisections leave
+        largest = sizes[fits] + (share // 32 + 1 if fits else 0)
+        assert max(-(-n // p) for n, p in zip(tiles, parts, strict=True)) <= largest
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

@@ -43,23 +43,15 @@ def test_logits_agree(family, device):
     assert paged_cache(ours).num_bytes_used == paged_cache(theirs).num_bytes_used
 
 
-def test_fp8_queries_agree(device):
+def test_fp8_queries_and_additive_masks_of_eager_attention_agree(device):
     model = tiny_model("gpt_oss", **ALL["gpt_oss"]).to(device)
+    model.set_attn_implementation("eager")
     scales = scales_for(model, with_q=True)
     expected, _ = run(model, scales, "torch", quantize_query=True)
     found, _ = run(model, scales, "triton", quantize_query=True)
     without, _ = run(model, scales, "torch")
     torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
     assert not torch.allclose(without, expected, rtol=0, atol=SAME)
-
-
-def test_eager_attention_with_its_additive_masks_agrees(device):
-    model = tiny_model("llama", num_hidden_layers=2).to(device)
-    model.set_attn_implementation("eager")
-    scales = scales_for(model)
-    expected, _ = run(model, scales, "torch")
-    found, _ = run(model, scales, "triton")
-    torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
 
 
 @pytest.mark.nightly
