@@ -125,13 +125,13 @@ interop-scales: interop-outputs
 	for name in tensor-kv/modelopt attn_head-qkv; do \
 		$(INTEROP)/bin/python tests/interop/check_copies.py $(OUT)/$$name || exit 1; \
 	done
-	$(INTEROP)/bin/python tests/interop/check_verify.py
+	$(INTEROP)/bin/python tests/interop/check_verify.py vllm
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
-	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
+	$(INTEROP)/bin/python tests/interop/check_verify.py vllm $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	$(INTEROP)/bin/python tests/interop/check_caches.py
 	$(INTEROP)/bin/python tests/interop/check_backends.py
-	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang.py
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_verify.py sglang
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
@@ -139,15 +139,16 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
-	$(BIN)/python tests/interop/write_families.py $(OUT)/families
+	$(BIN)/python tests/interop/write_models.py families $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
-	$(BIN)/python tests/interop/write_queries.py $(OUT)/queries
+	$(BIN)/python tests/interop/write_models.py queries $(OUT)/queries
 	$(INTEROP)/bin/python tests/interop/check_queries.py $(OUT)/queries
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
-	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
+	$(BIN)/python tests/interop/write_models.py families $(OUT)/latents \
+		DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
 	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
 	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
-	$(BIN)/python tests/interop/write_latents.py $(OUT)/stressed-latents
+	$(BIN)/python tests/interop/write_models.py latents $(OUT)/stressed-latents
 	$(INTEROP)/bin/python tests/interop/check_mla.py baked $(OUT)/stressed-latents
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
 		$(OUT)/stressed-latents
@@ -158,30 +159,30 @@ interop-classes-cuda: $(CUDA_BUILD)/.installed ## the classes of a vLLM that is 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(OUT)/tensor-kv/vllm $(OUT)/quantized
-	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
+	$(INTEROP)/bin/python tests/interop/check_tokens.py quantized $(OUT)/quantized
 	rm -rf $(OUT)/wheel
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
-	$(INTEROP)/bin/python tests/interop/check_plugin.py $(OUT)/wheel/fp8kv-*.whl
+	$(INTEROP)/bin/python tests/interop/check_server.py plugin $(OUT)/wheel/fp8kv-*.whl
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
-	$(INTEROP)/bin/python tests/interop/check_stress.py \
+	$(INTEROP)/bin/python tests/interop/check_tokens.py stress \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
 	$(BIN)/fp8kv recommend builtin:smollm2 $(WISH) > $(OUT)/recommended.json
 	$(BIN)/fp8kv recommend $(OUT)/twin $(WISH) > $(OUT)/recommended-twin.json
-	$(INTEROP)/bin/python tests/interop/check_recommended.py $(OUT)/recommended.json \
+	$(INTEROP)/bin/python tests/interop/check_backends.py recommended $(OUT)/recommended.json \
 		$(OUT)/recommended-twin.json
 	$(BIN)/fp8kv bake $(OUT)/twin --scales $(OUT)/twin-fp8kv --for fp8 -o $(OUT)/baked/twin --overwrite
 	for name in llmcompressor nvidia; do \
 		$(BIN)/fp8kv bake $(OUT)/quantized/sources/$$name --scales $(OUT)/quantized/served/$$name \
 			--for fp8 -o $(OUT)/baked/$$name --overwrite || exit 1; \
 	done
-	$(INTEROP)/bin/python tests/interop/check_stress.py "$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin \
-		$(OUT)/baked/twin --prompt "Numbers: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
-	$(INTEROP)/bin/python tests/interop/check_baked.py \
+	$(INTEROP)/bin/python tests/interop/check_tokens.py stress "$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin \
+		$(OUT)/baked/twin "Numbers: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
+	$(INTEROP)/bin/python tests/interop/check_tokens.py baked \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/baked/twin \
 		$(OUT)/quantized/sources/llmcompressor $(OUT)/baked/llmcompressor \
 		$(OUT)/quantized/sources/nvidia $(OUT)/baked/nvidia
-	$(INTEROP)/bin/python tests/interop/check_served.py $(BIN)/fp8kv \
+	$(INTEROP)/bin/python tests/interop/check_server.py verify $(BIN)/fp8kv \
 		$(OUT)/twin $(OUT)/twin-fp8kv $(OUT)/tensor-kv/vllm
 
 VLLM_CLASSES := $(INTEROP)/bin/python tools/engine_classes/vllm_classes.py

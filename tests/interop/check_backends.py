@@ -1,11 +1,19 @@
 """Where vLLM serves a cache type, in how many bytes: its own backends, for GPUs not there, and us.
 
+check_backends.py                            every type, GPU and head size
+check_backends.py recommended JSON [JSON ...] `fp8kv recommend --json` of SmolLM2 and its twins for
+                                             vLLM and one GPU: vLLM's parser takes the line, a
+                                             backend the cache. The answers differ: they are
+                                             measured, not the same for every model
+
 vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where
 its Triton writer then fails: that it can be compiled is asked as well. Of latents (MLA) its FP8
 Triton reader refuses an A100 when it is made, which was read.
 """
 
 import json
+import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
@@ -61,9 +69,9 @@ def backends(platform, name: str, head_dim: int) -> list[type]:
         head_size=head_dim, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
     )
     capability = platform.get_device_capability()
-    found, _ = platform.get_valid_backends(capability, config)
+    candidates, _ = platform.get_valid_backends(capability, config)
     # tuples of other fields on CUDA and on ROCm
-    chosen = {getattr(candidate, "backend", candidate[0]) for candidate in found}
+    chosen = {getattr(candidate, "backend", candidate[0]) for candidate in candidates}
     if not triton_writes(platform, name):
         chosen.discard(AttentionBackendEnum.TRITON_ATTN)
     return [backend.get_class() for backend in chosen]
@@ -155,8 +163,8 @@ def latent_backends(platform, name: str, shape: Shape) -> list[str]:
     )  # fmt: skip
     capability = platform.get_device_capability()
     with patch("vllm.config.get_current_vllm_config", lambda: vllm_config):
-        found, _ = platform.get_valid_backends(capability, config)
-    chosen = [getattr(candidate, "backend", candidate[0]).get_class() for candidate in found]
+        candidates, _ = platform.get_valid_backends(capability, config)
+    chosen = [getattr(candidate, "backend", candidate[0]).get_class() for candidate in candidates]
     stores = [b for b in chosen if _canonicalize_sparse_mla_kv_cache_dtype(b, name) == name]
     old = platform.is_cuda() and capability.to_int() < 89
     return [b.get_name() for b in stores if not (old and b.get_name() == "TRITON_MLA")]
@@ -219,13 +227,11 @@ def flags_parse(types: list[CacheType]) -> None:
     for kind in types:
         assert names(kind) or kind.name not in get_args(CacheDType), kind.name
         for way in support(kind):
-            given = parser.parse_args(way.flag.split())
-            assert given.kv_cache_dtype in names(kind), way.flag
+            assert parser.parse_args(way.flag.split()).kv_cache_dtype in names(kind), way.flag
 
 
-def main() -> None:
+def check_all(platform) -> None:
     """Ask for every type, GPU and head size."""
-    platform = fake_gpu.install()
     types = [cache_type(name) for name in ("fp8", *CACHES)]
     latent = [cache_type(name) for name in ("fp8", *LATENT_CACHES)]
     asked = [(one, name) for one in types for name in sorted(names(one))]
@@ -240,11 +246,47 @@ def main() -> None:
     problems += model_types(latent)
     count = len(asked) * len(fake_gpu.GPUS) * len(HEAD_DIMS)
     count += len(latent) * (len(fake_gpu.GPUS) * 2 - 1) * len(LATENTS)
-    report(
-        Path("cache types in vLLM"),
-        problems,
-        f"{count} answers of its backends and sizes, the same",
-    )
+    report(Path("cache types in vLLM"), problems, f"{count} answers of its backends and sizes, the same")
+
+
+def check_recommended(platform, path: Path) -> str:
+    """Parse the line that serves and ask for its backend on the GPU; returns the cache."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    answer = json.loads(path.read_text())
+    commands = answer["chosen"]["commands"]
+    line, gpu = commands[-1], answer["gpu"]
+    program, verb, *arguments = shlex.split(line)
+    assert (program, verb) == ("vllm", "serve"), line
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    problems = [f"{line}: a 16-bit cache"] if parsed.kv_cache_dtype == "auto" else []
+    fake_gpu.become(platform, gpu)
+    head_dim = head_dim_read_by(commands[0])
+    takes = {backend.get_name() for backend in backends(platform, parsed.kv_cache_dtype, head_dim)}
+    asked = getattr(parsed, "attention_backend", None)
+    wanted = asked and getattr(asked, "name", asked)
+    if not takes or (wanted and wanted not in takes):
+        problems.append(f"{line}: on {gpu} there are {sorted(takes) or 'no backends'}")
+    report(path, problems, f"{line}: on {gpu} served by {', '.join(sorted(takes))}")
+    return answer["chosen"]["cache"]
+
+
+def head_dim_read_by(command: str) -> int:
+    """The head size of the model that a command reads."""
+    paths = [Path(word, "config.json") for word in shlex.split(command)]
+    config = json.loads(next(path for path in paths if path.exists()).read_text())
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def main() -> None:
+    platform = fake_gpu.install()
+    if sys.argv[1:2] != ["recommended"]:
+        check_all(platform)
+        return
+    answers = [check_recommended(platform, Path(path)) for path in sys.argv[2:]]
+    same = len(set(answers)) < len(answers)
+    report(Path("answers"), ["the same for two models"] if same else [], ", ".join(answers))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Load our outputs for every family with the engine's own loader: all scales are in use.
 
-check_families.py OUT vllm|sglang   OUT as write_families.py leaves it; exit 0 if each output is
-                                    loaded whole, and refused only where the engine loads nothing
+check_families.py OUT vllm|sglang   OUT as `write_models.py families` leaves it; exit 0 if each
+                                    output is loaded whole, and refused only where the engine loads
+                                    nothing
 """
 
 import sys
@@ -28,7 +29,7 @@ def load(engine: str, directory: Path) -> nn.Module:
         from engine import load as load_vllm
 
         return load_vllm(directory, kv_cache_dtype="fp8")
-    from check_sglang import scales_of
+    from check_verify import scales_of
     from sglang_classes import load as load_sglang
 
     return load_sglang(directory, scales_of(directory))

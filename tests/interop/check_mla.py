@@ -1,15 +1,14 @@
 """Scales of latents (MLA) in the engines' own code: what docs/engines.md says of them holds.
 
-check_mla.py vllm OUT   OUT as write_families.py leaves it: with `--model-impl transformers` vLLM
+check_mla.py vllm OUT   OUT as `write_models.py families` leaves it: with `--model-impl transformers` vLLM
                         holds our scales, its own classes 1.0, and mended ones would hold them
-check_mla.py baked OUT  OUT as write_latents.py leaves it: vLLM's own class computes with the baked
+check_mla.py baked OUT  OUT as `write_models.py latents` leaves it: vLLM's own class computes with the baked
                         model as with the source, at scale 1.0 too, where the twin is garbage
 check_mla.py sglang OUT the same OUT: its class holds scales of a calibration, its cache is written
                         without, a backend reads with
 check_mla.py kernel     vLLM's TRITON_MLA, in Triton's interpreter, is right with such a cache
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 if sys.argv[1:] == ["kernel"]:  # Triton looks when it is imported
-    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    import interpreted_triton  # noqa: F401
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
@@ -187,10 +186,6 @@ def check_sglang(out: Path) -> Iterator[tuple[str, bool]]:
 
 def check_kernel() -> Iterator[tuple[str, bool]]:
     """Whether vLLM's kernel computes with the latents that lie in an FP8 cache by a scale."""
-    from triton.backends import backends
-
-    # vLLM's build for CPUs asks for a backend that the interpreter does not need
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
     torch.manual_seed(0)

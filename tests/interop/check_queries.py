@@ -1,7 +1,8 @@
 """Compare measured Q, K and V with what vLLM's own classes hand to their attention.
 
-check_queries.py OUT [ARCHITECTURE ...]   OUT as write_queries.py leaves it; all that --targets qkv
-                                          takes because it was run; exit 0 if all are right
+check_queries.py OUT [ARCHITECTURE ...]   OUT as `write_models.py queries` leaves it; all that
+                                          --targets qkv takes because it was run; exit 0 if all
+                                          are right
 """
 
 import json

@@ -1,7 +1,13 @@
-"""Load every hand-made directory with real vLLM; compare what it holds with what we predict.
+"""Load every hand-made directory with an engine; compare what it holds with what we predict.
 
-check_verify.py             exit 0 if `fp8kv verify` is right about every one
-check_verify.py --only DIR  the same of the checkpoints in DIR, every one of which must load
+check_verify.py vllm       exit 0 if `fp8kv verify` is right about every one
+check_verify.py vllm DIR   the same of the checkpoints in DIR, every one of which must load
+check_verify.py sglang     by SGLang's own loader code
+
+SGLang's server needs a GPU. What decides about KV scales does not: the quantization config, the
+attention layer with its KV method, the mapping of names, the weight loader. They run here on a
+skeleton of attention layers, in the order of SGLang's Llama. What other model classes do is in
+their table, see sglang_classes.py.
 """
 
 import json
@@ -10,18 +16,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
 from engine import ONE_GPU, Place, installed_engine, load
-from scale_cases import CASES, PLACES, write_case
+from safetensors import safe_open
+from scale_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLACES, write_case
+from torch import nn
 
+from calib.engines.catalogue import Engine, find_engine
 from calib.engines.simulate_loading import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
 
-Held = dict[str, list[float]]  # "attention module, letter" -> scales, of one rank or of all
+# "attention module, letter" -> scales, of one rank or of all; or why the engine refused
+Scales = dict[str, list[float]] | str
 RANK = "--rank"
 # what other tools wrote
 GOLDEN = {
@@ -30,17 +41,56 @@ GOLDEN = {
 }
 # vLLM has no kernel for FP8 weights on every CPU, and none for NVFP4 weights
 _WEIGHTS = ("fp8-kv", "fp8-nvfp4-kv", "nvfp4")
+# SGLang starts with no fp8_pb_wo, and its rules do not know it; of a config without a word on the
+# cache the loader of files reads on, which is not run here
+_UNKNOWN = ("modelopt, tiles", "mixed precision, no cache")
 
 
-def held_by_vllm(directory: Path, place: Place, rank: int) -> Held | str:
-    """The scales of each attention module as vLLM leaves them on a rank, or why it refused."""
+def refusal(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def difference(predicted: Simulation, scales: Scales) -> str | None:
+    """What the prediction has wrong; None if nothing."""
+    if isinstance(scales, str) or predicted.refused:
+        same = isinstance(scales, str) == bool(predicted.refused)
+        return None if same else f"predicted {predicted.refused or 'loading'}, the engine: {scales}"
+    for outcome in predicted.outcomes:
+        if outcome.status == "unknown":
+            return "predicted not known"
+        values = scales[f"{outcome.module} {outcome.letter}"]
+        wanted = list(outcome.values) * (len(values) // len(outcome.values))
+        pairs = zip(wanted, values, strict=True)
+        if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
+            return f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
+    return None
+
+
+def check(
+    name: str, path: Path, scales: Scales, rules: Engine, place: Place = ONE_GPU, *, must_load: bool = False
+) -> bool:
+    """Whether the prediction for a directory is right; prints a line."""
+    predicted = simulate(open_model_directory(path, weights=False), rules, place)
+    wrong = difference(predicted, scales)
+    if must_load and not predicted.is_good:
+        wrong = wrong or "it does not load every scale"
+    outcome = wrong or (scales if isinstance(scales, str) else "loaded")
+    print(f"{'WRONG' if wrong else 'OK'} {place}: {name}: {outcome}", flush=True)
+    return wrong is None
+
+
+# ---- vLLM ----
+
+
+def held_by_vllm(directory: Path, place: Place, rank: int) -> Scales:
+    """The scales of each attention module as vLLM leaves them on a rank."""
     from vllm.model_executor.layers.attention import Attention
 
     try:
         cache = "nvfp4" if is_for_nvfp4(open_model_directory(directory, weights=False)) else "fp8"
         model = load(directory, place, rank, kv_cache_dtype=cache)
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return refusal(error)
     return {
         f"{module.layer_name.removesuffix('.attn')} {letter}": getattr(module, f"_{letter}_scale")
         .flatten()
@@ -51,14 +101,14 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Held | str:
     }
 
 
-def held_by_all(directories: Sequence[Path], place: Place) -> list[Held | str]:
+def held_by_all(directories: Sequence[Path], place: Place) -> list[Scales]:
     """The same of several directories, every rank in a process of its own."""
     if place.ranks == 1:
         # two processes share the work
         halves = [directories[::2], directories[1::2]]
         started = [_start(half, place, 0) for half in halves]
         first, second = map(_finish, started)
-        return [held for pair in zip_longest(first, second) for held in pair][: len(directories)]
+        return [scales for pair in zip_longest(first, second) for scales in pair][: len(directories)]
     with tempfile.TemporaryDirectory() as meeting:
         started = [_start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)]
         return [_together(ranks) for ranks in zip(*map(_finish, started), strict=True)]
@@ -72,73 +122,136 @@ def _start(directories: Sequence[Path], place: Place, rank: int, meeting: str = 
     )
 
 
-def _finish(process: subprocess.Popen[str]) -> list[Held | str]:
+def _finish(process: subprocess.Popen[str]) -> list[Scales]:
     return json.loads(process.communicate()[0].splitlines()[-1])
 
 
-def _together(ranks: Sequence[Held | str]) -> Held | str:
-    refused = next((held for held in ranks if isinstance(held, str)), None)
+def _together(ranks: Sequence[Scales]) -> Scales:
+    refused = next((scales for scales in ranks if isinstance(scales, str)), None)
     if refused is not None:
         return refused
-    return {name: [value for held in ranks for value in held[name]] for name in ranks[0]}
+    return {name: [value for scales in ranks for value in scales[name]] for name in ranks[0]}
 
 
-def difference(predicted: Simulation, held: Held | str) -> str | None:
-    """What the prediction has wrong; None if nothing."""
-    if isinstance(held, str) or predicted.refused:
-        same = isinstance(held, str) == bool(predicted.refused)
-        return None if same else f"predicted {predicted.refused or 'loading'}, the engine: {held}"
-    for outcome in predicted.outcomes:
-        values = held[f"{outcome.module} {outcome.letter}"]
-        wanted = list(outcome.values) * (len(values) // len(outcome.values))
-        pairs = zip(wanted, values, strict=True)
-        if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
-            return f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
-    return None
-
-
-def check(directories: Mapping[str, Path], place: Place, *, must_load: bool = False) -> list[bool]:
-    """Check directories in one place and print a line for each."""
+def check_vllm(directories: Mapping[str, Path], place: Place = ONE_GPU, **options: bool) -> list[bool]:
+    """Check directories in one place."""
     rules = installed_engine()
-    right = []
-    all_held = held_by_all([*directories.values()], place)
-    for (name, path), held in zip(directories.items(), all_held, strict=True):
-        predicted = simulate(open_model_directory(path, weights=False), rules, place)
-        wrong = difference(predicted, held)
-        if must_load and not predicted.is_good:
-            wrong = wrong or "it does not load every scale"
-        seen = held if isinstance(held, str) else "loaded"
-        print(f"{'WRONG' if wrong else 'OK'} {place}: {name}: {wrong or seen}", flush=True)
-        right.append(wrong is None)
-    return right
+    loaded = zip(directories.items(), held_by_all([*directories.values()], place), strict=True)
+    return [check(name, path, scales, rules, place, **options) for (name, path), scales in loaded]
 
 
-def check_cases() -> list[bool]:
+# ---- SGLang ----
+
+
+class Skeleton(nn.Module):
+    """The attention layers of a model, under its names."""
+
+    def __init__(self, quantization) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(LAYERS))
+        for i, layer in enumerate(self.model.layers):
+            layer.self_attn = nn.Module()
+            name = f"model.layers.{i}.self_attn.attn"
+            layer.self_attn.attn = RadixAttention(
+                HEADS, HEAD_DIM, 1.0, KV_HEADS, i, quant_config=quantization, prefix=name
+            )
+
+
+def held_by_sglang(directory: Path) -> Scales:
+    """The scales of each attention layer as SGLang's code leaves them, ready to serve."""
+    from sglang.srt.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
+
+    try:
+        model = Skeleton(quantization_of(directory))
+        params = dict(model.named_parameters())
+        for name, tensor in scales_of(directory):
+            target = maybe_remap_kv_scale_name(name, params)
+            if target in params:
+                default_weight_loader(params[target], tensor)
+        layers = [layer.self_attn.attn for layer in model.model.layers]
+        for layer in layers:
+            if layer.quant_method is not None:
+                layer.quant_method.process_weights_after_loading(layer)
+    except Exception as error:  # noqa: BLE001 (whatever SGLang raises)
+        return refusal(error)
+    in_force = {}
+    for i, layer in enumerate(layers):
+        for letter in "kvq":
+            scale = getattr(layer, f"{letter}_scale", None)  # 1.0 where it holds nothing
+            in_force[f"model.layers.{i}.self_attn {letter}"] = [1.0 if scale is None else float(scale)]
+    return in_force
+
+
+def quantization_of(directory: Path):
+    """The config object that SGLang makes of config.json."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization import get_quantization_config
+
+    config = json.loads((directory / "config.json").read_text())
+    said = config.get("quantization_config") or config.get("compression_config")
+    if said is None:
+        return None
+    if said["quant_method"] == "modelopt":
+        # as its ModelConfig does; what that makes of FP8 is what its table of methods says, too
+        parsed = ModelConfig._parse_modelopt_quant_config(None, {"quantization": said})
+        if parsed and parsed["quant_algo"] == "MIXED_PRECISION":
+            said |= parsed
+    said["packed_modules_mapping"] = {}  # as its loader of models does
+    return get_quantization_config(said["quant_method"]).from_config(said)
+
+
+def scales_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of scales, in the files that the index names, or all without one."""
+    index = directory / "model.safetensors.index.json"
+    files = sorted(directory.glob("*.safetensors"))
+    if index.exists():
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+        files = [file for file in files if file.name in listed]
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                if "scale" in name and "weight" not in name and "input" not in name:
+                    yield name, tensors.get_tensor(name)
+
+
+def check_cases(engine: str) -> Iterator[bool]:
     """Check what is made by hand and what other tools wrote."""
     with tempfile.TemporaryDirectory() as scratch:
         made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
+        if engine == "sglang":
+            import no_pictures  # noqa: F401 (before SGLang)
+
+            # whether files are there is checked by what is not run here
+            left_out = {*_UNKNOWN, *(case.name for case in CASES if case.also_indexed)}
+            for name, path in (made | GOLDEN).items():
+                if name not in left_out:
+                    yield check(name, path, held_by_sglang(path), find_engine("sglang"))
+            return
         golden = {name: path for name, path in GOLDEN.items() if path.name not in _WEIGHTS}
-        right = check(made | golden, ONE_GPU)
+        yield from check_vllm(made | golden)
         for place, names in PLACES:
-            right += check({name: made[name] for name in names}, place)
-    return right
+            yield from check_vllm({name: made[name] for name in names}, place)
 
 
 def main() -> None:
-    if sys.argv[1:2] == [RANK]:
-        rank, ranks, fnuz = map(int, sys.argv[2:5])
+    what, *arguments = sys.argv[1:]
+    if what == RANK:
+        rank, ranks, fnuz = map(int, arguments[:3])
         place = Place(ranks, bool(fnuz))
-        print(json.dumps([held_by_vllm(Path(path), place, rank) for path in sys.argv[5:]]))
+        print(json.dumps([held_by_vllm(Path(path), place, rank) for path in arguments[3:]]))
         return
-    if sys.argv[1:2] == ["--only"]:
-        found = {path.name: path for path in sorted(Path(sys.argv[2]).iterdir())}
-        right = check(found, ONE_GPU, must_load=True)
+    if arguments:
+        right = check_vllm({path.name: path for path in sorted(Path(arguments[0]).iterdir())}, must_load=True)
     else:
-        right = check_cases()
+        right = [*check_cases(what)]
     if not all(right):
         sys.exit(f"FAILED: {right.count(False)} of {len(right)} directories")
-    print(f"OK: vLLM does what `fp8kv verify` predicts with {len(right)} directories")
+    print(f"OK: {what} does what `fp8kv verify` predicts with {len(right)} directories")
 
 
 if __name__ == "__main__":
-    main()
+    with torch.no_grad():
+        main()

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,6 @@ class Case:
     index: bool = True  # there is an index
     also_indexed: tuple[str, ...] = ()  # files that the index names and that are not there
     key: str = "quantization_config"
-    documents: dict[str, Any] = field(default_factory=dict)  # further JSON files
 
 
 def scales(
@@ -132,10 +131,7 @@ _WORD = {"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}
 
 def grouped(group=("*k_proj", "*v_proj"), *, exclude=IGNORED, **layers):
     """Quark's config with another kv_cache_group, or other entries that it names."""
-    export = {"kv_cache_group": group and [*group], "pack_method": "reorder"}
-    export = {key: value for key, value in export.items() if value is not None}
-    if group == []:
-        export["kv_cache_group"] = []
+    export = {"pack_method": "reorder"} | ({} if group is None else {"kv_cache_group": [*group]})
     named = {f"*{name}": layers.get(name, _FP8_OUTPUT) for name in ("k_proj", "v_proj")}
     return QUARKED | {"export": export, "layer_quant_config": named, "exclude": exclude}
 
@@ -257,8 +253,6 @@ def write_case(case: Case, directory: Path) -> Path:
     directory.mkdir(parents=True)
     config = MODEL | ({case.key: case.config} if case.config else {})
     (directory / "config.json").write_text(json.dumps(config))
-    for name, document in case.documents.items():
-        (directory / name).write_text(json.dumps(document))
     weights, made = _weights(), case.tensors()
     weights_file = "model-1.safetensors" if case.index else "model.safetensors"
     save_file(weights, directory / weights_file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Quantised weights with our scales, for check_quantized.py.
+"""Quantised weights with our scales, for `check_tokens.py quantized`.
 
 write_quantized.py MODEL CALIBRATION OUT
 

@@ -1,18 +1,27 @@
-"""Triton's interpreter with the casts and products of a GPU.
+"""Import before Triton: engines' kernels in its interpreter, with the casts and products of a GPU.
 
 Its own casts to 8 and 16 bits cut bits off, which no GPU does, and it multiplies bfloat16 as if the
 bits were integers.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
+
+# Triton looks when it is imported
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.backends import backends
 from triton.runtime import interpreter
 
+# vLLM's build for CPUs asks for a backend that the interpreter does not need
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
 _CASTS = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e4b8: torch.float8_e4m3fnuz,
@@ -32,7 +41,7 @@ def right_casts() -> Iterator[None]:
 
 
 def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._convert_float):
-    source, target = (_CASTS.get(each, torch.float32) for each in (from_dtype, to_dtype))
+    source, target = (_CASTS.get(dtype, torch.float32) for dtype in (from_dtype, to_dtype))
     if tl.float32 not in (from_dtype, to_dtype) or source == target:
         return original(data, from_dtype, to_dtype, rounding_mode)
     array = torch.from_numpy(np.ascontiguousarray(data))
@@ -42,7 +51,5 @@ def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._co
 
 
 def _dot(self, a, b, d, *args, original=interpreter.InterpreterBuilder.create_dot):
-    a, b = (
-        self.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b)
-    )
+    a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     return original(self, a, b, d, *args)
