@@ -1,8 +1,7 @@
 """Compare measured Q, K and V with what vLLM's own classes hand to their attention.
 
-check_queries.py OUT [ARCHITECTURE ...]   OUT as `write_models.py queries` leaves it; all that
-                                          --targets qkv takes because it was run; exit 0 if all
-                                          are right
+check_queries.py OUT [ARCHITECTURE ...]   OUT as `write_models.py queries` leaves it; exit 0 if all
+                                          that is there, or these, is right
 """
 
 import json
@@ -27,8 +26,6 @@ from vllm.model_executor.models import registry  # noqa: E402
 
 # a class is looked at in this process, not in one of its own, which would want pictures
 registry._run_in_subprocess = lambda function: function()
-
-from calib.capture.capabilities import RUN  # noqa: E402
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
@@ -125,7 +122,7 @@ def main() -> None:
     Attention.forward = attend
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for the CPU does
     out, names, wrong = Path(sys.argv[1]), sys.argv[2:], []
-    names = names or sorted(RUN)
+    names = names or sorted(home.name for home in out.iterdir())
     join_groups()
     for name in (*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)):
         result = verdict(out / name)

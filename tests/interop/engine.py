@@ -41,8 +41,11 @@ def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> t
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    # a class is looked at in this process, not in one of its own, which would want pictures
+    registry._run_in_subprocess = lambda function: function()
     # as vLLM's worker for the CPU does
     torch.accelerator.empty_cache = lambda: None
     type(current_platform).is_fp8_fnuz = lambda *_: place.fnuz

@@ -34,7 +34,14 @@ def run(body: str, *tensors: torch.Tensor, threads=32, programs=1, shared=0) -> 
 
 
 def elementwise(body: str, out: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-    """What `body` stores at [%rd0] of a value of each tensor, at [%rd1], [%rd2] and so on."""
-    found = torch.empty(len(tensors[0]), dtype=out)
-    run(body, found, *tensors, threads=256, programs=-(-len(tensors[0]) // 256))
-    return found
+    """What `body` leaves in %d, of a value of each tensor in %a, %b and %c."""
+    result = torch.empty(len(tensors[0]), dtype=out)
+    names = dict(zip("dabc", (result, *tensors), strict=False))
+    kinds = {name: f"b{8 * tensor.element_size()}" for name, tensor in names.items()}
+    registers = "".join(f".reg .{kind} %{name};" for name, kind in kinds.items())
+    loads = [f"ld.global.{kinds[x]} {{ %{x} }}, [ %rd{i} + 0 ];" for i, x in enumerate(names) if i]
+    store = f"st.global.{kinds['d']} [ %rd0 + 0 ], {{ %d }};"
+    threads = min(256, len(result))
+    text = f"{registers} {' '.join(loads)} {body} {store}"
+    run(text, result, *tensors, threads=threads, programs=-(-len(result) // threads))
+    return result

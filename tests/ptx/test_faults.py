@@ -8,48 +8,26 @@ from virtual_gpu.program import FaultError
 ADDRESS = "mov.b32 %r8, global_smem; shl.b32 %r9, %r2, 2; add.s32 %r8, %r8, %r9;"
 LOAD = "ld.global.b32 {%r5}, [%rd1];"
 STORE = "st.global.b32 [%rd0], {%r5};"
+HALF_A_WARP = "setp.lt.u32 %p1, %r2, 16; @!%p1 bra DONE;"
 # the next thread's four bytes, where the last one has the first's
 OTHER = """add.s32 %r10, %r2, 1; and.b32 %r10, %r10, 63; shl.b32 %r10, %r10, 2;
     mov.b32 %r11, global_smem; add.s32 %r11, %r11, %r10;"""
-COPY = "cp.async.ca.shared.global [%r8], [%rd1], 4; cp.async.commit_group;"
+GROUP, WAIT, BARRIER = "cp.async.commit_group;", "cp.async.wait_group 0;", "bar.sync 0;"
+COPY = f"cp.async.ca.shared.global [%r8], [%rd1], 4; {GROUP}"
 WRITE, READ = "st.shared.b32 [%r8], %r5;", "ld.shared.b32 %r5, [%r11];"
-FIRST_WARP = "setp.lt.u32 %p1, %r2, 32; @!%p1 bra DONE;"
+EXCHANGED = f"{LOAD} {WRITE} {BARRIER} {READ} {STORE}"
+COPIED = f"{COPY} {WAIT} {BARRIER} {READ} {STORE}"
+OVERWRITTEN = f"{LOAD} {WRITE} {BARRIER} {READ} {BARRIER} {WRITE} {STORE}"
 
-# what is right, what is wrong about it, and what is said
+# what is right, what is wrong without, and what is said
 PAIRS = {
-    "a race to read": (f"{LOAD} {WRITE} bar.sync 0; {READ} {STORE}", "bar.sync 0;", "race: read"),
-    "a race to overwrite": (
-        f"{LOAD} {WRITE} bar.sync 0; {READ} bar.sync 0; {WRITE} {STORE}",
-        "bar.sync 0;",
-        "race: write to what another thread read",
-    ),
-    "a copy on its way": (
-        f"{COPY} cp.async.wait_group 0; bar.sync 0; {READ} {STORE}",
-        "cp.async.wait_group 0;",
-        "that a copy has not delivered",
-    ),
-    "a copy that only its thread waited for": (
-        f"{COPY} cp.async.wait_group 0; bar.sync 0; {READ} {STORE}",
-        "bar.sync 0;",
-        "race: read",
-    ),
-    "a copy of a group that is not closed": (
-        f"{COPY} cp.async.wait_group 0; bar.sync 0; {READ} {STORE}",
-        "cp.async.commit_group;",
-        "that a copy has not delivered",
-    ),
-    "memory that was not written": (
-        f"{LOAD} {WRITE} bar.sync 0; {READ} {STORE}",
-        WRITE,
-        "never written",
-    ),
-    "a barrier for some": (
-        f"{LOAD} {FIRST_WARP} add.s32 %r5, %r5, 1; DONE: {STORE}",
-        None,
-        "not all threads",
-    ),
+    "a race to read": (EXCHANGED, BARRIER, "race: read"),
+    "a race to overwrite": (OVERWRITTEN, BARRIER, "race: write to what another thread read"),
+    "a copy on its way": (COPIED, WAIT, "that a copy has not delivered"),
+    "a copy that only its thread waited for": (COPIED, BARRIER, "race: read"),
+    "a copy of a group that is not closed": (COPIED, GROUP, "that a copy has not delivered"),
+    "memory that was not written": (EXCHANGED, WRITE, "never written"),
 }
-WRONG = {"a barrier for some": f"{LOAD} {FIRST_WARP} bar.sync 0; DONE: bar.sync 0; bar.sync 0; {STORE}"}
 
 
 def replaced_last(text, removed):
@@ -60,11 +38,10 @@ def replaced_last(text, removed):
 @pytest.mark.parametrize("name", PAIRS)
 def test_faults_in_shared_memory(name):
     right, removed, message = PAIRS[name]
-    wrong = WRONG.get(name) or replaced_last(right, removed)
-    given, got = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
-    run(ADDRESS + OTHER + right, got, given, threads=64, shared=256)
+    numbers, got = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    run(ADDRESS + OTHER + right, got, numbers, threads=64, shared=256)
     with pytest.raises(FaultError, match=message):
-        run(ADDRESS + OTHER + wrong, got, given, threads=64, shared=256)
+        run(ADDRESS + OTHER + replaced_last(right, removed), got, numbers, threads=64, shared=256)
 
 
 @pytest.mark.parametrize(
@@ -82,27 +59,25 @@ def test_faults_in_shared_memory(name):
         ("AGAIN: bra AGAIN;", "does not end"),
         ("tanh.approx.f32 %r5, %r2;", "unknown instruction"),
         ("ld.volatile.global.b32 {%r5}, [%rd1];", "unknown"),
+        (f"{HALF_A_WARP} bar.sync 0; DONE: bar.sync 0; bar.sync 0;", "not all threads"),
     ],
 )
 def test_faults(body, message):
-    given, got = torch.arange(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+    numbers = torch.arange(32, dtype=torch.int32)
     with pytest.raises(FaultError, match=message):
-        run(body, got, given, shared=64)
+        run(body, torch.empty(32, dtype=torch.int32), numbers, shared=64)
 
 
-def test_a_barrier_of_one_warp():
+@pytest.mark.parametrize(("threads", "barrier"), [(32, ""), (64, "bar.warp.sync -1;")])
+def test_a_barrier_of_one_warp(threads, barrier):
     """It is the program's where that has no other; of two warps it says nothing."""
-    given = torch.arange(64, dtype=torch.int32)
-    for threads in (32, 64):
-        own = (ADDRESS + OTHER).replace("63", str(threads - 1))
-        body = own + f"{LOAD} {WRITE} bar.warp.sync -1; {READ} {STORE}"
-        got = torch.empty(threads, dtype=torch.int32)
-        if threads == 32:
-            run(body, got, given[:32], threads=32, shared=256)
-            assert torch.equal(got, given[:32].roll(-1))
-            body = body.replace("bar.warp.sync -1;", "")
-        with pytest.raises(FaultError, match="race: read"):
-            run(body, got, given[:threads], threads=threads, shared=256)
+    body = (ADDRESS + OTHER).replace("63", str(threads - 1)) + f"{LOAD} {WRITE} BARRIER {READ} {STORE}"
+    numbers, got = torch.arange(threads, dtype=torch.int32), torch.empty(threads, dtype=torch.int32)
+    if threads == 32:
+        run(body.replace("BARRIER", "bar.warp.sync -1;"), got, numbers, threads=32, shared=256)
+        assert torch.equal(got, numbers.roll(-1))
+    with pytest.raises(FaultError, match="race: read"):
+        run(body.replace("BARRIER", barrier), got, numbers, threads=threads, shared=256)
 
 
 # two matrices of ones, of 64 rows and of 8, that are one: 16 float16 a row, in pieces of 8 x 8

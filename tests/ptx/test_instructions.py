@@ -27,56 +27,39 @@ def same(got, want):
     assert torch.equal(got.view(as_bits)[~nan], want.view(as_bits)[~nan])
 
 
-@pytest.mark.parametrize("kind", FP8)
-def test_every_pair_of_fp8_decodes(kind):
-    body = f"""ld.global.b16 {{ %rs1 }}, [ %rd1 + 0 ]; cvt.rn.f16x2.{kind}x2 %r5, %rs1;
-        st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
-    got = elementwise(body, torch.int32, ALL_16).view(torch.float16)
-    same(got, ALL_16.view(FP8[kind]).to(torch.float16))
-
-
-@pytest.mark.parametrize("kind", FP8)
-def test_floats_are_encoded_as_torch_casts_what_fits(kind):
-    x = floats()
-    x = torch.cat([x, FP8_MIDDLES[kind], -FP8_MIDDLES[kind]])
-    x = x[: len(x) // 512 * 512]
-    body = f"""ld.global.b64 {{ %rd5 }}, [ %rd1 + 0 ]; mov.b64 {{%r5, %r6}}, %rd5;
-        cvt.rn.satfinite.{kind}x2.f32 %rs1, %r6, %r5; st.global.b16 [ %rd0 + 0 ], {{ %rs1 }};"""
-    got = elementwise(body, torch.int16, x.view(torch.int64)).view(FP8[kind])
-    limit = torch.finfo(FP8[kind]).max
-    same(got.float(), x.clamp(-limit, limit).to(FP8[kind]).float())
-
-
-def _middles(kind):
+def middles(kind):
+    """Halfway between every two neighbours of a type of 8 bits."""
     values = torch.arange(127, dtype=torch.uint8).view(kind).double()
     values = values[values.isfinite()]
     return ((values[1:] + values[:-1]) / 2).float()
 
 
-FP8_MIDDLES = {kind: _middles(dtype) for kind, dtype in FP8.items()}
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_is_decoded_and_encoded_as_torch_casts_what_fits(kind):
+    decoded = elementwise(f"cvt.rn.f16x2.{kind}x2 %d, %a;", torch.int32, ALL_16)
+    same(decoded.view(torch.float16), ALL_16.view(FP8[kind]).to(torch.float16))
+    x = torch.cat([floats(), middles(FP8[kind]), -middles(FP8[kind])])
+    x = x[: len(x) // 512 * 512]
+    body = f"mov.b64 {{%r5, %r6}}, %a; cvt.rn.satfinite.{kind}x2.f32 %d, %r6, %r5;"
+    encoded = elementwise(body, torch.int16, x.view(torch.int64)).view(FP8[kind])
+    limit = torch.finfo(FP8[kind]).max
+    same(encoded.float(), x.clamp(-limit, limit).to(FP8[kind]).float())
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)], ids=["f16", "bf16"]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
 def test_sixteen_bits_to_float_and_back(kind, dtype):
-    body = f"""ld.global.b16 {{ %rs1 }}, [ %rd1 + 0 ]; cvt.f32.{kind} %r5, %rs1;
-        st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
-    same(elementwise(body, torch.float32, ALL_16), ALL_16.view(dtype).float())
+    same(elementwise(f"cvt.f32.{kind} %d, %a;", torch.float32, ALL_16), ALL_16.view(dtype).float())
     x = floats()
-    body = f"""ld.global.b64 {{ %rd5 }}, [ %rd1 + 0 ]; mov.b64 {{%r5, %r6}}, %rd5;
-        cvt.rn.{kind}x2.f32 %r7, %r6, %r5; st.global.b32 [ %rd0 + 0 ], {{ %r7 }};"""
+    body = f"mov.b64 {{%r5, %r6}}, %a; cvt.rn.{kind}x2.f32 %d, %r6, %r5;"
     same(elementwise(body, torch.int32, x.view(torch.int64)).view(dtype), x.to(dtype))
 
 
-def _rounded(value, bits=24):
+def rounded(value, bits=24):
     """The Fraction as the nearest float32, ties to even; normal values only."""
-    if value == 0:
-        return 0.0
     exponent = 0
     while abs(value) * Fraction(2) ** -exponent >= 2**bits:
         exponent += 1
-    while abs(value) * Fraction(2) ** -exponent < 2 ** (bits - 1):
+    while 0 < abs(value) * Fraction(2) ** -exponent < 2 ** (bits - 1):
         exponent -= 1
     return float(round(value * Fraction(2) ** -exponent) * Fraction(2) ** exponent)
 
@@ -92,57 +75,31 @@ def test_multiply_add_rounds_once():
             a, b = (1 + rng.randrange(2**23) / 2**23 for _ in "ab")
             c = rng.choice([1, -1]) * 2.0 ** rng.choice([-60, -47, -25, 0, 24])
         rows.append((a, b, c))
-    a, b, c = torch.tensor(rows, dtype=torch.float64).float().T.contiguous()
-    body = """ld.global.b32 { %r5 }, [ %rd1 + 0 ]; ld.global.b32 { %r6 }, [ %rd2 + 0 ];
-        ld.global.b32 { %r7 }, [ %rd3 + 0 ]; fma.rn.f32 %r8, %r5, %r6, %r7;
-        st.global.b32 [ %rd0 + 0 ], { %r8 };"""
-    got = elementwise(body, torch.float32, a.clone(), b.clone(), c.clone())
-    want = [
-        _rounded(Fraction(x) * Fraction(y) + Fraction(z))
-        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
-    ]
-    assert got.tolist() == want
-    twice = (a.double() * b.double() + c.double()).float()
-    assert (got != twice).any()  # some cases need it
+    a, b, c = (x.contiguous() for x in torch.tensor(rows, dtype=torch.float64).float().T)
+    got = elementwise("fma.rn.f32 %d, %a, %b, %c;", torch.float32, a, b, c)
+    numbers = zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    assert got.tolist() == [rounded(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in numbers]
+    assert (got != (a.double() * b.double() + c.double()).float()).any()  # some cases need it
 
 
 def test_lop3_of_every_table():
     words = (0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA)  # each byte of the result is the table
     a, b, c = (torch.full((256,), w - 2**32, dtype=torch.int32) for w in words)
     for table in range(256):
-        body = f"""ld.global.b32 {{ %r5 }}, [ %rd1 + 0 ]; ld.global.b32 {{ %r6 }}, [ %rd2 + 0 ];
-            ld.global.b32 {{ %r7 }}, [ %rd3 + 0 ]; lop3.b32 %r5, %r5, %r6, %r7, {table:#x};
-            st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
-        got = elementwise(body, torch.int32, a, b, c).view(torch.uint8)
-        assert (got == table).all(), table
+        got = elementwise(f"lop3.b32 %d, %a, %b, %c, {table:#x};", torch.int32, a, b, c)
+        assert (got.view(torch.uint8) == table).all(), table
 
 
 def test_prmt_of_every_selector():
     selectors = torch.arange(2**16, dtype=torch.int32)
-    body = """ld.global.b32 { %r5 }, [ %rd1 + 0 ]; mov.b32 %r6, 0x83020100; mov.b32 %r7, 0x07F60504;
-        prmt.b32 %r8, %r6, %r7, %r5; st.global.b32 [ %rd0 + 0 ], { %r8 };"""
+    body = "mov.b32 %r6, 0x83020100; mov.b32 %r7, 0x07F60504; prmt.b32 %d, %r6, %r7, %a;"
     got = elementwise(body, torch.int32, selectors).view(torch.uint8).view(-1, 4)
-    given = torch.tensor([0x00, 0x01, 0x02, 0x83, 0x04, 0x05, 0xF6, 0x07], dtype=torch.uint8)
+    both = torch.tensor([0x00, 0x01, 0x02, 0x83, 0x04, 0x05, 0xF6, 0x07], dtype=torch.uint8)
     for i in range(4):
         digit = (selectors >> (4 * i)) & 15
-        byte = given[digit & 7]
+        byte = both[digit & 7]
         sign = torch.where(byte >= 128, 255, 0).to(torch.uint8)
         assert torch.equal(got[:, i], torch.where(digit >= 8, sign, byte))
-
-
-def _index_a(lane, i, per_register):
-    """Row and column of A's value i of a lane, as the PTX ISA writes it."""
-    low = i % (2 * per_register) < per_register
-    high = i >= 2 * per_register
-    row = lane // 4 if low else lane // 4 + 8
-    column = lane % 4 * per_register + i % per_register
-    return row, column + (4 * per_register if high else 0)
-
-
-def _index_b(lane, i, per_register):
-    """Row and column of B's value i of a lane."""
-    row = lane % 4 * per_register + i % per_register
-    return row + (4 * per_register if i >= per_register else 0), lane // 4
 
 
 @pytest.mark.parametrize(
@@ -150,30 +107,25 @@ def _index_b(lane, i, per_register):
     [(16, "f16", torch.float16), (32, "e4m3", FP8["e4m3"]), (32, "e5m2", FP8["e5m2"])],
 )
 def test_matrices_of_a_warp(k, kind, dtype):
+    """Fragments as the PTX ISA draws them: of lane / 4 and lane % 4, then of a register's values."""
     e = k // 8
-    random_numbers = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(shape, generator=random_numbers) for shape in ((16, k), (k, 8), (16, 8)))
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(shape, generator=generator) for shape in ((16, k), (k, 8), (16, 8)))
     a, b = a.to(dtype), b.to(dtype)
-    a_given, b_given = torch.empty(32, 4 * e, dtype=dtype), torch.empty(32, 2 * e, dtype=dtype)
-    c_given = torch.empty(32, 4)
-    for lane in range(32):
-        for i in range(4 * e):
-            a_given[lane, i] = a[_index_a(lane, i, e)]
-        for i in range(2 * e):
-            b_given[lane, i] = b[_index_b(lane, i, e)]
-        for i in range(4):
-            c_given[lane, i] = c[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2]
-    got = torch.empty(32, 4)
+    fragments_a = a.view(2, 8, 2, 4, e).permute(1, 3, 2, 0, 4).reshape(32, 4 * e)
+    fragments_b = b.view(2, 4, e, 8).permute(3, 1, 0, 2).reshape(32, 2 * e)
+    fragments_c, got = _fragments_of_result(c), torch.empty(32, 4)
     body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; ld.global.b64 {{%rd9}}, [%rd2];
         mov.b64 {{%r8, %r9}}, %rd9; ld.global.v4.b32 {{%r12, %r13, %r14, %r15}}, [%rd3];
         mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r12, %r13, %r14, %r15}},
         {{%r4, %r5, %r6, %r7}}, {{%r8, %r9}}, {{%r12, %r13, %r14, %r15}};
         st.global.v4.b32 [%rd0], {{%r12, %r13, %r14, %r15}};"""
-    run(body, got, a_given, b_given, c_given)
-    want = (a.double() @ b.double() + c.double()).float()
-    for lane in range(32):
-        for i in range(4):
-            assert got[lane, i] == want[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2]
+    run(body, got, fragments_a, fragments_b, fragments_c)
+    assert torch.equal(got, _fragments_of_result((a.double() @ b.double() + c.double()).float()))
+
+
+def _fragments_of_result(c):
+    return c.view(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4)
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
@@ -190,29 +142,23 @@ def test_matrices_to_shared_memory_and_back(transposed):
         st.global.v4.b32 [%rd0], {{%r4, %r5, %r6, %r7}};"""
     run(body, got, rows, shared=512)
     want = rows.transpose(1, 2) if transposed else rows
-    for lane in range(32):
-        for i in range(4):
-            at = lane // 4, lane % 4 * 2
-            assert torch.equal(got[lane, i], want[i, at[0], at[1] : at[1] + 2])
+    assert torch.equal(got, want.reshape(4, 32, 2).transpose(0, 1))
 
 
 @pytest.mark.parametrize(
     ("instruction", "want"),
     [
-        ("shfl.sync.bfly.b32 %r6, %r5, 5, 31, -1", lambda x: x[torch.arange(32) ^ 5]),
-        ("shfl.sync.idx.b32 %r6, %r5, 7, 31, -1", lambda x: x[7].expand(32)),
-        ("shfl.sync.up.b32 %r6, %r5, 3, 0, -1", lambda x: torch.cat([x[:3], x[:-3]])),
-        ("redux.sync.add.s32 %r6, %r5, -1", lambda x: x.sum().expand(32)),
-        ("redux.sync.max.s32 %r6, %r5, -1", lambda x: x.max().expand(32)),
-        ("redux.sync.min.s32 %r6, %r5, -1", lambda x: x.min().expand(32)),
-        ("bfe.u32 %r6, %r5, 4, 6", lambda x: (x >> 4) & 63),
-        ("shr.s32 %r6, %r5, 40", lambda x: x >> 31),
-        ("div.s32 %r6, %r5, 7", lambda x: torch.div(x, 7, rounding_mode="trunc")),
+        ("shfl.sync.bfly.b32 %d, %a, 5, 31, -1", lambda x: x[torch.arange(32) ^ 5]),
+        ("shfl.sync.idx.b32 %d, %a, 7, 31, -1", lambda x: x[7].expand(32)),
+        ("shfl.sync.up.b32 %d, %a, 3, 0, -1", lambda x: torch.cat([x[:3], x[:-3]])),
+        ("redux.sync.add.s32 %d, %a, -1", lambda x: x.sum().expand(32)),
+        ("redux.sync.max.s32 %d, %a, -1", lambda x: x.max().expand(32)),
+        ("redux.sync.min.s32 %d, %a, -1", lambda x: x.min().expand(32)),
+        ("bfe.u32 %d, %a, 4, 6", lambda x: (x >> 4) & 63),
+        ("shr.s32 %d, %a, 40", lambda x: x >> 31),
+        ("div.s32 %d, %a, 7", lambda x: torch.div(x, 7, rounding_mode="trunc")),
     ],
 )
 def test_exchanges_and_integers(instruction, want):
-    x = torch.randint(-(10**6), 10**6, (32,), generator=torch.Generator().manual_seed(0))
-    x, got = x.to(torch.int32), torch.empty(32, dtype=torch.int32)
-    load, store = "ld.global.b32 {%r5}, [%rd1];", "st.global.b32 [%rd0], {%r6};"
-    run(f"{load} {instruction}; {store}", got, x)
-    assert torch.equal(got, want(x).to(torch.int32))
+    x = torch.randint(-(10**6), 10**6, (32,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    assert torch.equal(elementwise(f"{instruction};", torch.int32, x), want(x).to(torch.int32))
