@@ -56,15 +56,21 @@ LARGE_CASES = 80
 
 def paired_cases():
     """Yield cases in which every two values of `PAIRED` that go together meet."""
-    rng = random.Random(0)
-    drawn = ({name: rng.choice(values) for name, values in PAIRED.items()} for _ in range(1000))
-    drawn = [options for options in drawn if _is_supported(options)]
-    missing, number = set().union(*map(_pairs, drawn)), 0
-    while missing:
-        options = max(rng.sample(drawn, 100), key=lambda options: len(missing & _pairs(options)))
-        missing -= _pairs(options)
+    for number, options in enumerate(cover_pairs(PAIRED, _is_supported)):
         yield _with_lengths(options, LENGTHS[number % len(LENGTHS)], seed=number)
-        number += 1
+
+
+def cover_pairs(values, is_supported, candidates=100):
+    """Yield supported options, a value of each list, such that every two values meet in some."""
+    rng = random.Random(0)
+    drawn = ({name: rng.choice([*some]) for name, some in values.items()} for _ in range(1000))
+    drawn = [options for options in drawn if is_supported(options)]
+    missing = set().union(*map(_pairs, drawn))
+    while missing:
+        some = rng.sample(drawn, min(candidates, len(drawn)))
+        options = max(some, key=lambda options: len(missing & _pairs(options)))
+        missing -= _pairs(options)
+        yield options
 
 
 def _is_supported(options):
