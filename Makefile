@@ -118,10 +118,10 @@ interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
 
 interop-scales: interop-outputs
 	for name in $(LOADED_BY_VLLM); do \
-		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
+		$(INTEROP)/bin/python tests/interop/check_outputs.py vllm $(OUT)/$$name || exit 1; \
 	done
-	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
-	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --reloaded
+	$(INTEROP)/bin/python tests/interop/check_outputs.py doubled $(OUT)/tensor-kv/vllm
+	$(INTEROP)/bin/python tests/interop/check_outputs.py reloaded $(OUT)/tensor-kv/vllm
 	for name in tensor-kv/modelopt attn_head-qkv; do \
 		$(INTEROP)/bin/python tests/interop/check_copies.py $(OUT)/$$name || exit 1; \
 	done
@@ -132,7 +132,7 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_caches.py
 	$(INTEROP)/bin/python tests/interop/check_backends.py
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_verify.py sglang
-	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
+	$(INTEROP)/bin/python tests/interop/check_outputs.py transformers "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed

@@ -21,8 +21,8 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
+from check_outputs import look, other_problems, text_of, wrong_scales
 from check_verify import difference, held_by_vllm
-from check_vllm import look, other_problems, text_of, wrong_scales
 from engine import ONE_GPU, installed_engine, kernels, load, start
 from outputs import read_output, report
 

@@ -10,7 +10,6 @@ import numpy as np
 from virtual_gpu import numbers
 from virtual_gpu.program import FaultError
 
-_LANES = np.arange(32)
 _WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's last two bits
 
 
@@ -29,48 +28,35 @@ def _gather(machine, registers, warps):
     return np.stack([machine.read(r, "b32").reshape(-1, 32)[warps] for r in registers], 2)
 
 
+# of a fragment's lanes 8 have rows (columns, of B) and 4 divide the others
+
+
 def matrix_a(values: np.ndarray) -> np.ndarray:
     """[warps, 32, 4, e] as [warps, 16, 8 e]."""
     e = values.shape[3]
-    lane, register, each = np.ogrid[:32, :4, :e]
-    row = lane // 4 + 8 * (register % 2) + 0 * each
-    column = e * (lane % 4) + 4 * e * (register // 2) + each
-    found = np.empty((len(values), 16, 8 * e))
-    found[:, row, column] = values
-    return found
+    return values.reshape(-1, 8, 4, 2, 2, e).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 8 * e)
 
 
 def matrix_b(values: np.ndarray) -> np.ndarray:
     """[warps, 32, 2, e] as [warps, 8 e, 8]."""
     e = values.shape[3]
-    lane, register, each = np.ogrid[:32, :2, :e]
-    found = np.empty((len(values), 8 * e, 8))
-    found[:, e * (lane % 4) + 4 * e * register + each, lane // 4 + 0 * each] = values
-    return found
+    return values.reshape(-1, 8, 4, 2, e).transpose(0, 3, 2, 4, 1).reshape(-1, 8 * e, 8)
 
 
-def _places_of_c(n):
-    """Row and column of every register of a result 16 x n: [32, n / 2]."""
-    lane, register = np.ogrid[:32, : n // 2]
-    row = lane // 4 + 8 * (register % 4 // 2)
-    return row, 8 * (register // 4) + 2 * (lane % 4) + register % 2
+def _matrix_c(bits):
+    """[warps, 32, n / 2] as [warps, 16, n], float32."""
+    values = np.ascontiguousarray(bits).view(np.float32)
+    return values.reshape(len(bits), 8, 4, -1, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(len(bits), 16, -1)
 
 
 def _write_c(write, machine, registers, warps, product):
     """Give the product [warps, 16, n], float32, to the function that writes registers."""
-    row, column = _places_of_c(product.shape[2])
-    fragments = product[:, row, column].astype(np.float32)
+    parts = product.astype(np.float32).reshape(len(warps), 2, 8, -1, 4, 2).transpose(0, 2, 4, 3, 1, 5)
+    fragments = parts.reshape(len(warps), 32, -1)
     for i, register in enumerate(registers):
         value = np.zeros((machine.num_threads // 32, 32), np.float32)
         value[warps] = fragments[:, :, i]
         write(register, value.reshape(-1).view(np.uint32))
-
-
-def _matrix_c(bits, n):
-    row, column = _places_of_c(n)
-    found = np.empty((len(bits), 16, n))
-    found[:, row, column] = np.ascontiguousarray(bits).view(np.float32)
-    return found
 
 
 def multiply(machine, instruction):
@@ -82,7 +68,7 @@ def multiply(machine, instruction):
     warps = machine.whole_groups()
     a = matrix_a(unpacked(_gather(machine, a, warps), form[2]))
     b = matrix_b(unpacked(_gather(machine, b, warps), form[3]))
-    c = _matrix_c(_gather(machine, c, warps), 8)
+    c = _matrix_c(_gather(machine, c, warps))
     _write_c(machine.write, machine, to, warps, a @ b + c)
 
 
@@ -126,28 +112,27 @@ def multiply_group(machine, instruction):
     warps = (4 * groups[:, None] + np.arange(4)).reshape(-1)
     a = matrix_a(unpacked(_gather(machine, a, warps), kind))
     across = len(signs) > 2 and signs[2] == 1
-    given = machine.read(descriptor, "b64")
-    b = []
+    descriptors, b = machine.read(descriptor, "b64"), []
     for first in (128 * groups).tolist():
-        bits = int(given[first])
+        bits = int(descriptors[first])
         places = descriptor_places(bits, _WIDTHS[bits >> 62], n, 32, across)
         b.append(matrix_in_shared(machine, first, places, form[4])[0])
     product = a @ np.repeat(np.stack(b), 4, 0).transpose(0, 2, 1)
     adds = machine.read(accumulates, "pred").reshape(-1, 32)[warps, 0]
-    product = np.where(adds[:, None, None], product + _accumulators(machine, to, warps, n), product)
+    product = np.where(adds[:, None, None], product + _accumulators(machine, to, warps), product)
     # sums of FP8 products are read before the wait: the assembler then waits for each (C7518)
     write = machine.defer if kind == "f16" else machine.write
     _write_c(write, machine, to, warps, product)
 
 
-def _accumulators(machine, registers, warps, n):
+def _accumulators(machine, registers, warps):
     """What was added up so far, [warps, 16, n]: it need not have been waited for."""
     values = []
     for register in registers:
         value = machine.read(register, "b32")
         arriving, where = machine.arriving.get(register, (value, False))
         values.append(np.where(where, arriving, value).reshape(-1, 32)[warps])
-    return _matrix_c(np.stack(values, 2), n)
+    return _matrix_c(np.stack(values, 2))
 
 
 def wait_for_groups(machine, instruction):

@@ -1,15 +1,20 @@
-"""Load an output directory with real vLLM; compare the scales it holds with those in the file.
+"""Load output directories with an engine; compare the scales it holds with those in the file.
 
-check_vllm.py DIR            exit 0 if every attention layer holds exactly the file's scales
-check_vllm.py DIR --doubled  the same with one scale doubled in a copy: exit 0 if that is found
-check_vllm.py DIR --reloaded gives the engine that serves DIR all scales doubled, the ways that a
-                             training loop could: exit 0 if `reload_weights` takes them with the
-                             weights and, as our pages say, `load_weights` drops them alone
+check_outputs.py vllm DIR       exit 0 if every attention layer holds exactly the file's scales
+check_outputs.py doubled DIR    the same with one scale doubled in a copy: exit 0 if that is found
+check_outputs.py reloaded DIR   gives the engine that serves DIR all scales doubled, the ways that a
+                                training loop could: exit 0 if `reload_weights` takes them with the
+                                weights and, as our pages say, `load_weights` drops them alone
+check_outputs.py transformers SOURCE DIR...
+                                the same weights as SOURCE's, and nothing missing. The one format
+                                that transformers itself acts on is compressed-tensors: it gives
+                                each attention module a `k_scale` and a `v_scale` and rounds K and V
+                                by them. All others are listed as unexpected
 
-The text it generates and the bytes in its caches are looked at too.
+The text that they generate and the bytes in vLLM's caches are looked at too.
 """
 
-import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +115,7 @@ def other_problems(layers: dict[str, Layer], output: Output, text: str) -> list[
     return problems
 
 
-def check(directory: Path) -> None:
+def check_vllm(directory: Path) -> None:
     """Check `directory` against its own file."""
     output = read_output(directory)
     layers, text = run_vllm(directory)
@@ -138,10 +143,10 @@ def check_doubled(directory: Path) -> None:
         (copy / SCALES_FILE).unlink()
         save_file(tensors, copy / SCALES_FILE, metadata={"format": "pt"})
         layers, _ = run_vllm(copy)
-    found = wrong_scales(layers, read_output(directory))
-    caught = len(found) == 1 and found[0].startswith(f"{DOUBLED}: vLLM's v scale")
-    problems = [] if caught else [f"a doubled v scale of {DOUBLED} gave {found}"]
-    report(directory, problems, f"a doubled scale is found: {' '.join(found)}")
+    wrong = wrong_scales(layers, read_output(directory))
+    caught = len(wrong) == 1 and wrong[0].startswith(f"{DOUBLED}: vLLM's v scale")
+    problems = [] if caught else [f"a doubled v scale of {DOUBLED} gave {wrong}"]
+    report(directory, problems, f"a doubled scale is found: {' '.join(wrong)}")
 
 
 def check_reloaded(directory: Path) -> None:
@@ -177,14 +182,81 @@ def pairs(directory: Path, *, factor: float) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor * factor if file.name == SCALES_FILE else tensor
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--doubled", dest="check", action="store_const", const=check_doubled)
-    parser.add_argument("--reloaded", dest="check", action="store_const", const=check_reloaded)
-    arguments = parser.parse_args()
-    (arguments.check or check)(arguments.directory)
+# ---- transformers ----
 
+
+def check_transformers(source: Path, *directories: Path) -> None:
+    """Load each, compare and generate."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = {name: x for file in source.glob("*.safetensors") for name, x in load_file(file).items()}
+    for directory in directories:
+        output, tokenizer = read_output(directory), AutoTokenizer.from_pretrained(directory)
+        model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        prompt = tokenizer(PROMPT, return_tensors="pt")
+        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
+        text = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :])
+        state = model.state_dict()
+        attached = {
+            (name.rpartition(".")[0], name.rpartition(".")[2][0]): tensor
+            for name, tensor in state.items()
+            if name.endswith((".q_scale", ".k_scale", ".v_scale"))
+        }
+        problems = [
+            *loading_problems(info, output),
+            *changed_weights(state, weights),
+            *wrongly_attached(attached, output),
+            *([] if ANSWER in text else [f"generated {text!r}"]),
+        ]
+        dtypes = ", ".join({str(scale.dtype).removeprefix("torch.") for scale in attached.values()})
+        used = f"{len(attached)} scales in use as {dtypes}" if attached else "no scales in use"
+        unused = len(info["unexpected_keys"])
+        success = f"{len(weights)} weights as in the source; {used}, {unused} left out; {text!r}"
+        report(directory, problems, success)
+
+
+def loading_problems(info: dict, output: Output) -> list[str]:
+    """Say what transformers missed, and what it found beyond our scales."""
+    bad = ("missing_keys", "mismatched_keys", "error_msgs")
+    problems = [f"{key}: {sorted(info[key])}" for key in bad if info[key]]
+    strangers = [key for key in info["unexpected_keys"] if not key.endswith("_scale")]
+    if strangers:
+        problems.append(f"unexpected: {sorted(strangers)}")
+    if output.quantization.get("quant_method") == "compressed-tensors":
+        taken = [key for key in info["unexpected_keys"] if not key.endswith(".q_scale")]
+        problems += [f"not taken: {sorted(taken)}"] if taken else []
+    return problems
+
+
+def changed_weights(state: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
+    """Name the weights that are not the source's, bit for bit."""
+    return [
+        f"{name} is not the source's"
+        for name, weight in weights.items()
+        if name not in state or state[name].dtype != weight.dtype or not torch.equal(state[name], weight)
+    ]
+
+
+def wrongly_attached(attached: dict[tuple[str, str], Tensor], output: Output) -> list[str]:
+    """Name the scales, by module and letter, that are not the file's, cast to the dtype they have."""
+    problems = [
+        f"{name}: the {which} scale is {scale.tolist()}"
+        for (name, which), scale in attached.items()
+        if not torch.equal(scale, output.scales[name][which].to(scale.dtype))
+    ]
+    attaches = output.quantization.get("quant_method") == "compressed-tensors"
+    wanted = {(name, which) for name in output.scales for which in "kv"} if attaches else set()
+    if attached.keys() != wanted:
+        problems.append(f"scales attached to {len(attached)} of {len(wanted)} places")
+    return problems
+
+
+CHECKS = {
+    "vllm": check_vllm,
+    "doubled": check_doubled,
+    "reloaded": check_reloaded,
+    "transformers": check_transformers,
+}
 
 if __name__ == "__main__":
-    main()
+    CHECKS[sys.argv[1]](*map(Path, sys.argv[2:]))
