@@ -13,19 +13,8 @@ from pathlib import Path
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from vllm_process import OPTIONS, join_group, set_environment
-
-set_environment()
-
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.forward_context import set_forward_context  # noqa: E402
-from vllm.model_executor.layers.attention import Attention  # noqa: E402
-from vllm.model_executor.model_loader import get_model  # noqa: E402
-from vllm.model_executor.models import registry  # noqa: E402
-
-# a class is looked at in this process, not in one of its own, which would want pictures
-registry._run_in_subprocess = lambda function: function()
+from engine import configure
+from vllm_process import join_group
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
@@ -62,25 +51,25 @@ FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 SEEN: dict[str, dict[str, list[float]]] = {}
 
 
-def engine_config(home: str | Path):
-    """Settings of the engine for a model."""
-    arguments = EngineArgs(model=str(home), dtype="float32", use_tqdm_on_load=False, **OPTIONS)
-    return arguments.create_engine_config()
-
-
 def join_groups() -> None:
     """Enter the groups of processes of a model with experts, which do for all."""
     with tempfile.TemporaryDirectory() as home:
         shutil.copy(MIXTRAL, Path(home, "config.json"))
-        config = engine_config(home)
+        config = configure(home, dtype="float32")
+    from vllm.config import set_current_vllm_config
+
     with set_current_vllm_config(config):
         join_group(1, 0)
 
 
 def run(home: Path, tokens: list[int]) -> list[dict[str, list[float]]]:
     """What the layers of the engine's class are handed when it reads the tokens, layer by layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.model_loader import get_model
+
     SEEN.clear()
-    config = engine_config(home)
+    config = configure(home, dtype="float32")
     with set_current_vllm_config(config):
         model = get_model(vllm_config=config)
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
@@ -88,7 +77,7 @@ def run(home: Path, tokens: list[int]) -> list[dict[str, list[float]]]:
         positions = positions.expand(3, -1)
     with set_forward_context(None, config, num_tokens=len(tokens)):
         model(input_ids=ids, positions=positions, intermediate_tensors=None)
-    by_layer = {int(re.findall(r"\d+", name)[0]): each for name, each in SEEN.items()}
+    by_layer = {int(re.findall(r"\d+", name)[0]): amax for name, amax in SEEN.items()}
     return [by_layer[i] for i in sorted(by_layer)]
 
 
@@ -98,14 +87,14 @@ def verdict(home: Path) -> str:
     if "layers" not in document:
         return f"not measured: {document.get('refused') or document.get('not built')}"
     try:
-        found = run(home, document["tokens"])
+        layers = run(home, document["tokens"])
     except Exception as error:  # noqa: BLE001 (whatever the engine raises)
         return f"not run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     expected = [document["layers"][i] for i in sorted(document["layers"], key=int)]
-    if len(found) != len(expected):
-        return f"{len(found)} layers run, {len(expected)} measured"
+    if len(layers) != len(expected):
+        return f"{len(layers)} layers run, {len(expected)} measured"
     wrong = {}
-    for ours, theirs in zip(expected, found, strict=True):
+    for ours, theirs in zip(expected, layers, strict=True):
         for letter in "kvq":
             one, other = torch.tensor(ours[letter]), torch.tensor(theirs[letter])
             if one.shape != other.shape:
@@ -119,11 +108,12 @@ def verdict(home: Path) -> str:
 
 def main() -> None:
     """Check every family."""
-    Attention.forward = attend
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for the CPU does
-    out, names, wrong = Path(sys.argv[1]), sys.argv[2:], []
-    names = names or sorted(home.name for home in out.iterdir())
+    out, wrong = Path(sys.argv[1]), []
+    names = sys.argv[2:] or sorted(home.name for home in out.iterdir())
     join_groups()
+    from vllm.model_executor.layers.attention import Attention
+
+    Attention.forward = attend
     for name in (*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)):
         result = verdict(out / name)
         wrong += [name] * (result != "right")

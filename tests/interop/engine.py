@@ -35,22 +35,29 @@ def start(directory: Path, **options):
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
 
 
-def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> torch.nn.Module:
-    """The model of `directory` as vLLM's own loader leaves it on `rank`; nothing is served."""
+def configure(directory: Path, **options):
+    """vLLM's settings for a model that this process only loads."""
     set_environment()
-    from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
 
     # a class is looked at in this process, not in one of its own, which would want pictures
     registry._run_in_subprocess = lambda function: function()
     # as vLLM's worker for the CPU does
     torch.accelerator.empty_cache = lambda: None
+    arguments = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
+    return arguments.create_engine_config()
+
+
+def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> torch.nn.Module:
+    """The model of `directory` as vLLM's own loader leaves it on `rank`; nothing is served."""
+    set_environment()
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+    from vllm.platforms import current_platform
+
     type(current_platform).is_fp8_fnuz = lambda *_: place.fnuz
-    config = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
-    config = config.create_engine_config()
+    config = configure(directory, **options)
     config.parallel_config.tensor_parallel_size = place.ranks
     with set_current_vllm_config(config):
         join_group(place.ranks, rank)

@@ -27,19 +27,11 @@ def same(got, want):
     assert torch.equal(got.view(as_bits)[~nan], want.view(as_bits)[~nan])
 
 
-def middles(kind):
-    """Halfway between every two neighbours of a type of 8 bits."""
-    values = torch.arange(127, dtype=torch.uint8).view(kind).double()
-    values = values[values.isfinite()]
-    return ((values[1:] + values[:-1]) / 2).float()
-
-
 @pytest.mark.parametrize("kind", FP8)
 def test_fp8_is_decoded_and_encoded_as_torch_casts_what_fits(kind):
     decoded = elementwise(f"cvt.rn.f16x2.{kind}x2 %d, %a;", torch.int32, ALL_16)
     same(decoded.view(torch.float16), ALL_16.view(FP8[kind]).to(torch.float16))
-    x = torch.cat([floats(), middles(FP8[kind]), -middles(FP8[kind])])
-    x = x[: len(x) // 512 * 512]
+    x = floats()  # the middles of two codes are bfloat16 values
     body = f"mov.b64 {{%r5, %r6}}, %a; cvt.rn.satfinite.{kind}x2.f32 %d, %r6, %r5;"
     encoded = elementwise(body, torch.int16, x.view(torch.int64)).view(FP8[kind])
     limit = torch.finfo(FP8[kind]).max

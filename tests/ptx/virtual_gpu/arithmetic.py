@@ -50,16 +50,11 @@ def _extract(a, start, length):
 
 def _lookup(a, b, c, table):
     """`lop3`: bit i of the table is the result where the bits of a, b and c are those of i."""
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(8):
         chosen = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        found |= np.where((table >> np.uint32(i)) & np.uint32(1), chosen, np.uint32(0))
-    return found
-
-
-def _extreme(function, *operands):
-    """The smallest or largest of two, or of three on Blackwell."""
-    return reduce(function, operands)
+        result |= np.where((table >> np.uint32(i)) & np.uint32(1), chosen, np.uint32(0))
+    return result
 
 
 def _special_extreme(base, modifiers, *operands):
@@ -70,27 +65,24 @@ def _special_extreme(base, modifiers, *operands):
     functions = {"min": np.fmin, "max": np.fmax}
     if "NaN" in modifiers:
         functions = {"min": np.minimum, "max": np.maximum}
-    found = reduce(functions[base], operands)
+    result = reduce(functions[base], operands)
     if "relu" in modifiers:
-        found = functions["max"](found, found.dtype.type(0))
-    return np.copysign(found, np.where(signs, -1, 1)) if "xorsign" in modifiers else found
+        result = functions["max"](result, result.dtype.type(0))
+    return np.copysign(result, np.where(signs, -1, 1)) if "xorsign" in modifiers else result
 
 
 def _exp2(x):
     return numbers.flush(np.exp2(numbers.flush(x)))
 
 
-def _popc(a):
-    return np.bitwise_count(a)
-
-
 PLAIN = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": partial(_extreme, np.fmin),
-    "max": partial(_extreme, np.fmax),
+    "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "min": lambda *two_or_three: reduce(np.fmin, two_or_three),
+    "max": lambda *two_or_three: reduce(np.fmax, two_or_three),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": np.abs, "mov": lambda a: a,
     "shl": partial(_shift, left=True), "shr": partial(_shift, left=False),
-    "bfe": _extract, "popc": _popc, "rem": _remainder,
+    "bfe": _extract, "popc": np.bitwise_count, "rem": _remainder,
     "ex2": _exp2, "fma": numbers.fma, "lop3": _lookup, "prmt": numbers.permute_bytes,
     "lg2": np.log2, "rcp": lambda a: 1 / a, "sqrt": np.sqrt,
 }  # fmt: skip
@@ -134,7 +126,7 @@ def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
         function = (lambda a, b, c: a * b + c) if base == "mad" else _division(kind)
     else:
         function = PLAIN[base]
-    kinds = tuple(each or kind for each in COUNTS.get(base, ())) or (kind,) * 4
+    kinds = tuple(count or kind for count in COUNTS.get(base, ())) or (kind,) * 4
     return kinds, kind, function
 
 
@@ -165,10 +157,9 @@ def _comparison(name, kind):
     """`gtu` and the like are true of NaN as well; of integers `lo` and the like are not used."""
     kind = kind.removeprefix("b") if kind == "bf16" else kind
     if name in COMPARE:
-        ordered = COMPARE[name]
         if name == "ne" and kind[0] == "f":
             return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
-        return ordered
+        return COMPARE[name]
     if kind[0] == "f" and name in ("num", "nan"):
         return lambda a, b: (np.isnan(a) | np.isnan(b)) == (name == "nan")
     if kind[0] == "f" and name[-1] == "u" and name[:-1] in COMPARE:
@@ -179,7 +170,7 @@ def _comparison(name, kind):
 
 def _pairwise(function, *operands):
     """A function of float32 on both halves of 64 bits."""
-    return function(*(each.view(np.float32) for each in operands)).view(np.uint64)
+    return function(*(x.view(np.float32) for x in operands)).view(np.uint64)
 
 
 def _convert(parts, a, b=None):
@@ -194,10 +185,10 @@ def _convert(parts, a, b=None):
     if to in numbers.FP8:
         if "satfinite" not in modifiers:
             raise FaultError(f"unknown conversion {'.'.join(parts)}")
-        pair = np.stack([numbers.encode_fp8(each, to) for each in (b, a)], 1)
+        pair = np.stack([numbers.encode_fp8(x, to) for x in (b, a)], 1)
         return pair.view(np.uint16)[:, 0]
     if to in ("f16x2", "bf16x2"):
-        pair = np.stack([_to_16(each, to) for each in (b, a)], 1)
+        pair = np.stack([_to_16(x, to) for x in (b, a)], 1)
         return pair.view(np.uint32)[:, 0]
     if source == "bf16":
         return numbers.bf16_to_f32(a)

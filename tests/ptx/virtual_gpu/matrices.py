@@ -143,11 +143,6 @@ def wait_for_groups(machine, instruction):
     machine.shared.matrix_units_done(machine.active(), known_to_all=False)
 
 
-def _nothing(machine, instruction):
-    pass
-
-
 HANDLERS = {
     "mma": multiply, "wgmma.mma_async": multiply_group, "wgmma.wait_group": wait_for_groups,
-    "wgmma.fence": _nothing, "wgmma.commit_group": _nothing,
 }  # fmt: skip

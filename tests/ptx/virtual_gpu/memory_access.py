@@ -99,10 +99,6 @@ def copy_async(machine, instruction):
     machine.shared.copy(threads, places, values.view(np.uint8))
 
 
-def _nothing(machine, instruction):
-    pass
-
-
 HANDLERS = {
     "ld.param": load_param, "ld.global": load, "ld.shared": load, "ld.shared::cta": load,
     "st.global": store, "st.shared": store, "st.shared::cta": store, "atom.global": add_global,
@@ -111,5 +107,4 @@ HANDLERS = {
     "cp.async.wait_group": lambda m, i: m.shared.wait(m.active(), i.operands[0]),
     "cp.async.wait_all": lambda m, _: (m.shared.commit(m.active()), m.shared.wait(m.active(), 0)),
     "fence.proxy.async": lambda m, _: m.shared.fence(m.active()),
-    "griddepcontrol": _nothing,  # launches follow one another; the order is checked on assembly
 }  # fmt: skip

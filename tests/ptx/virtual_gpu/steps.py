@@ -11,6 +11,11 @@ _HANDLERS = {
     **memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS, **tensor_memory.HANDLERS,
     **mbarriers.HANDLERS,
 }  # fmt: skip
+# launches follow one another, and memory of no one needs no end; the order is checked on assembly
+_NOTHING = (
+    "griddepcontrol", "wgmma.fence", "wgmma.commit_group", "tcgen05.dealloc",
+    "tcgen05.relinquish_alloc_permit",
+)  # fmt: skip
 
 
 def step_of(instruction):
@@ -21,6 +26,8 @@ def step_of(instruction):
             return lambda machine: handler(machine, instruction)
     if instruction.parts[0] in ("bra", "ret", "exit", "bar", "barrier"):
         return None
+    if instruction.op.startswith(_NOTHING):
+        return lambda machine: None
     if instruction.parts[0] == "mov" and any(isinstance(o, tuple) for o in instruction.operands):
         return lambda machine: _unpack_or_pack(machine, instruction)
     if instruction.parts[0] == "setp" and instruction.parts[-1] in ("f16x2", "bf16x2"):
@@ -46,9 +53,9 @@ def _compare_halves(instruction):
 
     def step(machine):
         a, b = (machine.read(operand, "b32").view(TYPES[half]) for operand in operands)
-        found = function(a, b)
-        machine.write(lower, found[::2])
-        machine.write(upper, found[1::2])
+        is_true = function(a, b)
+        machine.write(lower, is_true[::2])
+        machine.write(upper, is_true[1::2])
 
     return step
 

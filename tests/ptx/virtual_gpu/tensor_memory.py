@@ -195,13 +195,8 @@ def _place(machine, thread):
     return program, within // 32, machine.shared.epoch(program)
 
 
-def _nothing(machine, instruction):
-    pass
-
-
 HANDLERS = {
     "tcgen05.ld": load, "tcgen05.st": store, "tcgen05.mma": multiply,
     "tcgen05.wait::ld": wait, "tcgen05.wait::st": wait,
-    "tcgen05.alloc": allocate, "tcgen05.dealloc": _nothing,
-    "tcgen05.relinquish_alloc_permit": _nothing,
+    "tcgen05.alloc": allocate,
 }  # fmt: skip
