@@ -21,10 +21,6 @@ def _divide(a, b):
     return np.where(b == 0, -1, np.where((a < 0) != (b < 0), -quotient, quotient))
 
 
-def _remainder(a, b):
-    return a - _divide(a, b).astype(a.dtype) * b
-
-
 def _shift(a, count, left):
     """Counts beyond the width give 0, or the sign."""
     bits = 8 * a.dtype.itemsize
@@ -82,9 +78,8 @@ PLAIN = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": np.abs, "mov": lambda a: a,
     "shl": partial(_shift, left=True), "shr": partial(_shift, left=False),
-    "bfe": _extract, "popc": np.bitwise_count, "rem": _remainder,
+    "bfe": _extract, "popc": np.bitwise_count,
     "ex2": _exp2, "fma": numbers.fma, "lop3": _lookup, "prmt": numbers.permute_bytes,
-    "lg2": np.log2, "rcp": lambda a: 1 / a, "sqrt": np.sqrt,
 }  # fmt: skip
 COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
@@ -160,8 +155,6 @@ def _comparison(name, kind):
         if name == "ne" and kind[0] == "f":
             return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
         return COMPARE[name]
-    if kind[0] == "f" and name in ("num", "nan"):
-        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (name == "nan")
     if kind[0] == "f" and name[-1] == "u" and name[:-1] in COMPARE:
         ordered = COMPARE[name[:-1]]
         return lambda a, b: ordered(a, b) | np.isnan(a) | np.isnan(b)

@@ -62,7 +62,7 @@ class Machine:
             self._queue(instruction.operands[0], active)
             self._queue(at + 1, mask & ~active)
             return None
-        if base in ("ret", "exit"):
+        if base == "ret":
             self._queue(at + 1, mask & ~active)
             return None
         if base in ("bar", "barrier") and instruction.op != "bar.warp.sync":

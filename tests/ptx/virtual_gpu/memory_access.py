@@ -105,6 +105,5 @@ HANDLERS = {
     "cp.async": copy_async,
     "cp.async.commit_group": lambda m, _: m.shared.commit(m.active()),
     "cp.async.wait_group": lambda m, i: m.shared.wait(m.active(), i.operands[0]),
-    "cp.async.wait_all": lambda m, _: (m.shared.commit(m.active()), m.shared.wait(m.active(), 0)),
     "fence.proxy.async": lambda m, _: m.shared.fence(m.active()),
 }  # fmt: skip

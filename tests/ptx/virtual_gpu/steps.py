@@ -24,7 +24,7 @@ def step_of(instruction):
         handler = _HANDLERS.get(".".join(instruction.parts[:length]))
         if handler is not None:
             return lambda machine: handler(machine, instruction)
-    if instruction.parts[0] in ("bra", "ret", "exit", "bar", "barrier"):
+    if instruction.parts[0] in ("bra", "ret", "bar", "barrier"):
         return None
     if instruction.op.startswith(_NOTHING):
         return lambda machine: None

@@ -4,7 +4,7 @@ import numpy as np
 
 from virtual_gpu.program import FaultError
 
-_REDUCE = {"add": np.add, "max": np.fmax, "min": np.fmin, "or": np.bitwise_or}
+_REDUCE = {"add": np.add, "max": np.fmax, "min": np.fmin}
 
 
 def _all_lanes(machine, members):
@@ -19,7 +19,6 @@ def shuffle(machine, instruction):
     _all_lanes(machine, members)
     by, mode = machine.read(by, "u32").astype(np.int64), instruction.parts[2]
     other = {"bfly": machine.lanes ^ by, "idx": by, "up": machine.lanes - by}
-    other["down"] = machine.lanes + by
     chosen = other[mode]
     if clamp != (0 if mode == "up" else 31):
         raise FaultError("a shuffle of part of a warp")
@@ -32,8 +31,8 @@ def reduce(machine, instruction):
     to, source, members = instruction.operands
     _all_lanes(machine, members)
     values = machine.read(source, instruction.parts[-1]).reshape(-1, 32)
-    found = _REDUCE[instruction.parts[2]].reduce(values, 1, dtype=values.dtype)
-    machine.write(to, np.repeat(found, 32))
+    reduced = _REDUCE[instruction.parts[2]].reduce(values, 1, dtype=values.dtype)
+    machine.write(to, np.repeat(reduced, 32))
 
 
 def elect(machine, instruction):
