@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernels.processors import PROCESSORS
 
@@ -66,7 +66,8 @@ def count_parts(tiles, size):
 
 
 # without shrinking, which takes minutes
-@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@example(num_seqs=64, longest=2**18, skew=1, num_splits=400, least=1, window=0, draws=set(), seed=0)
 @given(
     num_seqs=st.integers(1, 512),
     longest=st.integers(1, 2**18),
