@@ -83,7 +83,7 @@ GPUS ?=
 compile-kernels: $(VENV)/.installed ## every kernel for every GPU, without one; no spills, no slow loads
 	$(BIN)/python benchmarks/compile_kernels.py $(if $(GPUS),--target $(GPUS))
 
-nightly: test-nightly test-shuffled mutants test-ptx test-ptx-oldest compile-kernels interop install-check ## what CI has no time for, two hours
+nightly: test-nightly test-shuffled mutants test-ptx test-ptx-oldest compile-kernels interop install-check ## what CI has no time for, hours
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -104,7 +104,7 @@ LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn
 	tgi-to-vllm heads-to-modelopt
 
 interop interop-%: export HF_HUB_OFFLINE = 1
-interop interop-%: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/support:$(CURDIR)/benchmarks
+interop interop-% engines engines-cuda: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/support:$(CURDIR)/benchmarks
 interop: interop-scales interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
 
 interop-outputs: $(VENV)/.installed $(INTEROP)/.installed

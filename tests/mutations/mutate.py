@@ -114,10 +114,12 @@ def _changed(node: ast.AST) -> ast.AST:
         changed.ops[0] = COMPARISONS[type(changed.ops[0])]()
     elif isinstance(changed, ast.Constant):
         value = changed.value
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        changed.value = (
-            value + 1 if is_integer else not value if isinstance(value, bool) else value * 1.5 or 1.0
-        )
+        if isinstance(value, bool):
+            changed.value = not value
+        elif isinstance(value, int):
+            changed.value = value + 1
+        else:
+            changed.value = value * 1.5 or 1.0
     elif isinstance(changed, ast.BinOp | ast.BoolOp):
         changed.op = OPERATORS[type(changed.op)]()
     elif isinstance(changed, ast.UnaryOp):

@@ -23,6 +23,7 @@ from calib.files.names import SCALES_SHARD
 from calib.formats import export
 from calib.models.load import load_tokenizer
 from calib.recipe import Recipe, load_recipe
+from calib.strict_yaml import StrictModel
 
 # little text does for this
 pytestmark = [
@@ -243,6 +244,31 @@ def test_little_text_is_a_warning_and_next_to_none_is_refused():
         with pytest.warns(UserWarning, match="tokens") as said:
             scales_for(model, few, recipe=Recipe(data={"allow_few_tokens": True}))
         assert any("tokens were read" in str(each.message) for each in said)
+
+
+def test_the_docstring_names_the_keys_of_recipes_that_count(monkeypatch):
+    read = set()
+
+    def recording(at, given):
+        class Recording(type(given)):
+            def __getattribute__(self, name):
+                value = super().__getattribute__(name)
+                if name not in type(given).model_fields:
+                    return value
+                if not isinstance(value, StrictModel):
+                    read.add(at + name)
+                    return value
+                return recording(f"{at}{name}.", value)
+
+        return Recording.model_construct(**dict(given))
+
+    made = load_recipe(None, {"headroom": "auto"})
+    monkeypatch.setattr(Recipe, "model_copy", lambda *_, **__: recording("", made))
+    scales_for(tiny_model("llama"), [ROWS] * 40, recipe=made)
+    listed = re.search("these count: (.*?)\\. `", scales_for.__doc__, re.DOTALL)[1]
+    named = set(re.split(r",\s+|\s+and\s+", listed))
+    # the observer counts as a whole; means are collected and make no scale
+    assert {re.sub(r"observer\..*", "observer", key) for key in read - {"means"}} == named
 
 
 def test_another_thread_with_the_same_model_is_refused():
