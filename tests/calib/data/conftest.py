@@ -1,7 +1,5 @@
 """A byte-level tokenizer with BOS and a chat template, and a Llama small enough to sample from."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -15,40 +13,32 @@ CHAT_TEMPLATE = (
 )
 
 
-def _byte_tokenizer(**special) -> PreTrainedTokenizerFast:
+@pytest.fixture(scope="session")
+def byte_tokenizer():
     """Every byte is a token, so that the text behind any sample can be read back exactly."""
-    alphabet = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | special
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+    def made(**special):
+        alphabet = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+        backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(list(SPECIAL))
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | special
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+    return made
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    return _byte_tokenizer
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return _byte_tokenizer(chat_template=CHAT_TEMPLATE)
+def tokenizer(byte_tokenizer):
+    return byte_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama():
+    sizes = {"vocab_size": 200, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=200,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
-        return LlamaForCausalLM(config).eval()
+        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes, **ids)).eval()

@@ -3,41 +3,40 @@
 import hashlib
 import json
 import random
+import sysconfig
+import unicodedata
+from collections import Counter
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
 import pytest
 
-from calib.data import CalibrationData, load_data
+from calib.data import CalibrationData, check_dataset, load_data
+from calib.data.builtin import BUILTIN, LONG_CHARACTERS, builtin_rows
 from calib.data.loading import open_source
 from calib.data.samples import Piece
+from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 DOCS = "builtin:python-docs"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+SCRIPTS = {"ARABIC", "CJK", "CYRILLIC", "DEVANAGARI", "HIRAGANA"}
+JAPANESE = {"KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC"}  # besides
 
 
 def fingerprint(*samples):
     return CalibrationData([Piece(0, len(ids), ids) for ids in samples], "text").fingerprint
 
 
-def no_model():
-    raise AssertionError("text needs no model")
-
-
-@pytest.fixture
-def mixed(tmp_path):
+def test_a_local_file_becomes_samples_with_source_and_warnings(tokenizer, tmp_path):
+    mixed = tmp_path / "mixed.jsonl"
     rows = [{"messages": CHAT}, {"text": "plain"}, {"text": " "}]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path / "mixed.jsonl")
-
-
-def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer):
-    loaded = load_data(DataRecipe(dataset=mixed, split="x", samples=9), tokenizer, no_model)
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_data(DataRecipe(dataset=str(mixed), split="x", samples=9), tokenizer, None)
     texts = {tokenizer.decode(ids) for ids in loaded.samples}
     assert texts == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
-    assert loaded.num_tokens == 7 + 6
-    assert loaded.source == mixed
+    assert (loaded.num_tokens, loaded.source) == (7 + 6, str(mixed))
     assert loaded.fingerprint == fingerprint(*loaded.samples)
     assert loaded.warnings == (
         f"data.split 'x' is ignored: dataset '{mixed}' has none",
@@ -46,12 +45,14 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer)
 
 
 def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
-    recipe = DataRecipe(dataset=DOCS, samples=64, seq_len=512)
-    loaded = load_data(recipe, tokenizer, no_model)
+    settings = {"config": "c", "split": "s", "column": "x"}
+    recipe = DataRecipe(dataset=DOCS, samples=64, seq_len=512, **settings)
+    loaded = load_data(recipe, tokenizer, None)
     assert [len(sample) for sample in loaded.samples] == [512] * 64
-    assert (loaded.source, loaded.warnings) == (DOCS, ())
-    assert load_data(recipe, tokenizer, no_model) == loaded
-    other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, no_model)
+    said = tuple(f"data.{k} '{v}' is ignored: dataset '{DOCS}' has none" for k, v in settings.items())
+    assert (loaded.source, loaded.warnings) == (DOCS, said)
+    assert load_data(recipe, tokenizer, None) == loaded
+    other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None)
     assert other.fingerprint != loaded.fingerprint
 
 
@@ -77,41 +78,23 @@ def test_the_fingerprint_is_the_sha256_of_lengths_and_ids():
     assert fingerprint([5, 6], [7]) == expected
 
 
-@pytest.fixture
-def ten_lines(tmp_path):
-    path = tmp_path / "ten.jsonl"
-    path.write_text("".join(f'"line {i}"\n' for i in range(10)))
-    return str(path)
-
-
-def test_local_rows_are_shuffled_by_the_seed(ten_lines):
+def test_local_rows_are_shuffled_by_the_seed_and_files_that_are_not_read_are_a_warning(tmp_path):
+    ten_lines = tmp_path / "ten.jsonl"
+    ten_lines.write_text("".join(f'"line {i}"\n' for i in range(10)))
     order = list(range(10))
     random.Random(7).shuffle(order)
-    source = open_source(DataRecipe(dataset=ten_lines, seed=7))
-    assert source.name == ten_lines
-    assert list(source.rows) == [(f"{ten_lines}, line {i + 1}", f"line {i}") for i in order]
-    assert order != sorted(order)
-
-
-def test_python_docs_are_whole_paragraphs_long_enough_for_a_sample():
-    rows = [row for _, row in open_source(DataRecipe(dataset=DOCS, seq_len=512)).rows]
-    assert min(map(len, rows)) >= 512 * 6 - len("\n\n")
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    assert all(row in text for row in rows)
-    # all but what is left after the last piece
-    assert len(text) - sum(len(row) + 2 for row in rows) < 512 * 6
-    assert len(rows) > 100
-
-
-def test_settings_without_a_meaning_are_reported(ten_lines):
-    recipe = DataRecipe(dataset=DOCS, config="c", split="s", column="x")
-    assert open_source(recipe).warnings == (
-        f"data.config 'c' is ignored: dataset '{DOCS}' has none",
-        f"data.split 's' is ignored: dataset '{DOCS}' has none",
-        f"data.column 'x' is ignored: dataset '{DOCS}' has none",
+    name, rows, warnings = open_source(DataRecipe(dataset=str(ten_lines), seed=7, column="x"))
+    assert (name, warnings) == (str(ten_lines), ())
+    assert list(rows) == [(f"{ten_lines}, line {i + 1}", f"line {i}") for i in order]
+    for name in (".DS_Store", ".gitattributes"):
+        (tmp_path / name).touch()
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
+    for name in ("b.csv", *"cdefghij"):
+        (tmp_path / name).touch()
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == (
+        f"dataset '{tmp_path}': not read are b.csv, c, d, e, f, g, ... (9 in all); "
+        "supported: .jsonl, .json, .parquet, .txt, directly in it",
     )
-    local = DataRecipe(dataset=ten_lines, split="s", column="x")
-    assert open_source(local).warnings == (f"data.split 's' is ignored: dataset '{ten_lines}' has none",)
 
 
 @pytest.mark.parametrize(("config", "name"), [(None, "o/d [train]"), ("en", "o/d (en) [train]")])
@@ -130,15 +113,63 @@ def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
     assert asked == [(("o/d", config), {"split": "train", "streaming": True})]
 
 
-def test_files_of_a_directory_that_are_not_read_are_a_warning(ten_lines, tmp_path):
-    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
-    for name in (".DS_Store", ".gitattributes"):
-        (tmp_path / name).touch()
-    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
-    for name in ("b.csv", *"cdefghij"):
-        (tmp_path / name).touch()
-    (warning,) = open_source(DataRecipe(dataset=str(tmp_path))).warnings
-    assert warning == (
-        f"dataset '{tmp_path}': not read are b.csv, c, d, e, f, g, ... (9 in all); "
-        "supported: .jsonl, .json, .parquet, .txt, directly in it"
-    )
+def texts(name, seq_len=256):
+    return [row for _, row in builtin_rows(f"builtin:{name}", seq_len)]
+
+
+def test_prose_and_code_are_the_whole_in_order_in_pieces_long_enough(monkeypatch, tmp_path):
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    code = "\n\n".join(file.read_text(errors="replace") for file in files)
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
+    assert LONG_CHARACTERS == 4 * 2048 * 6
+    for name, whole, characters in (
+        ("code", code, 256 * 6),
+        ("python-docs", prose, 256 * 6),
+        ("long", prose, LONG_CHARACTERS),
+    ):
+        pieces = texts(name)
+        assert whole.startswith("\n\n".join(pieces))
+        assert len(whole) - len("\n\n".join(pieces)) < characters + 2
+        assert min(map(len, pieces)) >= characters - 2
+        assert len(pieces) > 5
+    assert texts("long", 1_000_000) == [prose]
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(InputError, match=rf"'{tmp_path}' has no .py file; use another dataset"):
+        texts("code")
+
+
+def test_a_chat_asks_about_a_topic_twice_and_gets_parts_of_it():
+    chats = [row["messages"] for row in texts("chat")]
+    assert len(chats) > 100
+    asked = set()
+    for messages in chats:
+        assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+        question, first, _, second = (m["content"] for m in messages)
+        asked.add(topic := question.split("about ")[1].split("?")[0])
+        assert f"{first}\n\n{second}" in topics[topic]
+    assert asked >= {"for", "with"}
+
+
+def test_every_script_is_there_in_pieces_of_its_own():
+    found = Counter()
+    for piece in texts("script"):
+        kinds = Counter(unicodedata.name(c, "").split()[0] for c in piece if c.isalpha())
+        # Japanese is written in three scripts
+        kind = "HIRAGANA" if kinds["HIRAGANA"] else kinds.most_common(1)[0][0]
+        assert kinds["LATIN"] == 0
+        assert sum(n for k, n in kinds.items() if k in SCRIPTS | JAPANESE) == kinds.total()
+        found[kind] += len(piece)
+    assert set(found) == SCRIPTS
+    assert min(found.values()) > 2000
+
+
+def test_names_of_datasets_are_checked_without_reading_them(tmp_path):
+    for name in ("random", "self", *BUILTIN, "org/chat"):
+        check_dataset(name)
+    for check in (check_dataset, lambda name: builtin_rows(name, 8)):
+        with pytest.raises(InputError, match="no built-in dataset 'builtin:wiki'; built in: builtin:p"):
+            check("builtin:wiki")
+    with pytest.raises(InputError, match=r"no file or directory '\./gone\.txt'; give a \.jsonl, "):
+        check_dataset("./gone.txt")
+    with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly in it"):
+        check_dataset(str(tmp_path))

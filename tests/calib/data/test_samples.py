@@ -1,13 +1,77 @@
-"""Samples are what the model would read: one BOS, the template's markers, seq_len at most."""
+"""The text or chat of a row is found by column name; samples are what the model would read of it."""
 
 import pytest
 
-from calib.data.samples import MAX_REFUSALS, encode, tokenize_rows
+from calib.data.samples import MAX_REFUSALS, count_words, encode, find_document, tokenize_rows
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
+NO_COLUMN = "no column 'c' in the dataset; columns: a, b; choose one with `--set data.column=NAME`"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SYSTEM = [{"role": "system", "content": "be brief"}, *CHAT]
+SHAREGPT = [{"from": who, "value": who[0]} for who in ("system", "human", "gpt", "tool")]
+ROLES = [("system", "s"), ("user", "h"), ("assistant", "g"), ("tool", "t")]
+# Arrow fills absent keys with None
+FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "document"),
+    [
+        ("bare", None, "bare"),
+        ({"prompt": "p", "text": "t", "messages": CHAT}, None, CHAT),
+        ({"content": "c", "text": "t"}, None, "t"),
+        ({"id": "1", "document": "d"}, None, "d"),
+        ({"prompt": "p", "completion": "c", "answer": 3}, None, "p\n\nc"),
+        ({"instruction": "do", "input": "", "output": "done"}, None, "do\n\ndone"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, None, CHAT),
+        ({"n": 1, "story": "s"}, None, "s"),
+        ({"text": None}, None, ""),
+        ({"text": "t", "body": "b"}, "body", "b"),
+        ({"text": "t", "talk": CHAT}, "talk", CHAT),
+        ({"conversations": SHAREGPT}, None, [{"role": role, "content": text} for role, text in ROLES]),
+        ({"messages": [FILLED]}, None, [{"role": "assistant", "content": None, "name": "x"}]),
+    ],
+)
+def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name(row, column, document):
+    assert find_document(row, column) == document
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "message"),
+    [
+        ({"a": "x", "b": "y"}, "c", NO_COLUMN),
+        ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
+        ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
+        ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
+        ({}, None, "the row holds nothing"),
+        ({"messages": [{"from": ["x"], "value": "y"}]}, None, "it needs role and content, or"),
+    ],
+)
+def test_an_unusable_row_says_what_it_has_and_what_to_do(row, column, message):
+    with pytest.raises(InputError) as caught:
+        find_document(row, column)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def text_parts(*texts):
+    # Arrow fills what other kinds of parts have
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ("", 0),
+        ("one two\nthree", 3),
+        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], 0),
+        ([{"role": "user", "content": text_parts(" ", "a b")}], 2),
+        ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], 1),
+    ],
+)
+def test_words_are_counted_and_a_blank_document_has_none(document, words):
+    assert count_words(document) == words
 
 
 def recipe_of(**settings):
@@ -30,6 +94,12 @@ def test_a_text_gets_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template_al
     assert ids[1] == tokenizer.convert_tokens_to_ids("<|user|>")
     no_bos = byte_tokenizer(chat_template="{{ messages[0].content }}")
     assert no_bos.decode(encode(CHAT, no_bos)) == "hi"
+    with pytest.raises(InputError) as caught:
+        encode(CHAT, byte_tokenizer())
+    assert str(caught.value) == (
+        "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text "
+        "column (`--set data.column=NAME`) or a model whose tokenizer has a template"
+    )
 
 
 def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
@@ -46,15 +116,6 @@ def test_no_usable_document_is_an_error(tokenizer, rows):
         tokenize(rows, tokenizer, recipe_of())
 
 
-def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
-    with pytest.raises(InputError) as caught:
-        encode(CHAT, byte_tokenizer())
-    assert str(caught.value) == (
-        "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text "
-        "column (`--set data.column=NAME`) or a model whose tokenizer has a template"
-    )
-
-
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
@@ -65,35 +126,23 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     )
 
 
-def text_parts(*texts):
-    # Arrow fills what other kinds of parts have
-    return [{"type": "text", "text": text, "image_url": None} for text in texts]
-
-
-PARTS_ONLY = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ '' + m.content }}", "q\nmore"),
+        ("{{ m.content | trim }}", "q\nmore"),  # Llama 3's way, which writes a list as Python does
+        ("{% for part in m.content %}{% if part.text %}{{ part.text }}{% endif %}{% endfor %}", "qmore"),
+    ],
 )
-STRINGS = {
-    "adds": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}",
-    # Llama 3's way, which writes a list as Python does
-    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content | trim }}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("template", STRINGS.values())
-def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, template):
+def test_text_parts_are_joined_for_templates_that_take_strings_and_given_to_others(
+    byte_tokenizer, written, expected
+):
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + written + "{% endfor %}"
     tokenizer = byte_tokenizer(chat_template=template)
     chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
     (ids,), warnings, _ = tokenize([{"messages": chat}], tokenizer, recipe_of(samples=1))
-    assert tokenizer.decode(ids) == "<|user|>q\nmore<|assistant|>yo"
+    assert tokenizer.decode(ids) == f"<|user|>{expected}<|assistant|>yo"
     assert warnings == ()
-
-
-def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
-    tokenizer = byte_tokenizer(chat_template=PARTS_ONLY)
-    chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
-    assert tokenizer.decode(encode(chat, tokenizer)) == "<|user|>qmore<|assistant|>yo"
 
 
 @pytest.mark.parametrize(
@@ -107,26 +156,28 @@ def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
     ],
 )
 def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
-    chat = [{"role": "user", "content": content}]
-    rows = [{"text": "a"}, {"messages": chat}, {"messages": chat}, {"text": "b"}]
-    samples, (warning,), _ = tokenize(rows, tokenizer, recipe_of())
+    row = {"messages": [{"role": "user", "content": content}]}
+    # the last one is not read
+    samples, (warning,), _ = tokenize([{"text": "a"}, row, row, "b", row], tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
     assert "a.jsonl, line 2: " in warning
     assert reason in warning
 
 
-@pytest.mark.parametrize("row", [{}, {"a": "x", "b": "y"}])
-def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, row):
-    samples, (warning,), _ = tokenize(["a", row, row, "b", row], tokenizer, recipe_of())
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
-    assert warning.startswith("2 rows were skipped: ")
-    assert "a.jsonl, line 2: " in warning
-
-
-def test_rows_that_all_lack_text_are_an_error_that_says_why(tokenizer):
-    rows = iter([{"a": 1}] * (MAX_REFUSALS + 5))
-    with pytest.raises(InputError, match=r"^a\.jsonl, line 1: cannot tell which column holds the"):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"a": 1}, r"^a\.jsonl, line 1: cannot tell which column holds the"),
+        (
+            {"messages": SYSTEM},
+            r"refused every chat of dataset 'd' \(System role not supported\); use another datas",
+        ),
+    ],
+)
+def test_rows_of_which_none_can_be_read_end_the_search(tokenizer, row, message):
+    rows = iter([row] * (MAX_REFUSALS + 5))
+    with pytest.raises(InputError, match=message):
         tokenize(rows, tokenizer, recipe_of())
     assert len(list(rows)) == 5
 
@@ -135,11 +186,3 @@ def test_rows_that_all_lack_text_are_an_error_that_says_why(tokenizer):
 def test_half_a_surrogate_pair_is_damage(tokenizer, row):
     with pytest.raises(InputError, match=r"^a\.jsonl, line 2: .*surrogate.*remove the row$"):
         tokenize(["a", row, "b"], tokenizer, recipe_of())
-
-
-def test_a_template_that_refuses_everything_ends_the_search(tokenizer):
-    rows = iter([{"messages": SYSTEM}] * (MAX_REFUSALS + 5))
-    message = r"refused every chat of dataset 'd' \(System role not supported\); use another datas"
-    with pytest.raises(InputError, match=message):
-        tokenize(rows, tokenizer, recipe_of())
-    assert len(list(rows)) == 5
