@@ -5,11 +5,14 @@ run_mutants.py --room calib/scales --seed 7 --count 40 --tests tests/calib/scale
                                        another sample, of one room, against these tests
 run_mutants.py --compare OLD NEW       two results beside each other
 
-A mutant meets the tests that import its module or lie in the folder of its room, two minutes of them. It is
-killed by a test that fails with it and passes without it. The tests may be those of another checkout.
+A mutant meets two minutes of tests: those that run its line, where --coverage says which they are (data of
+pytest-cov with --cov-branch --cov-context=test), else those that import its module or lie in the folder of
+its room. It is killed by a test that fails with it and passes without it. The tests may be those of another
+checkout.
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--tests", nargs="*", help="files or folders, instead of each mutant's own")
     parser.add_argument("--tests-of", type=Path, default=ROOT, help="a checkout whose tests are used")
+    parser.add_argument("--coverage", type=Path, help="which test runs which line of these tests' checkout")
     parser.add_argument("--only", type=Path, help="a result: take only mutants that were killed there")
     parser.add_argument("--work", type=Path, default=ROOT / "build/mutants", help="scratch directory")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
@@ -74,6 +78,37 @@ def tests_of(mutant: Mutant, tree: Path) -> list[str]:
     return sorted(importing | in_room, key=lambda file: (file not in named, file not in importing, file))
 
 
+def tests_running(mutant: Mutant, tree: Path, coverage: Path) -> list[str]:
+    """Return the tests that run a mutant's statement, those of its module first.
+
+    A line that runs on import, or in a fixture that tests may share, belongs to all tests of its module.
+    """
+    from coverage import CoverageData
+
+    data = CoverageData(str(coverage))
+    data.read()
+    [path] = [path for path in data.measured_files() if path.endswith(f"/{mutant.file}")]
+    lines, of_module = statement_lines(ROOT / mutant.file, mutant.line), tests_of(mutant, tree)
+    contexts = data.contexts_by_lineno(path)
+    running = {context for line in lines for context in contexts.get(line, []) if context}
+    tests = {context.partition("[")[0].partition("|")[0] for context in running if context.endswith("|run")}
+    tests = {test for test in tests if not test.startswith(WITHOUT)}
+    if not running or any(context.endswith("|setup") for context in running):
+        tests = {test for test in tests if test.partition("::")[0] not in of_module} | set(of_module)
+    places = {file: place for place, file in enumerate(of_module)}
+    return sorted(tests, key=lambda test: (places.get(test.partition("::")[0], len(places)), test))
+
+
+def statement_lines(path: Path, line: int) -> range:
+    """Return the lines of the statement at `line`; of a compound one, those of its head."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
+    node = max(
+        (node for node in nodes if node.lineno <= line <= node.end_lineno), key=lambda node: node.lineno
+    )
+    end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
+    return range(node.lineno, max(end, line) + 1)
+
+
 def run_all(mutants: list[Mutant], options: argparse.Namespace) -> list[dict[str, object]]:
     """Run the tests of each mutant, in as many copies of the tree as there are jobs."""
     context = get_context("spawn")
@@ -81,8 +116,14 @@ def run_all(mutants: list[Mutant], options: argparse.Namespace) -> list[dict[str
     for job in range(options.jobs):
         trees.put(copy_tree(options.work / f"tree{job}", options.tests_of))
     rows = []
+
+    def tests(mutant: Mutant) -> list[str]:
+        if options.coverage and not options.tests:
+            return tests_running(mutant, options.tests_of, options.coverage)
+        return options.tests or tests_of(mutant, options.tests_of)
+
     with context.Pool(options.jobs, initializer=start_worker, initargs=(trees,)) as pool:
-        for row in pool.imap_unordered(run_one, [(mutant, options.tests) for mutant in mutants]):
+        for row in pool.imap_unordered(run_one, ((mutant, tests(mutant)) for mutant in mutants)):
             rows.append(row)
             (options.work / "result.json").write_text(json.dumps(rows, indent=1))
             place = f"{len(rows)}/{len(mutants)}"
@@ -125,24 +166,23 @@ def start_worker(trees) -> None:
     import triton  # noqa: F401
 
 
-def run_one(task: tuple[Mutant, list[str] | None]) -> dict[str, object]:
+def run_one(task: tuple[Mutant, list[str]]) -> dict[str, object]:
     """Return what the tests say to one mutant."""
     mutant, tests = task
-    tests = tests or tests_of(mutant, TREE)
     path, start, unreliable = TREE / mutant.file, time.time(), []
+    outcome, failed, code = "survived", [], 0
     source = path.read_text()
     try:
-        while True:
+        while tests:
             path.write_text(apply(source, mutant))
             failed, code = forked([*tests, *(f"--deselect={test}" for test in unreliable)])
             path.write_text(source)
             if not failed and code in (0, 2, 5) and "no tests ran" not in output():
-                outcome = "survived"
                 break
             # a test that fails without the mutant too says nothing; nor does a run that cannot begin
             _, alone = forked(failed or ["--collect-only", *tests])
-            outcome = "killed"
             if alone == 0:
+                outcome = "killed"
                 break
             assert failed, f"pytest cannot run {tests}:\n{output()[-2000:]}"
             unreliable += failed
