@@ -13,71 +13,50 @@ from calib.commands.progress_bar import StageReporter, json_line, log_line, prog
 from calib.commands.terminal import ModelText, print_blocks
 
 
-class Clock:
-    now = 100.0
+class Told(io.StringIO):
+    """What a log or a job runner is told every so many seconds, and the clock of it."""
 
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-class Told:
-    """A job's progress, and what a log or a job runner is told of it."""
-
-    def __init__(self, line, every, clock):
-        self.stream = io.StringIO()
-        self.reporter = StageReporter(self.stream, line, every, clock)
+    def __init__(self, line, every):
+        super().__init__()
+        self.now = 100.0
+        self.reporter = StageReporter(self, line, every, lambda: self.now)
         self.progress = self.reporter.progress()
 
     @property
     def lines(self):
-        return self.stream.getvalue().splitlines()
+        return self.getvalue().splitlines()
 
     @property
     def objects(self):
-        return [json.loads(line) for line in self.lines]
+        return [*map(json.loads, self.lines)]
 
 
-@pytest.fixture
-def log(clock):
-    """With a line every 30 seconds."""
-    return Told(log_line, 30, clock)
-
-
-@pytest.fixture
-def runner(clock):
-    """With JSON every 5 seconds."""
-    return Told(json_line, 5, clock)
-
-
-def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds(log, clock):
+def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds():
+    log = Told(log_line, 30)
     log.progress.stage("calibrate", 71168, "tokens")
     for _ in range(7):
-        clock.now += 8
+        log.now += 8
         log.progress.advance(4096)
     assert log.lines == ["calibrate", "calibrate: 16,384 of 71,168 tokens, 512 tokens/s, 2 min left"]
-    clock.now += 8
+    log.now += 8
     log.progress.stage("write")
     log.reporter.end()
     assert log.lines[2:] == ["write"]
     # a stage that reports nothing says how long it takes
     log.progress.stage("load")
     for seconds in (29, 1, 29, 1):
-        clock.now += seconds
+        log.now += seconds
         log.reporter.look()
     assert log.lines[3:] == ["load", "load: 30 s", "load: 60 s"]
 
 
-def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_ends(runner, clock):
+def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_ends():
+    runner = Told(json_line, 5)
     runner.progress.stage("load")
-    clock.now += 2.5
+    runner.now += 2.5
     runner.progress.stage("calibrate", 1000, "tokens")
     for _ in range(4):
-        clock.now += 4
+        runner.now += 4
         runner.progress.advance(250)
     runner.reporter.end()
     load = {"stage": "load", "done": 0, "total": None, "unit": None, "rate": None, "eta_s": None}
@@ -92,22 +71,24 @@ def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_en
     ]
 
 
-def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is_said(runner, clock):
+def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is_said():
+    runner = Told(json_line, 5)
+
     def look():
-        clock.now += 5
+        runner.now += 5
         runner.reporter.look()
         return runner.objects[-1]["rate"], runner.objects[-1]["eta_s"]
 
     runner.progress.stage("calibrate", 1000, "tokens")
-    clock.now += 50  # the first batch compiles
+    runner.now += 50  # the first batch compiles
     runner.progress.advance(10)
     assert look() == (0.2, 4945)
-    clock.now -= 5
+    runner.now -= 5
     for _ in range(8):
-        clock.now += 10
+        runner.now += 10
         runner.progress.advance(100)
     assert look() == (10, 14)
-    clock.now += 100
+    runner.now += 100
     assert look() == (10, 0)
 
 
@@ -115,26 +96,27 @@ def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is
     ("stage", "seconds", "amount", "line"),
     [
         (("copy model.safetensors", 8e9, "bytes"), 30, 2e9, "2.0 GB of 8.0 GB, 66.7 MB/s, 2 min left"),
-        (("text", 12, "variants"), 30, 1, "1 of 12 variants, 0.033 variants/s, 6 min left"),
         (("tasks", 4000, "documents"), 30, 1, "1 of 4,000 documents, 0.033 documents/s, 33.3 h left"),
         (("evil\x1b[2J", 2, "documents"), 30, 1, "1 of 2 documents, 0.033 documents/s, 30 s left"),
         # longer than the minute that a rate is of
         (("calibrate", 1000, "tokens"), 300, 600, "600 of 1,000 tokens, 2 tokens/s, 3 min left"),
     ],
 )
-def test_units(stage, seconds, amount, line, log, clock):
+def test_units(stage, seconds, amount, line):
+    log = Told(log_line, 30)
     log.progress.stage(*stage)
     log.progress.detail("layer 1 of 2")
     for _ in range(3):
-        clock.now += seconds / 3
+        log.now += seconds / 3
         log.progress.advance(amount / 3)
     name = f"{stage[0]} (layer 1 of 2)".replace("\x1b", "\N{REPLACEMENT CHARACTER}")
     assert log.lines[-1] == f"{name}: {line}"
 
 
-def test_a_copied_file_is_one_stage_and_items_are_counted_after_they_are_done(runner, clock):
+def test_a_copied_file_is_one_stage_and_items_are_counted_after_they_are_done():
+    runner = Told(json_line, 5)
     for _ in range(3):
-        clock.now += 1
+        runner.now += 1
         runner.progress.copied("model.safetensors", 10, 30)
     runner.reporter.end()
     assert [(each["event"], each["done"]) for each in runner.objects] == [("begin", 0), ("end", 30)]
@@ -144,8 +126,19 @@ def test_a_copied_file_is_one_stage_and_items_are_counted_after_they_are_done(ru
     assert [each["done"] for each in runner.objects[2:]] == [0, 3]
 
 
-def test_the_thread_that_looks_is_gone_afterwards_and_an_error_ends_no_stage(runner):
-    threads = threading.enumerate()
+def test_a_thread_looks_until_the_end_after_which_nothing_is_said_and_an_error_ends_no_stage(monkeypatch):
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0)
+    log, looked, threads = Told(log_line, 30), threading.Event(), threading.enumerate()
+    look = log.reporter.look
+    monkeypatch.setattr(log.reporter, "look", looked.set)
+    with reporting(log.reporter) as progress:
+        progress.stage("load")
+        assert looked.wait(60)
+    log.now += 100
+    look()
+    progress.advance(3)
+    assert log.lines == ["load"]
+    runner = Told(json_line, 5)
     with pytest.raises(KeyError), reporting(runner.reporter) as progress:
         progress.stage("load")
         assert len(threading.enumerate()) == len(threads) + 1
@@ -154,58 +147,29 @@ def test_the_thread_that_looks_is_gone_afterwards_and_an_error_ends_no_stage(run
     assert [each["event"] for each in runner.objects] == ["begin"]
 
 
-def test_the_thread_looks_and_nothing_is_said_after_the_end(log, clock, monkeypatch):
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0)
-    looked, look = threading.Event(), log.reporter.look
-    monkeypatch.setattr(log.reporter, "look", looked.set)
-    with reporting(log.reporter) as progress:
-        progress.stage("load")
-        assert looked.wait(60)
-    clock.now += 100
-    look()
-    progress.advance(3)
-    assert log.lines == ["load"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_on_a_terminal_there_is_a_bar_of_the_stage_that_runs(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_has_a_bar_of_the_stage_that_runs_and_no_line_for_each_end(term, monkeypatch):
+    """Each piece of generated text ends the stage; a bar on a plain terminal would print a line for it."""
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with progress_bar() as progress:
         progress.stage("load")
         progress.stage("calibrate [bold]", 100, "tokens")
         progress.advance(50)
         progress.detail("layer 1")
-    drawn = sys.stderr.getvalue()
+        for _ in range(12 if term == "dumb" else 0):
+            progress.end()
+    drawn = stream.getvalue()
     assert "calibrate [bold]" in drawn
     assert "50 of 100 tokens" in drawn
-
-
-def test_a_stage_that_has_ended_ends_no_second_time(monkeypatch):
-    """Each piece of generated text ends the stage; a bar on a plain terminal would print a line for it."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress_bar() as progress:
-        progress.stage("generate")
-        for _ in range(12):
-            progress.end()
-    assert sys.stderr.getvalue().count("\n") <= 2
+    assert term == "xterm" or drawn.count("\n") <= 3
 
 
 def test_text_of_a_model_is_printed_as_it_is(capsys):
     print_blocks([ModelText("\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%"), "a\u3000b"])
     assert capsys.readouterr().out == "\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%\na\ufffdb\n"
-
-
-@pytest.mark.parametrize("flags", [["--json"], ["--progress", "none"], ["--quiet", "--progress", "json"]])
-def test_nothing_is_shown_where_nothing_is_wanted(flags, tiny_directory, tmp_path):
-    done = calibrate(tiny_directory, "-o", tmp_path / "out", *flags)
-    assert (done.exit_code, done.stderr) == (0, "")
 
 
 FORM = ("--progress", "json")
@@ -221,8 +185,8 @@ def stages(done):
     return [each["stage"] for each in objects if each["event"] == "begin"]
 
 
-def test_every_long_command_reports(tiny_directory, tmp_path):
-    out, other = tmp_path / "out", tmp_path / "other"
+def test_every_long_command_reports_where_that_is_wanted(tiny_directory, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "--quiet"
     formats = ("--format", "vllm", "--format", "tgi", "--weights", "copy")
     done = calibrate(tiny_directory, "-o", tmp_path / "two", *formats, *FORM)
     # each format's copy of a file is one
@@ -233,8 +197,12 @@ def test_every_long_command_reports(tiny_directory, tmp_path):
     assert json.loads(done.stdout)["tokens"] == 128
     assert stages(done) == ["load", "calibrate", "write"]
     assert '"done":128' in done.stderr.replace(" ", "")
-    assert calibrate(tiny_directory, "-o", other, "--quiet", "--seed", 7).exit_code == 0
+    for flags in (["--json"], ["--progress", "none"], ["--quiet", *FORM, "--seed", 7]):
+        done = calibrate(tiny_directory, "-o", tmp_path / flags[0], *flags)
+        assert (done.exit_code, done.stderr) == (0, ""), flags
     rescaled = ["load", "choose factors", "write", "prove"]
+    small = ("--dataset", "random", "--samples", 2, "--seq-len", 32, "--device", "cpu")
+    also = ("--search", 0.01, "--also", "builtin:python-docs", "--json")
     commands = {
         ("apply", out, tiny_directory, "-o", tmp_path / "applied"): ["load", "compare weights", "write"],
         ("convert", out, "--to", "tgi", "-o", tmp_path / "converted"): ["write"],
@@ -244,16 +212,11 @@ def test_every_long_command_reports(tiny_directory, tmp_path):
         ("stress", tiny_directory, "-o", tmp_path / "twin"): rescaled,
         ("bake", tiny_directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked"): rescaled,
         ("generate", out, "w5 w6", "--max-new-tokens", 2, "--json"): ["load", "generate"],
+        ("eval", tiny_directory, *small, *also): [
+            *("load", "calibrate", "calibrate on random tokens", "documents", "per-layer errors", "text"),
+            *("clipped values", "search: each layer alone", "search: 3 of 3 layers in FP8"),
+        ],
     }
     for command, expected in commands.items():
-        assert stages(fp8kv(*command, *FORM)) == expected, command[0]
-
-
-def test_an_evaluation_reports(tiny_directory):
-    small = ("--dataset", "random", "--samples", 2, "--seq-len", 32, "--device", "cpu")
-    asked = ("--search", 0.01, "--also", "builtin:python-docs", "--json")
-    done = fp8kv("eval", tiny_directory, *small, *asked, *FORM)
-    assert [name for name in stages(done) if "python-docs" not in name] == [
-        *("load", "calibrate", "calibrate on random tokens", "documents", "per-layer errors"),
-        *("text", "clipped values", "search: each layer alone", "search: 3 of 3 layers in FP8"),
-    ]
+        found = [name for name in stages(fp8kv(*command, *FORM)) if "python-docs" not in name]
+        assert found == expected, command[0]

@@ -1,142 +1,269 @@
-"""Caches of other types than static FP8, plain and on baked weights."""
+"""Caches of other types than static FP8, of K and V of heads and of latents: rows, bytes, who serves them."""
 
 import json
 
 import pytest
 import torch
 from baking import bake
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from evaluations import caches_recipe, plain_comparison, plain_inputs
-from families import save_model, tiny_model
+from families import LATENT, save_model, tiny_model
+from transformers import AutoModelForCausalLM
 
 from calib.caches.rounding import rounding
-from calib.caches.types import ALL_CACHES, CACHES, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Shape, cache_type
+from calib.capture.attention import layer_shapes
 from calib.choices import CacheName
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names, select_types
+from calib.evaluate.recommend import Wish, recommend
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
+from calib.evaluate.serve_commands import Offers
+from calib.evaluate.summarize import summarize
+from calib.evaluate.verdict import Judgement
+from calib.models.sources import find_model
+from calib.recipe import load_recipe
+from fp8kv_runtime.hf import is_latent
 
 pytestmark = pytest.mark.xdist_group("caches")
-SMALL = Suite(4, 3, 32, 0, 0, (), (), 0)
-SHAPES = [(2, 16, 16)] * 3
+SMALL = Suite(4, 3, 32, 0, 0, (), (), 2)
+FLAGS = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
+
+
+def latent_directory(family, parent, **sizes):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2, **sizes}
+    model = tiny_model(family, **LATENT[family] | sizes)
+    for module in filter(is_latent, model.modules()):
+        # small latents, as FP8 at scale 1.0 does not hold them; the model's function stays
+        module.kv_a_layernorm.weight.data *= 2.0**-7
+        module.kv_b_proj.weight.data *= 2.0**7
+    return save_model(model, parent / family)
 
 
 @pytest.fixture(scope="module")
-def baked(caches_directory, tmp_path_factory):
-    """The evaluations of the model as `fp8kv bake` writes it, by purpose."""
-    out = tmp_path_factory.mktemp("baked")
+def directory(tmp_path_factory):
+    return latent_directory("deepseek_v3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def evaluation(directory):
+    """Of a model that caches latents (MLA)."""
+    return evaluate(str(directory), caches_recipe("none", "tensor"), suite=SMALL)
+
+
+@pytest.fixture(scope="module")
+def sparse_offers(tmp_path_factory):
+    """Of a model whose indexer chooses the tokens to attend to."""
+    path = latent_directory("deepseek_v32", tmp_path_factory.mktemp("sparse"), index_head_dim=80)
+    shapes = layer_shapes(AutoModelForCausalLM.from_pretrained(path))
+    assert shapes == [Shape(1, 512, 64, "sparse latents")] * 2
+    return Offers(str(path), find_model(str(path)), "random", shapes)
+
+
+def assert_baked(evaluation, directory, out, purposes):
+    """Simulated baking is the model that `fp8kv bake` writes, with no rows on weights baked twice."""
     # the samples that the evaluation calibrates on
-    scales = out / "scales"
-    succeeded(calibrate(caches_directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv"))
-    found = {}
-    for purpose in ("fp8", "int8"):
-        succeeded(bake(caches_directory, scales, out / purpose, "--for", purpose))
-        found[purpose] = evaluate(str(out / purpose), caches_recipe("none"), suite=SMALL).measured
-        assert not any(m.variant.is_baked for m in found[purpose].values())
-    return found
-
-
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head", "lmdeploy_int8"])
-def test_simulated_baking_is_the_baked_model_bit_for_bit(name, caches_evaluation, baked):
-    simulated = caches_evaluation.measured[f"{name}, baked"].documents
-    plain = caches_evaluation.measured[name].documents
-    for ours, theirs, other in zip(simulated, baked["int8"][name].documents, plain, strict=True):
-        assert torch.equal(ours.kl, theirs.kl)
-        assert torch.equal(ours.nll, theirs.nll)
-        assert not torch.equal(ours.kl, other.kl)
-
-
-def test_fp8_at_one_on_baked_weights_is_the_baked_model(caches_evaluation, baked):
-    simulated = caches_evaluation.measured["fp8, baked"].documents
-    plain = caches_evaluation.measured["none"].documents
-    for ours, theirs, other in zip(simulated, baked["fp8"]["none"].documents, plain, strict=True):
+    succeeded(calibrate(directory, "-o", out / "scales", "--dtype", "float32", "--format", "fp8kv"))
+    for purpose, names in purposes.items():
+        succeeded(bake(directory, out / "scales", out / purpose, "--for", purpose))
+        found = evaluate(str(out / purpose), caches_recipe("none"), suite=SMALL).measured
+        assert not any(each.variant.is_baked for each in found.values())
         # the FP8 cache of our runtime hands attention a copy of K and V, laid out otherwise
-        torch.testing.assert_close(ours.kl, theirs.kl, rtol=1e-3, atol=1e-7)
-        assert not torch.allclose(ours.kl, other.kl, rtol=1e-3, atol=1e-7)
+        near = {"rtol": 1e-3, "atol": 1e-7} if purpose == "fp8" else {"rtol": 0, "atol": 0}
+        for name in names:
+            simulated = evaluation.measured[f"{'fp8' if name == 'none' else name}, baked"].documents
+            plain = evaluation.measured[name].documents
+            for ours, theirs, other in zip(simulated, found[name].documents, plain, strict=True):
+                torch.testing.assert_close(ours.kl, theirs.kl, **near)
+                torch.testing.assert_close(ours.nll, theirs.nll, **near)
+                assert not torch.allclose(ours.kl, other.kl, **near)
 
 
-@pytest.fixture(scope="module")
-def plain_caches(caches_evaluation):
-    return plain_inputs(caches_evaluation)
+def test_simulated_baking_is_the_baked_model(caches_evaluation, caches_directory, tmp_path):
+    integers = ["int8_per_token_head", "int4_per_token_head", "lmdeploy_int8"]
+    assert_baked(caches_evaluation, caches_directory, tmp_path, {"fp8": ["none"], "int8": integers})
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_a_cache_is_the_rounding_of_k_and_v(name, caches_evaluation, plain_caches):
-    rounded = rounding(name, dtype=torch.bfloat16)  # as the checkpoint is
-
-    def attend(original, module, query, key, value, *args, **kwargs):
-        return original(module, query, *rounded(module.layer_idx, key, value), *args, **kwargs)
-
-    model, documents = plain_caches
-    for ids, found in zip(documents, caches_evaluation.measured[name].documents, strict=True):
-        kl, _ = plain_comparison(model, ids, attend)
-        # the logits are float32's
-        torch.testing.assert_close(found.kl.double(), kl, rtol=0.02, atol=1e-8)
-        assert kl.max() > 1e-7
+def test_latents_at_scale_1_on_baked_weights_are_the_baked_model(evaluation, directory, tmp_path):
+    assert_baked(evaluation, directory, tmp_path, {"fp8": ["none"]})
+    baked, plain = (evaluation.measured[name].documents for name in ("fp8, baked", "none"))
+    for ours, other in zip(baked, plain, strict=True):
+        assert ours.kl.mean() < other.kl.mean() / 2
+    *_, bake_command, serve = answers(evaluation, engine="vllm")["fp8, baked"]
+    assert bake_command.startswith("fp8kv bake ")
+    assert serve.startswith("vllm ")
+    assert serve.endswith("--kv-cache-dtype fp8")
 
 
-def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, caches_report):
-    rows = caches_report.to_json()["variants"]
-    fp8 = sum(heads * (k + v) for heads, k, v in SHAPES)
-    assert rows["reference"]["bytes_per_token"] == 2 * fp8
-    for name in ("none", "tensor", "attn_head", "fp8, baked"):
-        assert rows[name]["bytes_per_token"] == fp8
-    for name in CACHES:
-        wanted = cache_type(name).bytes_per_token(SHAPES)
-        assert rows[name]["bytes_per_token"] == wanted
-        assert wanted != fp8
+def test_a_cache_is_the_rounding_of_what_it_holds(caches_evaluation, evaluation):
+    # rounded as the checkpoint is
+    for of, names, dtype in ((caches_evaluation, CACHES, torch.bfloat16), (evaluation, LATENT_CACHES, None)):
+        model, documents = plain_inputs(of)
+        for name in names:
+            rounded = rounding(name, dtype)
+
+            def attend(original, module, query, *pair, rounded=rounded, **kwargs):
+                return original(module, query, *rounded(module.layer_idx, *pair[:2]), *pair[2:], **kwargs)
+
+            for ids, found in zip(documents, of.measured[name].documents, strict=True):
+                kl, _ = plain_comparison(model, ids, attend)
+                # the logits are float32's
+                torch.testing.assert_close(found.kl.double(), kl, rtol=0.02, atol=1e-8)
+                assert kl.max() > 1e-7, name
+
+
+def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, caches_report, evaluation):
+    rows, shapes = caches_report.to_json()["variants"], [(2, 16, 16)] * 3
+    fp8 = 3 * 2 * (16 + 16)
+    sizes = dict.fromkeys(("none", "tensor", "attn_head", "fp8, baked"), fp8) | {"reference": 2 * fp8}
+    sizes |= {name: cache_type(name).bytes_per_token(shapes) for name in CACHES}
+    assert {name: rows[name]["bytes_per_token"] for name in sizes} == sizes
+    assert fp8 not in [sizes[name] for name in CACHES]
     assert "bytes_per_token" not in rows["bf16"]
     assert rows["int8_per_token_head, baked"]["is_baked"]
     assert rows["int8_per_token_head, baked"]["cache"] == "int8_per_token_head"
     for name in (*CACHES, "fp8, baked"):
         assert len(caches_evaluation.measured[name].same_tokens) == 2
+    sizes = {"reference": 1152, "none": 576, "tensor": 576, "fp8, baked": 576}
+    sizes |= zip(LATENT_CACHES, (656, 352), strict=True)
+    found = {name: row.bytes_per_token for name, row in summarize(evaluation).variants.items()}
+    assert found == {name: 2 * size for name, size in sizes.items()} | {"bf16": None, "eager": None}
+    assert any("types for K and V of heads are left out" in each for each in evaluation.warnings)
 
 
-@pytest.mark.parametrize("dims", [24, 40])
-def test_a_head_size_that_is_not_allowed(dims):
-    shapes = [(2, dims, dims)]
-    with pytest.raises(InputError, match=rf"nvfp4: head size {dims} .*leave it out of --caches"):
-        select_types(["fp8", "nvfp4"], shapes)
-    types, warnings = select_types(["all"], shapes)
-    assert [kind.name for kind in types] == [n for n in CACHES if "nvfp4" not in n]
-    assert len(warnings) == len(CACHES) - len(types)
-    assert all(str(dims) in warning for warning in warnings)
-
-
-def test_names_are_the_types_and_those_that_can_be_gated():
+def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated():
     assert CacheName.__args__ == ("all", *ALL_CACHES)
     assert select_types(["all"], [(2, 64, 64)]) == ([cache_type(name) for name in CACHES], [])
     assert cache_names(["fp8", "nvfp4"]) == ["nvfp4", "fp8, baked"]
     assert cache_names(["int8_per_token_head"])[1:] == ["int8_per_token_head, baked"]
     assert set(CACHES) < set(cache_names(["all"]))
+    for dims in (24, 40):
+        with pytest.raises(InputError, match=rf"nvfp4: head size {dims} .*leave it out of --caches"):
+            select_types(["fp8", "nvfp4"], [(2, dims, dims)])
+        types, warnings = select_types(["all"], [(2, dims, dims)])
+        assert [kind.name for kind in types] == [n for n in CACHES if "nvfp4" not in n]
+        assert len(warnings) == len(CACHES) - len(types)
+        assert all(str(dims) in warning for warning in warnings)
 
 
 def test_what_bake_refuses_has_no_baked_rows(tmp_path):
     directory = save_model(tiny_model("olmo", clip_qkv=0.5), tmp_path / "olmo")
     evaluation = evaluate(str(directory), caches_recipe("none"), suite=SMALL)
     assert not any(m.variant.is_baked for m in evaluation.measured.values())
-    warnings = [w for w in evaluation.warnings if "clips Q, K and V" in w]
-    assert [w.partition(":")[0] for w in warnings] == [
-        "no rows on weights baked for fp8",
-        "no rows on weights baked for int8",
-    ]
+    warnings = [w.partition(":")[0] for w in evaluation.warnings if "clips Q, K and V" in w]
+    assert warnings == [f"no rows on weights baked for {purpose}" for purpose in ("fp8", "int8")]
 
 
-def test_the_command_line(caches_directory, tmp_path, monkeypatch):
-    flags = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
+def answers(evaluation, offers=None, *, engine=None, gpu=None):
+    """Commands that serve each variant, or why none does."""
+    found = {
+        name: (offers or evaluation.offers).find(each.variant, engine, gpu)
+        for name, each in evaluation.measured.items()
+        if each.variant.kind != "control"
+    }
+    return {name: each if isinstance(each, str) else each.commands for name, each in found.items()}
+
+
+def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, directory, tmp_path):
+    found = answers(evaluation, engine="vllm", gpu="h100")
+    assert found["none"] == (f"vllm serve {directory} --kv-cache-dtype fp8",)
+    for engine in (None, "vllm", "sglang", "lmdeploy"):
+        assert "no engine stores latents with scales" in answers(evaluation, engine=engine)["tensor"]
+    (served,) = answers(evaluation, engine="sglang")["none"]
+    assert served.endswith("--kv-cache-dtype fp8_e4m3")
+    assert "not on a100" in answers(evaluation, gpu="a100")["none"]
+    assert "not for latents" in answers(evaluation, engine="lmdeploy")["none"]
+    for name in LATENT_CACHES:
+        assert "for sparse latents" in found[name]
+        assert found[name].endswith("not for latents")
+    # a model whose K and V vLLM caches
+    other = find_model(str(latent_directory("minicpm3", tmp_path)))
+    offers = Offers("m", other, "random", evaluation.shapes)
+    refusal = "vllm: not known to cache latents of minicpm3 models"
+    assert answers(evaluation, offers, engine="vllm")["none"] == refusal
+    assert answers(evaluation, offers)["none"][-1].startswith("python -m sglang")
+
+
+def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, sparse_offers):
+    for gpu, blocks in (("h100", str), ("b200", tuple)):
+        found = answers(evaluation, sparse_offers, engine="vllm", gpu=gpu)
+        assert found["fp8_ds_mla"][-1].endswith("--kv-cache-dtype fp8_ds_mla")
+        assert isinstance(found["nvfp4_ds_mla"], blocks)
+    assert "--attention-backend" in found["none"][-1]
+    assert "not on h100" in answers(evaluation, sparse_offers, engine="vllm", gpu="h100")["none"]
+    measured = evaluate(sparse_offers.model, caches_recipe("none"), suite=SMALL).measured
+    assert all(measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
+    small = Offers("m", sparse_offers.checkpoint, "", [Shape(1, 144, 24, "sparse latents")])
+    refusal = answers(evaluation, small)["fp8_ds_mla"]
+    assert "with latents of 512 + 64 (vllm, sglang), not of 144 + 24" in refusal
+
+
+def test_the_recommendation_for_latents_is_one_of_them(evaluation, sparse_offers):
+    report = summarize(evaluation)
+    rows = report.variants
+    judgement = Judgement(evaluation.measured, rows, report.noise_floor)
+    found = recommend(judgement, sparse_offers, Wish(kl=10.0, gpu="b200"))
+    assert (found.chosen.cache, found.chosen.share) == ("nvfp4_ds_mla", 352 / 1152)
+    assert "no engine stores latents" in found.not_served["tensor"]
+    found = recommend(judgement, sparse_offers, Wish(kl=rows["fp8_ds_mla"].kl.high, gpu="h100"))
+    assert found.chosen.cache == "fp8_ds_mla"
+
+
+def test_every_way_to_have_one_scale_has_a_row_that_counts_latent_and_k_pe(tmp_path):
+    # latents beyond FP8 at scale 1.0 in the second layer, and such k_pe in the third
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.kv_a_layernorm.weight *= 2**14
+        model.model.layers[1].self_attn.kv_b_proj.weight /= 2**14
+        model.model.layers[2].self_attn.kv_a_proj_with_mqa.weight[16:] *= 2**14
+    recipe = load_recipe(None, {"data.dataset": "random", "device": "cpu", "dtype": "float32"})
+    path = save_model(model, tmp_path / "latent")
+    report = summarize(evaluate(str(path), recipe, suite=SMALL)).to_json()
+    rows = report["variants"]
+    assert {"none", "tensor", "mse", "e5m2", "k only", "v only", "random"} <= rows.keys()
+    assert not {"attn_head", "channel", "qkv", "channel+k_center"} & rows.keys()
+    assert rows["tensor"]["kl"]["value"] < rows["none"]["kl"]["value"] / 2
+    assert report["advice"][0].startswith("Engines' own classes use no scales of latents")
+    assert any("K stands for the latent, V for k_pe" in line for line in report["warnings"])
+    assert report["bytes_per_token"] == {"fp8": 3 * (16 + 8), "16bit": 6 * (16 + 8)}
+    _, second, third = rows["none"]["layers"]
+    for none, tensor in zip((second, third), rows["tensor"]["layers"][1:], strict=True):
+        assert all(map(float.__lt__, tensor["rel_rms"], none["rel_rms"]))
+    assert second["saturated"]["k"][0] > 0.5
+    assert (second["saturated"]["v"], third["saturated"]["k"]) == ([0.0], [0.0])
+    assert third["saturated"]["v"][0] > 0.9  # of its 8 values; the latent has 16
+    for row in rows["tensor"]["layers"]:
+        assert row["scale"]["k"] == row["scale"]["v"]
+        assert len(row["rel_rms"]) == 4
+
+
+def test_the_command_line(caches_directory, directory, small_directory, tmp_path, monkeypatch):
     out, caches = tmp_path / "report", "int8_per_token_head,nvfp4"
     gate = ("--variants", "none", "--fail-if", "int8_per_token_head:kl>0")
-    done = fp8kv("eval", caches_directory, "--caches", caches, *flags, "-o", out, *gate)
+    done = fp8kv("eval", caches_directory, "--caches", caches, *FLAGS, "-o", out, *gate)
     assert done.exit_code == 1, done.stderr
     assert "int8_per_token_head: kl is" in done.stderr
     report = json.loads((out / "report.json").read_text())
     kinds = {name: row["kind"] for name, row in report["variants"].items()}
     assert kinds["nvfp4"] == kinds["int8_per_token_head, baked"] == "cache"
     assert "tensor" not in kinds
+    flags = ("--cache", "fp8_ds_mla", "--max-new-tokens", "3", "--device", "cpu", "--json")
+    facts = json.loads(ran("generate", directory, "some text", *flags).stdout)
+    assert (facts["bytes_per_token"], facts["bytes_per_token_16bit"]) == (2 * 656, 2 * 1152)
+    done = ran("recommend", directory, *FLAGS, "--engine", "vllm", "--json")
+    assert "fp8_ds_mla" in json.loads(done.stdout)["not_served"]
 
+    done = fp8kv("eval", directory, *FLAGS, "--caches", "int8_per_token_head")
+    one_line_error(done, "int8_per_token_head holds K and V of heads", "caches latents", "--caches")
+    done = fp8kv("eval", small_directory, *FLAGS, "--caches", "fp8_ds_mla")
+    one_line_error(done, "fp8_ds_mla holds latents (MLA)", "K and V of heads")
+    done = fp8kv("generate", directory, "a", "--cache", "nvfp4", "--device", "cpu")
+    one_line_error(done, "nvfp4 holds K and V of heads", "latents (MLA)")
+    done = fp8kv("eval", directory, *FLAGS, "--variants", "attn_head")
+    one_line_error(done, "attn_head: this model caches latents")
     monkeypatch.setattr("calib.evaluate.run.find_model", lambda _: pytest.fail("measured"))
-    done = fp8kv("eval", caches_directory, "--caches", "int9", *flags)
+    done = fp8kv("eval", caches_directory, "--caches", "int9", *FLAGS)
     one_line_error(done, "evaluation.caches", "'int9'", "nvfp4")
     for name in ("nvfp4, baked", "fp8"):
         done = fp8kv("eval", caches_directory, "--caches", "fp8,nvfp4", "--fail-if", f"{name}:kl>1")

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from command_line import fp8kv, one_line_error, ran, succeeded
@@ -11,136 +12,100 @@ from families import save_model, tiny_model
 from calib.evaluate import inputs
 from calib.evaluate.report import Suite
 
-SUITE = Suite(4, 4, 40, 0, 0, (), (), 1)
 READ, FRESH = range(40), range(100, 140)  # seeds of rows
 
 
-def row(seed):
-    return " ".join(f"w{i}" for i in random.Random(seed).choices(range(3, 128), k=50))
-
-
 def write(path, seeds, each=1):
-    rows = [row(seed) for seed in seeds]
+    rows = [" ".join(f"w{i}" for i in random.Random(n).choices(range(3, 128), k=50)) for n in seeds]
     joined = (" ".join(rows[i : i + each]) for i in range(0, len(rows), each))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
-    return path
-
-
-def calibrate(model, text, out):
-    small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
-    ran("calibrate", model, "--dataset", text, "-o", out, *small)
+    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def place(tmp_path_factory):
     """A model, two texts, and everything that is made of calibrations on the first of them."""
     place = tmp_path_factory.mktemp("held-out")
-    model, out = place / "model", place / "out"
-    save_model(tiny_model("llama", num_hidden_layers=2, hidden_size=32), model)
-    text, other = write(place / "a.jsonl", READ), write(place / "b.jsonl", FRESH)
-    calibrate(model, text, out)
-    calibrate(model, other, place / "other")
-    (place / "here").mkdir()
-    (place / "here/link.jsonl").symlink_to(text)
-    shutil.copy(text, place / "copy.json")
-    write(place / "order.jsonl", reversed(READ))
-    write(place / "pairs.jsonl", READ, each=2)
-    write(place / "again.jsonl", [*FRESH[:2], *READ, *READ])
-    for command in (
-        ("merge", place / "other", out, "-o", place / "merged"),
-        ("apply", out, model, "-o", place / "applied"),
-        ("pack", out, "-o", place / "packed"),
-        ("convert", out, "--to", "sglang", "-o", place / "converted"),
-        ("convert", place / "converted", "--to", "vllm", "-o", place / "back"),
-        ("repair", out, "--stats", place / "other", "--to", "vllm", "-o", place / "repaired"),
-        ("bake", model, "--scales", out, "--for", "fp8", "-o", place / "baked"),
-    ):
-        done = fp8kv(*command)
-        assert done.exit_code == 0, (command, done.stderr)
+    save_model(tiny_model("llama", num_hidden_layers=2, hidden_size=32), place / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        write("a.jsonl", READ)
+        write("b.jsonl", FRESH)
+        small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
+        for command in (
+            ("calibrate", "model", "--dataset", "a.jsonl", "-o", "out", *small),
+            ("calibrate", "model", "--dataset", "b.jsonl", "-o", "other", *small),
+            ("merge", "other", "out", "-o", "merged"),
+            ("apply", "out", "model", "-o", "applied"),
+            ("pack", "out", "-o", "packed"),
+            ("convert", "out", "--to", "sglang", "-o", "converted"),
+            ("convert", "converted", "--to", "vllm", "-o", "back"),
+            ("repair", "out", "--stats", "other", "--to", "vllm", "-o", "repaired"),
+            ("bake", "model", "--scales", "out", "--for", "fp8", "-o", "baked"),
+        ):
+            ran(*command)
     return place
 
 
 @pytest.fixture(autouse=True)
-def quick_suite(monkeypatch):
-    monkeypatch.setitem(inputs.SUITES, "quick", SUITE)
+def suite(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(4, 4, 40, 0, 0, (), (), 1))
 
 
-def evaluate(places, text, scales=("out",), model="model", flags=()):
-    given = [part for name in scales for part in ("--scales", places / name)]
+def evaluate(text, *flags, scales=("out",), model="model"):
+    given = [part for name in scales for part in ("--scales", name)]
     flags = ("--device", "cpu", "--variants", "tensor", "--json", *flags)
-    return fp8kv("eval", places / model, "--dataset", text, *given, *flags)
+    return fp8kv("eval", model, "--dataset", text, *given, *flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "flags"),
-    [
-        ("a.jsonl", ()),
-        ("here/link.jsonl", ()),
-        ("copy.json", ()),
-        ("order.jsonl", ()),
-        ("pairs.jsonl", ()),
-        ("again.jsonl", ()),
-        ("a.jsonl", ("--seed", 1)),
-        ("pairs.jsonl", ("--seq-len", 80)),
-    ],
-)
-def test_text_that_was_calibrated_on_is_refused_however_it_is_given(places, text, flags, monkeypatch):
-    monkeypatch.chdir(places)
-    done = evaluate(places, text, flags=flags)
-    one_line_error(done, f"'{places / 'out'}' read ", "; use another dataset")
+def test_text_that_was_calibrated_on_is_refused_however_it_is_given():
+    Path("here").mkdir()
+    Path("here/link.jsonl").symlink_to("../a.jsonl")
+    shutil.copy("a.jsonl", "copy.json")
+    write("order.jsonl", reversed(READ))
+    write("pairs.jsonl", READ, each=2)
+    write("again.jsonl", [*FRESH[:2], *READ, *READ])
+    for text, *flags in (
+        *(["a.jsonl"], ["here/link.jsonl"], ["copy.json"], ["order.jsonl"], ["pairs.jsonl"], ["again.jsonl"]),
+        *(["a.jsonl", "--seed", 1], ["pairs.jsonl", "--seq-len", 80]),
+    ):
+        one_line_error(evaluate(text, *flags), "'out' read ", "; use another dataset")
+    one_line_error(evaluate("b.jsonl", "--also", "copy.json"), "--also", "'out' read ")
+    for scales in ("merged", "applied", "packed", "converted", "back", "repaired"):
+        one_line_error(evaluate("copy.json", scales=[scales]), f"'{scales}' read ")
+    # and what a model was baked with
+    one_line_error(evaluate("copy.json", scales=[], model="baked"), "baked' read ")
+    # the evaluation does not measure what it calibrates on
+    write("one.jsonl", [FRESH[0]] * 60)
+    one_line_error(evaluate("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
 
 
-@pytest.mark.parametrize("scales", ["merged", "applied", "packed", "converted", "back", "repaired"])
-def test_every_directory_keeps_what_its_scales_were_calibrated_on(places, scales):
-    done = evaluate(places, places / "copy.json", (scales,))
-    one_line_error(done, f"'{places / scales}' read ")
-
-
-def test_a_baked_model_keeps_what_its_factors_were_made_of(places):
-    done = evaluate(places, places / "copy.json", (), "baked")
-    one_line_error(done, f"'{places / 'baked'}' read ")
-
-
-def test_new_text_is_evaluated_without_a_word(places):
-    done = succeeded(evaluate(places, places / "b.jsonl", ("out", "converted")))
+def test_new_text_is_evaluated_without_a_word_and_what_was_read_is_left_out():
+    done = succeeded(evaluate("b.jsonl", scales=["out", "converted"]))
     (line,) = json.loads(done.stdout)["warnings"]
     assert "tokens were read, too few" in line  # by the evaluation itself
-
-
-def test_what_was_read_is_left_out_and_the_next_are_taken(places):
-    done = succeeded(evaluate(places, write(places / "mixed.jsonl", [*READ, *FRESH[:20]])))
-    report = json.loads(done.stdout)
-    assert report["data"]["documents"] == SUITE.documents
+    write("mixed.jsonl", [*READ, *FRESH[:20]])
+    report = json.loads(succeeded(evaluate("mixed.jsonl")).stdout)
+    assert report["data"]["documents"] == 4
     (line,) = [line for line in report["warnings"] if "left out" in line]
-    assert f"'{places / 'out'}' was calibrated on their text" in line
+    assert "'out' was calibrated on their text" in line
 
 
-def test_the_evaluation_does_not_measure_what_it_calibrates_on(places):
-    done = evaluate(places, write(places / "one.jsonl", [FRESH[0]] * 60), ())
-    one_line_error(done, "0 of ", "this evaluation read ")
-
-
-def test_other_text_is_held_to_the_same(places):
-    done = evaluate(places, places / "b.jsonl", flags=("--also", places / "copy.json"))
-    one_line_error(done, "--also", f"'{places / 'out'}' read ")
-
-
-def test_scales_without_a_record_are_warned_of(places, tmp_path):
-    old = shutil.copytree(places / "converted", tmp_path / "old")
-    (old / "fp8kv_text.json").unlink()
-    done = evaluate(places, places / "a.jsonl", (old,))
-    lines = [line for line in json.loads(done.stdout)["warnings"] if "no record" in line]
-    assert lines == [
-        f"'{old}' has no record of the text behind its scales, so some of the held-out text may "
-        "not be new to it; calibrate again to have one"
+def test_scales_without_a_record_are_warned_of():
+    record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
+    record.unlink()
+    warnings = json.loads(evaluate("a.jsonl", scales=["old"]).stdout)["warnings"]
+    assert [line for line in warnings if "no record" in line] == [
+        "'old' has no record of the text behind its scales, so some of the held-out text may not be new to "
+        "it; calibrate again to have one"
     ]
-    (old / "fp8kv_text.json").write_text('{"records": [{"salt": 1}]}')
-    one_line_error(evaluate(places, places / "a.jsonl", (old,)), "is damaged (records.0.")
+    record.write_text('{"records": [{"salt": 1}]}')
+    one_line_error(evaluate("a.jsonl", scales=["old"]), "is damaged (records.0.")
 
 
-def test_too_little_text_is_refused_as_calibrate_refuses_it(places, monkeypatch):
+def test_too_little_text_is_refused_as_calibrate_refuses_it(monkeypatch):
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 16, 0, 0, (), (), 1))
-    flags = ("--device", "cpu", "--dataset", places / "b.jsonl")
     for command in ("eval", "recommend"):
-        one_line_error(fp8kv(command, places / "model", *flags), "48 tokens, ", "are too few to cal")
-    succeeded(evaluate(places, places / "b.jsonl", (), flags=("--allow-few-tokens",)))
+        done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")
+        one_line_error(done, "48 tokens, ", "are too few to cal")
+    succeeded(evaluate("b.jsonl", "--allow-few-tokens", scales=[]))

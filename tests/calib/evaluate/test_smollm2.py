@@ -10,14 +10,13 @@ from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
 from calib.recipe import load_recipe
 
-NAMES = ["none", "e5m2", "tensor", "attn_head", "channel+k_center"]
-CHOICES = {"data.dataset": "builtin:python-docs", "device": "cpu", "evaluation.variants": NAMES}
-
 
 @torch.inference_mode()
 def test_kl_and_agreement_are_those_of_plain_transformers():
+    names = ["none", "e5m2", "tensor", "attn_head", "channel+k_center"]
+    choices = {"data.dataset": "builtin:python-docs", "device": "cpu", "evaluation.variants": names}
     suite = Suite(4, 2, 128, 0, 0, (), (), 0)
-    evaluation = evaluate("builtin:smollm2", load_recipe(None, CHOICES), suite=suite)
+    evaluation = evaluate("builtin:smollm2", load_recipe(None, choices), suite=suite)
     report = summarize(evaluation).to_json()
     model, documents = plain_inputs(evaluation)
     reference = [model(ids, use_cache=False).logits[0].double().log_softmax(-1) for ids in documents]
