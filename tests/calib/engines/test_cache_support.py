@@ -16,21 +16,18 @@ from calib.errors import InputError
 
 DEEPSEEK = Shape(1, 512, 64, "sparse latents")
 LATENTS = DEEPSEEK._replace(attention="latents")
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
 FP8 = "--kv-cache-dtype fp8"
-
-
-def heads(size, value_size=None):
-    return [(1, size, value_size or size)]
+HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "place", "engine", "flag", "gpus"),
     [
-        ("fp8", heads(80), (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
-        ("fp8", heads(128, 64), (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
-        ("fp8", heads(128), ("lmdeploy", "h100"), "lmdeploy", "--quant-policy 16", ("h100",)),
-        ("nvfp4", heads(64), ("sglang",), "sglang", "--kv-cache-dtype nvfp4", ("b200",)),
+        ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
+        ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
+        ("fp8", HEADS, ("lmdeploy", "h100"), "lmdeploy", "--quant-policy 16", ("h100",)),
+        ("nvfp4", OF_64, ("sglang",), "sglang", "--kv-cache-dtype nvfp4", ("b200",)),
         ("fp8", [Shape(1, 576, 192, "latents")], ("vllm", "h100"), "vllm", FP8, ("h100",)),
         ("fp8", [LATENTS], ("sglang",), "sglang", f"{FP8}_e4m3", ("l40s", "h100", "h200", "b200")),
         ("fp8_ds_mla", [DEEPSEEK], (None, "h100"), "vllm", f"{FP8}_ds_mla", ("h100",)),
@@ -46,14 +43,14 @@ def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus
 @pytest.mark.parametrize(
     ("name", "layers", "place", "why"),
     [
-        ("fp8_k_nvfp4_v", heads(64), (), "no engine serves fp8_k_nvfp4_v yet"),
+        ("fp8_k_nvfp4_v", OF_64, (), "no engine serves fp8_k_nvfp4_v yet"),
         (
-            "int8_per_token_head", heads(64), ("sglang", "h100"),
+            "int8_per_token_head", OF_64, ("sglang", "h100"),
             "sglang does not have int8_per_token_head, which is in vllm",
         ),
-        ("nvfp4_4over6", heads(128), (None, "h100"), "nvfp4_4over6 is served on b200 (vllm), not on h100"),
+        ("nvfp4_4over6", HEADS, (None, "h100"), "nvfp4_4over6 is served on b200 (vllm), not on h100"),
         (
-            "nvfp4_4over6", heads(80), ("vllm",),
+            "nvfp4_4over6", [(1, 80, 80)], ("vllm",),
             "nvfp4_4over6 is served with heads of 64, 128, 256, 512 (vllm), not of 80",
         ),
         (
@@ -73,7 +70,7 @@ def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus
             "vllm: not known to cache latents of minicpm3 models",
         ),
         (
-            "fp8", heads(64), ("sglang", "mi300x"),
+            "fp8", OF_64, ("sglang", "mi300x"),
             "FP8 at scale 1.0 is measured up to 448, and on mi300x FP8 ends at 240",
         ),
     ],
@@ -83,70 +80,47 @@ def test_why_nobody_serves_it(name, layers, place, why):
 
 
 def test_scales_of_a_checkpoint():
-    def gpus(engine, gpu, strategy):
-        return getattr(find_offer("fp8", heads(128), engine, gpu, strategy=strategy), "gpus", None)
+    def offer(engine, gpu, strategy):
+        return find_offer("fp8", HEADS, engine, gpu, strategy=strategy)
 
     # SGLang doubles the scales that vLLM reads as they are, but for ModelOpt's where that GPU is named
-    assert "mi300x" in gpus("sglang", None, "tensor")
-    assert "mi300x" not in gpus("vllm", None, "tensor")
-    assert gpus("vllm", "mi300x", "tensor") == ("mi300x",)
-    assert gpus("vllm", None, "attn_head") == ("h100", "h200", "b200")
-    assert gpus("vllm", "a100", "attn_head") is None
-    offer = find_offer("fp8", heads(128), "vllm", "h100", strategy="attn_head")
-    assert offer.flag == f"{FP8} --attention-backend FLASH_ATTN"
+    assert "mi300x" in offer("sglang", None, "tensor").gpus
+    assert "mi300x" not in offer("vllm", None, "tensor").gpus
+    assert offer("vllm", "mi300x", "tensor").gpus == ("mi300x",)
+    assert offer("vllm", None, "attn_head").gpus == ("h100", "h200", "b200")
+    assert offer("vllm", "h100", "attn_head").flag == f"{FP8} --attention-backend FLASH_ATTN"
+    assert offer("vllm", "a100", "attn_head") == "vllm has no scales per head on a100"
 
 
 def test_unknown_places():
-    with pytest.raises(InputError, match="engine 'tgi' is not one of vllm, sglang, lmdeploy"):
-        check_place("tgi", None)
-    with pytest.raises(InputError, match="gpu 'h1000' is not one of a100, l40s, h100"):
-        check_place(None, "h1000")
-    nothing = "no type of KV cache but 16 bits is known for lmdeploy on mi300x"
-    with pytest.raises(InputError, match=nothing):
-        check_place("lmdeploy", "mi300x")
+    for place, problem in (
+        (("tgi", None), "engine 'tgi' is not one of vllm, sglang, lmdeploy"),
+        ((None, "h1000"), "gpu 'h1000' is not one of a100, l40s, h100"),
+        (("lmdeploy", "mi300x"), "no type of KV cache but 16 bits is known for lmdeploy on mi300x"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            check_place(*place)
     for place in ((None, None), ("lmdeploy", None), (None, "mi300x"), ("sglang", "mi300x")):
         check_place(*place)
     with pytest.raises(ValidationError, match="GPU 'h1000' is not one of a100, l40s, h100"):
         CacheSupport(flag="", gpus=("h1000",))
 
 
-def test_every_engine_and_gpu_serves_a_known_type():
-    assert list(serving_engines()) == ["vllm", "sglang", "lmdeploy"]
-    support = [pair for name in ALL_CACHES for pair in find_support(name)]
-    assert {gpu for pair in support for gpu in pair.way.gpus} == set(GPUS)
-    for engine in serving_engines().values():
-        assert {*engine.caches.types} <= {*ALL_CACHES}
-
-
-# its class in vLLM caches latents, and vLLM's `use_mla` says of its type that it does not: never served
-CONTRADICTED = {"vllm": {"SarvamMLAForCausalLM"}, "sglang": set()}
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
     classes = find_engine(engine).classes
-    for file in (Path(__file__).parents[3] / "tools/engine_classes/architectures").glob("*.json"):
+    # its class in vLLM caches latents, and vLLM's `use_mla` says of its type that it does not: never served
+    served = {*classes.latent} - ({"SarvamMLAForCausalLM"} if engine == "vllm" else set())
+    for file in (ROOT / "tools/engine_classes/architectures").glob("*.json"):
         config = json.loads(file.read_text())
-        was_run = file.stem in classes.results
-        if not was_run or "kv_lora_rank" not in config or "index_topk" in config:
-            continue
-        offer = find_offer("fp8", [LATENTS], engine, None, config["model_type"])
-        served = {*classes.latent} - CONTRADICTED[engine]
-        assert isinstance(offer, str) == (file.stem not in served), file.stem
+        if file.stem in classes.results and "kv_lora_rank" in config and "index_topk" not in config:
+            offer = find_offer("fp8", [LATENTS], engine, None, config["model_type"])
+            assert isinstance(offer, str) == (file.stem not in served), file.stem
 
 
-def test_every_mode_has_a_kernel():
-    assert {"exact", *find_engine("vllm").kernels} == set(get_args(AttentionMode))
-    for row in kernel_table().splitlines():
-        assert row in (DOCS / "evaluation.md").read_text().splitlines(), "copy it there"
-
-
-def test_the_page():
+def test_the_pages():
     assert PAGE.read_text() == page(), "make caches-page"
-    assert "| `nvfp4` | NVFP4" in page()
-    assert "| 4.5 | 4.5 | - |" in page()
-    assert "| - | - | 9.11 |" in page()  # 656 bytes for 576 values
-    assert "| `int8_per_token_head` | vllm 0.33 | `--kv-cache-dtype int8_per_token_head` |" in page()
-    count = len(ALL_CACHES) + sum(len(find_support(name)) for name in ALL_CACHES)
-    rows = [line for line in page().splitlines() if line.startswith("|")]
-    assert len(rows) == count + 2 * 2  # each table's titles and line
+    assert {*kernel_table().splitlines()} <= {*(ROOT / "docs/evaluation.md").read_text().splitlines()}
+    assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}
+    assert {gpu for name in ALL_CACHES for pair in find_support(name) for gpu in pair.way.gpus} == {*GPUS}
+    assert {name for engine in serving_engines().values() for name in engine.caches.types} <= {*ALL_CACHES}

@@ -16,40 +16,23 @@ def test_every_rule_file_is_read():
     }
     assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
     assert {"vllm-0.4.1", "sglang-0.5.0"} <= engines.keys()
-    ran = [name for name, engine in engines.items() if engine.ran]
-    assert ran == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
+    assert [n for n, engine in engines.items() if engine.ran] == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
+    for name, rules in engines.items():  # those that were read promise nothing beyond what they were read for
+        kinds = {method.kind for method in (*rules.methods.values(), rules.without_method) if method}
+        reads = rules.reads == "json" or kinds != {"none"}
+        assert rules.classes or not reads or (rules.architectures and rules.until), name
     assert PAGE.read_text() == page(), "make engines-page"
-
-
-def test_rules_that_were_read_promise_nothing_beyond_what_they_were_read_for():
-    for name, rules in load_catalogue().items():
-        reads = {m.kind for m in (*rules.methods.values(), rules.without_method) if m}
-        if rules.reads == "json" or reads != {"none"}:
-            assert rules.classes or rules.architectures, name
-            assert rules.until or rules.classes, f"{name} holds for versions to come"
-        assert rules.since, name
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_a_newer_file_sets_all_that_the_older_one_sets(name):
-    """A file begins as a copy of the one before; what is lost on the way would be a broken command."""
-    versions = [engine for engine in load_catalogue().values() if engine.name == name and engine.ran]
-    older = [engine.model_dump(exclude_defaults=True).keys() - {"until"} for engine in versions[:-1]]
-    assert all(keys <= versions[-1].model_dump(exclude_defaults=True).keys() for keys in older)
 
 
 def test_vllm_0_33_loads_as_0_32_that_was_run():
     of_loading = {"reads", "without_config", "unknown", "methods", "remap", "first_remap", "nvfp4", "latent"}
-    old, new = (load_catalogue()[name].model_dump(include=of_loading) for name in ("vllm-0.23", "vllm-0.33"))
-    assert old == new
+    old, new = (load_catalogue()[name] for name in ("vllm-0.23", "vllm-0.33"))
+    assert old.model_dump(include=of_loading) == new.model_dump(include=of_loading)
     # and so does every class that both versions could be run with
-    before, now = (find_engine("vllm", version).classes for version in ("0.32.0", "0.33.0"))
-    both = {*before.results} & {*now.results}
+    before, now = old.classes.results, new.classes.results
+    both = before.keys() & now.keys()
     assert len(both) > 150
-    assert {name for name in both if before.results[name] != now.results[name]} == set()
-
-
-# ---- versions ----
+    assert {name for name in both if before[name] != now[name]} == set()
 
 
 @pytest.mark.parametrize(
@@ -74,14 +57,10 @@ def test_an_engine_or_version_without_rules_is_one_line(flags, message, tmp_path
         ("vllm", "v0.32.0+cpu", True),
         ("vllm", "0.32", True),
         ("vllm", "0.33.0", True),
-        ("vllm", "0.23.0", False),
         ("vllm", "0.32.0rc1", False),
         ("vllm", "0.32.0.post1", False),
-        ("vllm", "0.32.1", False),
-        ("vllm", "0.33.0.dev20+g0123abc", False),
         ("vllm", "0.34.0", False),
         ("sglang", "0.5.23", True),
-        ("sglang", "0.6.0", False),
         ("sglang", "0.5.23rc1", False),  # before 0.5.23, whose config it does not read
     ],
 )
@@ -90,30 +69,9 @@ def test_a_version_is_known_where_its_classes_were_run(engine, version, known, t
     assert done.exit_code == (0 if known else 1), done.stderr
     printed = lines_of(done)
     assert version in printed
-    ran = find_engine(engine, version).classes_version
-    if ran and not known:
+    if not known and (ran := find_engine(engine, version).classes_version):
         assert f"{version} │ not known │ not known" in printed
         assert f"not known: its classes were run at {ran} alone" in printed
-
-
-# ---- copies of a scale ----
-
-
-@pytest.mark.parametrize(
-    ("engine", "backend", "write", "read"),
-    [
-        ("vllm", "CPU_ATTN", ("float",), ("float",)),  # tests/interop/check_copies.py runs it
-        ("vllm", "FLASH_ATTN", ("tensor",), ("tensor",)),
-        ("vllm", "FLASHINFER", ("tensor",), ("tensor", "float")),
-        ("vllm", "ROCM_AITER_FA", ("tensor", "cpu"), ("tensor",)),
-        ("sglang", "triton", ("tensor",), ("float",)),
-    ],
-)
-def test_a_backend_reads_its_own_copies(engine, backend, write, read):
-    facts = find_engine(engine).backends[backend]
-    assert (facts.write, facts.read) == (write, read)
-    assert not facts.note.endswith("."), "a note is part of a sentence"
-    assert facts.source.endswith(".py")
 
 
 def test_a_copy_that_the_engine_does_not_have_is_refused():

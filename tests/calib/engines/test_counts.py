@@ -12,7 +12,7 @@ from scale_directories import MODULES, PER_HEAD, WEIGHTS, lines_of, model, simul
 from torch import tensor
 from transformers import AutoConfig
 
-from calib.files.config import ONE_PER_QUERY_HEAD, head_counts
+from calib.files.config import ONE_PER_QUERY_HEAD, head_counts, text_config
 from calib.files.stored_scales import read_scales
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
@@ -21,56 +21,58 @@ from scale_cases import CASES, write_case
 ARCHITECTURES = Path(__file__).parents[3] / "tools/engine_classes/architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
-# of a model with 4 query heads and 2 KV heads: K, V, Q, and what is said; none: nothing is wrong
-COUNTS = [
-    (KV, KV, QUERY, None),
-    ([0.5], [0.25], None, None),
-    (KV, [0.25], None, None),
-    (QUERY, KV, None, "K has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads"),
-    (KV, [0.5, 0.25, 0.5], None, "V has 3 scales in layers 0, 1, but the model has 2 KV heads"),
-    (KV, KV, KV, "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads"),
-    (KV, KV, QUERY * 2, "Q has 8 scales in layers 0, 1, but the model has 4 query heads"),
-]
 
 
-def of_counts(directory, k, v, q=None, **document):
-    made = model(directory, k=[k, k], v=[v, v], config=PER_HEAD, **document)
-    if q:
-        tensors = load_file(made / "model.safetensors")
-        tensors |= {f"{module}.q_scale": tensor(q) for module in MODULES}
-        save_file(tensors, made / "model.safetensors")
+def with_tensors(made, values, *names):
+    """Add tensors of these names to each module."""
+    tensors = load_file(made / "model.safetensors")
+    tensors |= {f"{module}.{name}": tensor(values) for module in MODULES for name in names}
+    save_file(tensors, made / "model.safetensors")
     return made
 
 
-@pytest.mark.parametrize(("k", "v", "q", "problem"), COUNTS)
+@pytest.mark.parametrize(
+    ("k", "v", "q", "problem"),
+    [
+        (KV, KV, QUERY, None),
+        ([0.5], [0.25], None, None),
+        (KV, [0.25], None, None),
+        (QUERY, KV, None, "K has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads"),
+        (KV, [0.5, 0.25, 0.5], None, "V has 3 scales in layers 0, 1, but the model has 2 KV heads"),
+        (KV, KV, KV, "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads"),
+        (KV, KV, QUERY * 2, "Q has 8 scales in layers 0, 1, but the model has 4 query heads"),
+    ],
+)
 def test_wrong_counts_are_a_problem_with_every_engine(k, v, q, problem, tmp_path):
-    directory = of_counts(tmp_path / "model", k, v, q)
+    directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD)
+    if q:
+        with_tensors(directory, q, "q_scale")
     done = fp8kv("verify", directory, "--json")
     assert done.exit_code == bool(problem)
     said = json.loads(done.stdout)["problems"]
     assert [problem in each for each in said] == [True] * bool(problem)
     if not problem:
+        engines = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
         per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
-        assert [engine for engine in ENGINES if simulated(directory, engine).is_good] == per_head
+        assert [engine for engine in engines if simulated(directory, engine).is_good] == per_head
     else:
         assert problem in lines_of(fp8kv("inspect", directory))
         command = ("convert", directory, "--to", "tgi", "--reduce", "max", "--without-q")
         one_line_error(fp8kv(*command, "-o", tmp_path / "out"), problem, "calibrate")
 
 
-# what vLLM itself then takes for two KV heads: `make interop` compares these cases with it
-TAKEN = {
-    "per head, K scales of query heads": ("k", (0.04, 0.05)),
-    "per head, three K scales": ("k", (0.02, 0.03)),
-    "per head, V scales of query heads": ("v", (0.04, 0.05)),
-    "per head, eight query scales": ("q", (0.05, 0.07)),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_vllm_takes_of_too_many_is_predicted_and_named(name, tmp_path):
-    directory = write_case(next(c for c in CASES if c.name == name), tmp_path / "model")
-    letter, values = TAKEN[name]
+@pytest.mark.parametrize(
+    ("case", "letter", "values"),
+    [
+        ("K scales of query heads", "k", (0.04, 0.05)),
+        ("three K scales", "k", (0.02, 0.03)),
+        ("V scales of query heads", "v", (0.04, 0.05)),
+        ("eight query scales", "q", (0.05, 0.07)),
+    ],
+)
+def test_what_vllm_takes_of_too_many_is_predicted_and_named(case, letter, values, tmp_path):
+    """For two KV heads; `make interop` compares these cases with vLLM itself."""
+    directory = write_case(next(c for c in CASES if c.name == f"per head, {case}"), tmp_path / "model")
     for ranks in (1, 2, 4):
         found = simulated(directory, "vllm", ranks=ranks)
         held = next(o.values for o in found.outcomes if o.letter == letter)
@@ -84,7 +86,9 @@ def test_what_vllm_takes_of_too_many_is_predicted_and_named(name, tmp_path):
 
 def test_latents_have_one_scale(tmp_path):
     latent = {"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    directory = of_counts(tmp_path / "model", QUERY, QUERY, **latent, num_key_value_heads=4)
+    directory = model(
+        tmp_path / "model", [QUERY] * 2, [QUERY] * 2, config=PER_HEAD, num_key_value_heads=4, **latent
+    )
     said = "K has 4 scales in layers 0, 1 (one per query head), but the model caches latents (MLA)"
     done = fp8kv("verify", directory)
     assert done.exit_code == 1
@@ -131,8 +135,8 @@ def test_absent_is_not_null():
 
 
 def test_scales_of_heads_of_an_unknown_number_are_no_problem(tmp_path):
-    document = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
-    directory = of_counts(tmp_path / "model", KV, KV, **document, num_key_value_heads=None)
+    unknown = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "num_key_value_heads": None}
+    directory = model(tmp_path / "model", [KV] * 2, [KV] * 2, config=PER_HEAD, **unknown)
     done = fp8kv("verify", directory, "--engine", "vllm")
     assert "config.json does not say how many KV heads there are" in lines_of(done)
     assert "problem:" not in lines_of(done)
@@ -150,36 +154,21 @@ def test_classes_that_name_no_kv_heads_have_one_per_query_head():
         assert "multi_query" not in config, model_type
 
 
-def text_part(config):
-    """The part of a config that has the vocabulary, with the whole's model_type where it has none."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    parts += [part for one in parts[1:] for part in one.values() if isinstance(part, dict)]
-    text = config.get("text_config") or next((part for part in parts if "vocab_size" in part), config)
-    return {"model_type": config["model_type"]} | text
-
-
 def test_every_class_that_has_no_setting_for_kv_heads_is_named():
     documents = [json.loads(file.read_text()) for file in ARCHITECTURES.glob("*.json")]
-    texts = [text_part(document) for document in documents]
+    documents = [document.get("thinker_config") or document for document in documents]
+    texts = [document | (document.get("llm_config") or text_config(document)) for document in documents]
     settings = re.compile(r"(?=.*head).*(kv|key_value)|num_attention_groups")
     without = {text["model_type"] for text in texts if not any(settings.match(key) for key in text)}
     assert without
     assert without <= {*ONE_PER_QUERY_HEAD}
 
 
-def with_offset(directory, name, value):
-    made = model(directory)
-    tensors = load_file(made / "model.safetensors")
-    tensors |= {f"{module}.{name}": tensor([value]) for module in MODULES}
-    save_file(tensors, made / "model.safetensors")
-    return made
-
-
 def test_scales_beside_offsets_that_are_not_0_are_a_problem_and_go_with_them(tmp_path):
     """VLLM drops zero points, and does not start with ModelOpt's biases of an affine cache."""
     for name in ("k_zero_point", "q_zero_point", "k_proj.k_bias", "v_proj.v_bias"):
-        assert read_scales(with_offset(tmp_path / "none", name, 0.0)).misread == []
-        directory = with_offset(tmp_path / "some", name, 3.0)
+        assert read_scales(with_tensors(model(tmp_path / "none"), [0.0], name)).misread == []
+        directory = with_tensors(model(tmp_path / "some"), [3.0], name)
         (said,) = read_scales(directory).misread
         assert said.startswith(f"'{MODULES[0]}.{name}' is not 0, and 1 more: scales are for values less")
     command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")

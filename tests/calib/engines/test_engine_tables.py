@@ -1,7 +1,4 @@
-"""The tables of what engines' classes do: what became of scales, and how tables are compared.
-
-`make interop` runs the classes themselves.
-"""
+"""The tables of what engines' classes do: what became of scales, and how tables are compared."""
 
 import json
 from types import SimpleNamespace
@@ -15,14 +12,9 @@ from engine_tables import differences, flat, groups, modules, named, recorded, t
 from calib.engines.catalogue import load_catalogue
 from calib.formats import export
 
-RUN = [name for name, engine in load_catalogue().items() if engine.classes]
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
 OWN = wanted(LLAMA, NAMINGS[0])
 ONES = ((1.0,), (1.0,))
-
-
-def crossed(pair):
-    return pair[1], pair[0]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +22,7 @@ def crossed(pair):
     [
         (OWN, "loaded"),
         ([OWN[1], OWN[0], OWN[2]], "partly: 1 of 3 loaded, 2 of 3 with another layer's scales"),
-        ([crossed(pair) for pair in OWN], "partly: all with K and V crossed"),
+        ([(v, k) for k, v in OWN], "partly: all with K and V crossed"),
         ([(k, (1.0,)) for k, _ in OWN], "partly: all with K alone"),
         ([((0.5,), (0.5,)), *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 with a wrong value"),
         ([ONES] * 3, "dropped"),
@@ -47,22 +39,20 @@ def test_the_fate_of_scales(held, expected):
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):
-    for name, format_name, strategy in (
-        ("compressed-tensors", "vllm", "tensor"),
-        ("compressed-tensors attn_head", "vllm", "attn_head"),
-        ("modelopt", "modelopt", "tensor"),
-    ):
+    kinds = {"compressed-tensors": "vllm", "compressed-tensors attn_head": "vllm", "modelopt": "modelopt"}
+    for name, format_name in kinds.items():
+        strategy = name.partition(" ")[2] or "tensor"
         written = export(make_scales(strategy), checkpoint, format_name)
         assert written.config["quantization_config"] == QUANTIZATIONS[name].config
         assert written.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 
 
 class Engine:
-    """One that loads each scale as `put` says."""
+    """One that loads each scale, under a name without `language_model`, as `put` says."""
 
     quantizations = ("compressed-tensors", "none")
 
-    def __init__(self, put):
+    def __init__(self, put=dict):
         self.put = put
 
     def build(self, directory):
@@ -71,25 +61,29 @@ class Engine:
         return {}
 
     def hold(self, model, tensors):
-        values = {name.removesuffix("_scale"): (float(tensor),) for name, tensor in tensors}
+        values = {n.replace(".language_model", "").removesuffix("_scale"): (float(x),) for n, x in tensors}
         return self.put({m: (values[f"{m}.k"], values[f"{m}.v"]) for m in LLAMA.modules})
 
 
 def test_what_a_loader_does_is_noticed(monkeypatch):
     def crossing(held):
         first, second, third = LLAMA.modules
-        return {**held, first: held[second], second: held[first], third: crossed(held[third])}
+        return {first: held[second], second: held[first], third: held[third][::-1]}
 
     name = "{module}.{x}_scale"
     assert collect(Engine(crossing), LLAMA)["compressed-tensors"][name] == (
         "partly: 1 of 3 with K and V crossed, 2 of 3 with another layer's scales"
     )
-    results = collect(Engine(dict), LLAMA)
+    results = collect(Engine(), LLAMA)
     assert results["compressed-tensors"][name] == "loaded"
     assert results["compressed-tensors"]["{module}.kv_scale"].startswith("crash: KeyError: ")
     assert {*results["none"].values()} == {"refused: RuntimeError: no config"}
+    # a spelling is kept if the class does the same with it
+    sees = Fixture("LlamaForConditionalGeneration", {}, LLAMA.modules)
+    kept = [other.modules[0] for other in alike(Engine(), sees, collect(Engine(), sees))]
+    assert kept == ["model.language_model.layers.0.self_attn"]
     monkeypatch.setattr(Engine, "quantizations", ("none",))
-    assert collect(Engine(dict), LLAMA) == "RuntimeError: no config"
+    assert collect(Engine(), LLAMA) == "RuntimeError: no config"
 
 
 def test_equal_architectures_are_one_group_and_differences_a_line():
@@ -107,24 +101,11 @@ def test_equal_architectures_are_one_group_and_differences_a_line():
 def test_a_class_with_two_configs_does_what_it_does_with_both():
     one, other = {"fp8": {"a": "loaded", "b": "loaded"}}, {"fp8": {"a": "loaded", "b": "dropped"}}
     assert together(one, one) == one
-    both = {"fp8": {"a": "loaded", "b": "partly: loaded, or by the config dropped"}}
-    assert together(one, other) == both
+    assert together(one, other)["fp8"] == {"a": "loaded", "b": "partly: loaded, or by the config dropped"}
     assert together("why", one) == together(one, "why") == "why"
 
 
-def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
-    class Renames(Engine):
-        def hold(self, model, tensors):
-            plain = [(name.replace("model.language_model.", "model."), x) for name, x in tensors]
-            return super().hold(model, plain)
-
-    sees = Fixture("LlamaForConditionalGeneration", {}, LLAMA.modules)
-    engine = Renames(dict)
-    kept = [other.modules[0] for other in alike(engine, sees, collect(engine, sees))]
-    assert kept == ["model.language_model.layers.0.self_attn"]
-
-
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", [name for name, engine in load_catalogue().items() if engine.classes])
 def test_tables_are_about_the_small_configs(name):
     classes = load_catalogue()[name].classes
     table = recorded(classes)

@@ -28,8 +28,8 @@ def test_an_engine_wants_one_of_them(engine, divisor, problem, tmp_path):
     assert {outcome.status for outcome in found.outcomes if outcome.letter != "q"} == {"loaded"}
     assert found.flag == "--kv-cache-dtype nvfp4"
     assert found.is_good == (problem is None)
-    assert (problem or "None") in str(found.problem)
-    if "times" in str(problem):
+    assert str(problem) in str(found.problem)
+    if divisor != 7 and problem:
         to = found.problem.rsplit(" ", 1)[1]
         command = ("convert", tmp_path / "made", "--to", to, "-o", tmp_path / "out")
         assert fp8kv(*command).exit_code == 0
@@ -65,16 +65,12 @@ def test_sglang_needs_the_key_beside_fp8(tmp_path):
 @pytest.mark.parametrize("true", [448, 2688])
 def test_statistics_overrule_what_the_files_tell(told, true, tmp_path):
     directory = written(tmp_path / "made", told)
-    amax = {
-        (i, x): [value * true]
-        for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
-        for i, value in enumerate(values)
-    }
+    scales = {"k": (0.5, 0.25), "v": (0.125, 0.0625)}
+    amax = {(i, x): [value * true] for x, values in scales.items() for i, value in enumerate(values)}
     given = ("--against", save_amax(amax, tmp_path / "stats"), "--engine", "vllm", "--json")
     done = fp8kv("verify", directory, *given)
     found = json.loads(done.stdout)
     assert found["nvfp4"]["divisor"] == true
-    used = [share for fit in found["against"] for share in fit["used"].values()]
-    assert used == pytest.approx([1.0] * 4)
+    assert [fit["used"] for fit in found["against"]] == [pytest.approx({"k": 1.0, "v": 1.0})] * 2
     assert (done.exit_code == 0) == (true == 448 and told in (448, 7))
     assert bool(found["problems"]) == (told not in (true, 7))
