@@ -1,14 +1,19 @@
-"""What a server answers: wrong answers, keys that must stay secret, servers that are slow."""
+"""What a server answers: wrong answers, keys that must stay secret, servers that are slow, or are none."""
 
+import socket
+import ssl
+import threading
 import time
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_server import SECRET, FakeServer, running
 
 from calib.errors import InputError
-from calib.serving.client import Server
+from calib.serving.client import Server, _explanation
 
 TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
 
@@ -19,15 +24,16 @@ def fake():
     return FakeServer()
 
 
-def ask(fake, name=None, texts=TEXTS):
+def ask(fake, name=None):
     with running(fake) as url:
         server = Server(url)
-        return server.ask(server.choose_model(name).id, texts)
+        return server.ask(server.choose_model(name).id, TEXTS)
 
 
-def refuses(fake, *phrases, name=None):
+def refuses(target, *phrases, name=None):
+    """One line, of a fake that is asked for logprobs, or of a URL that is asked for its models."""
     with pytest.raises(InputError) as found:
-        ask(fake, name)
+        Server(target).choose_model(name) if isinstance(target, str) else ask(target, name)
     for phrase in phrases:
         assert phrase in str(found.value)
     assert "\n" not in str(found.value)
@@ -61,83 +67,66 @@ def no_logprobs(path, answer):
     return {"choices": [{"text": ""}]} if "completions" in path else answer
 
 
-def other_count(path, answer):
-    return answer | {"usage": {"prompt_tokens": 131}} if "completions" in path else answer
-
-
 def other_tokens(path, answer):
     for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[5:]:
         row["999"] = row.pop(next(iter(row)))
     return answer
 
 
-def saying(logprob):
-    """A server whose logprobs are all `logprob`, of prompts and of generated tokens."""
+def counting(count):
+    return lambda path, answer: answer | {"usage": {"prompt_tokens": count}}
 
-    def change(path, answer):
+
+def sending(content, status=200, where="/v1"):
+    return lambda path, answer: (status, content) if where in path else answer
+
+
+STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
+
+
+@pytest.mark.parametrize(
+    ("change", "phrases"),
+    [
+        (no_logprobs, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
+        (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
+        (other_tokens, ["read 5 tokens where 8 were sent"]),
+        (counting("8"), [STRANGE]),
+        (lambda *_: {"data": [{"id": "m", "max_model_len": -1}]}, [STRANGE]),
+        (sending(b"<html>hello"), [f"v1/models {STRANGE}"]),
+        (sending(b"[" * 100_000), [STRANGE]),
+        (sending(b"", 404), ["HTTP 404; see the server's log", "such as http://localhost:8000"]),
+        (sending(b"", 401), ["HTTP 401; give its key in FP8KV_API_KEY"]),
+        (sending(b"", 400, "completions"), ["HTTP 400 to token ids as a prompt, with logprobs"]),
+        (sending(b"", 422, "completions"), ["HTTP 422 to token ids as a prompt"]),
+        (sending(b"", 400), ["v1/models answers HTTP 400; see the server's log"]),
+        (lambda *_: {"data": []}, ["serves no model; load one there", "http://localhost:8000"]),
+    ],
+)
+def test_wrong_answers_are_one_line(change, phrases, fake):
+    fake.change = change
+    refuses(fake, *phrases)
+
+
+@pytest.mark.parametrize("prompt_logprobs", ["given", "ignored"])
+def test_logprobs_are_numbers_up_to_0_or_a_rounding_above(prompt_logprobs, fake):
+    def saying(logprob, path, answer):
         for choice in answer.get("choices", []):
             choice["logprobs"]["token_logprobs"] = [logprob]
             for row in choice.get("prompt_logprobs", [])[1:]:
                 row |= {token: {"logprob": logprob} for token in row}
         return answer
 
-    return change
-
-
-def counting(count):
-    return lambda path, answer: answer | {"usage": {"prompt_tokens": count}}
-
-
-def holding(positions):
-    model = {"id": "m", "max_model_len": positions}
-    return lambda path, answer: {"data": [model]} if "models" in path else answer
-
-
-def status(number, where="/v1"):
-    return lambda path, answer: (number, b"") if where in path else answer
-
-
-STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
-WRONG = {
-    "no logprobs": (no_logprobs, "gives no logprobs, of prompts or of generated tokens", "fp8kv stress"),
-    "other count": (other_count, "read 131 tokens where 8 were sent", "another tokeniser", "--model"),
-    "other tokens": (other_tokens, "read 5 tokens where 8 were sent"),
-    "counts in words": (counting("8"), STRANGE),
-    "counts to true": (counting(True), STRANGE),
-    "length in words": (holding("129"), STRANGE),
-    "negative length": (holding(-1), STRANGE),
-    "no JSON": (lambda *_: (200, b"<html>hello"), f"v1/models {STRANGE}"),
-    "other JSON": (lambda *_: [1, 2], STRANGE),
-    "deep JSON": (lambda *_: (200, b"[" * 100_000), STRANGE),
-    "not found": (status(404), "HTTP 404; see the server's log", "such as http://localhost:8000"),
-    "redirect": (status(307), "HTTP 307"),
-    "unauthorised": (status(401), "HTTP 401; give its key in FP8KV_API_KEY"),
-    "refuses prompts": (status(400, "completions"), "HTTP 400 to token ids as a prompt, with logprobs"),
-    "refuses fields": (status(422, "completions"), "HTTP 422 to token ids as a prompt"),
-    "refuses all": (status(400), "v1/models answers HTTP 400; see the server's log"),
-    "no models": (lambda *_: {"data": []}, "serves no model; load one there", "http://localhost:8000"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_answers_are_one_line(name, fake):
-    fake.change, *phrases = WRONG[name]
-    refuses(fake, *phrases)
-
-
-@pytest.mark.parametrize("prompt_logprobs", ["given", "ignored"])
-def test_logprobs_are_numbers_up_to_0_or_a_rounding_above(prompt_logprobs, fake):
     fake.prompt_logprobs = prompt_logprobs
     for logprob in (float("nan"), True, "-1.5", 0.5):
-        fake.change = saying(logprob)
+        fake.change = partial(saying, logprob)
         refuses(fake, STRANGE)
-    fake.change = saying(0.001)
+    fake.change = partial(saying, 0.001)
     assert {*chain(*ask(fake).first)} == {0.001}
 
 
 def test_an_answer_of_more_than_64_mib_is_cut_off(fake, monkeypatch):
     monkeypatch.setattr("calib.serving.client._MAX_BYTES", 1000)
-    fake.change = lambda path, answer: (200, b" " * 300_000 + b"{}") if "completions" in path else answer
+    fake.change = sending(b" " * 300_000 + b"{}", where="completions")
     refuses(fake, STRANGE)
 
 
@@ -155,33 +144,22 @@ def test_one_of_several_models_is_chosen_by_name(fake):
 @pytest.mark.parametrize(("number", "variable"), [(401, "FP8KV_API_KEY"), (403, "OPENAI_API_KEY")])
 def test_a_key_that_is_refused(variable, number, fake, monkeypatch):
     monkeypatch.setenv(variable, SECRET)
-    fake.change = status(number)
+    fake.change = sending(b"", number)
     assert SECRET not in refuses(fake, f"HTTP {number}; it refuses the key in {variable}")
 
 
-@pytest.mark.parametrize(
-    ("url", "keys"),
-    [
-        ("http://somewhere.else", [None, "ours"]),
-        ("https://somewhere.else", ["openai's", "ours"]),
-        ("http://[::1]:8000", ["openai's", "ours"]),
-        ("http://LOCALHOST", ["openai's", "ours"]),
-    ],
-)
-def test_a_key_of_openai_goes_nowhere_in_the_clear_and_ours_comes_first(url, keys, monkeypatch):
+def test_a_key_of_openai_goes_nowhere_in_the_clear_and_ours_comes_first(monkeypatch):
+    def keys(*urls):
+        return [Server(url)._headers.get("Authorization") for url in urls]
+
+    private = ("https://somewhere.else", "http://[::1]:8000", "http://LOCALHOST")
     monkeypatch.setenv("OPENAI_API_KEY", "openai's")
-    for key in keys:
-        said = Server(url)._headers.get("Authorization")
-        assert said == (f"Bearer {key}" if key else None)
-        monkeypatch.setenv("FP8KV_API_KEY", "ours")
-
-
-def test_a_key_that_is_none(monkeypatch):
+    assert keys(*private, "http://somewhere.else") == ["Bearer openai's"] * 3 + [None]
+    monkeypatch.setenv("FP8KV_API_KEY", "ours")
+    assert keys(*private, "http://somewhere.else") == ["Bearer ours"] * 4
     for extra in ("\nHost: x", "é"):
         monkeypatch.setenv("FP8KV_API_KEY", f"{SECRET}{extra}")
-        with pytest.raises(InputError, match="FP8KV_API_KEY holds characters that no key has") as found:
-            Server("http://localhost")
-        assert SECRET not in str(found.value)
+        assert SECRET not in refuses("http://x", "FP8KV_API_KEY holds characters that no key has")
 
 
 def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
@@ -204,3 +182,83 @@ def test_a_server_that_never_ends_an_answer(fake, monkeypatch):
     start = time.monotonic()
     refuses(fake, "took more than the 0.8 s")
     assert time.monotonic() - start < 8
+
+
+def test_a_name_that_is_looked_up_for_long(monkeypatch):
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.5)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: time.sleep(4))
+    before, start = {*threading.enumerate()}, time.monotonic()
+    refuses("http://slow.example", "took more than the 0.5 s that there are for all requests")
+    assert time.monotonic() - start < 3
+    # Python waits for all other threads when it ends
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+
+
+@pytest.mark.parametrize(
+    ("url", "phrase"),
+    [
+        ("http://no.such.host.invalid", "no answer from http://no.such.host.invalid/v1/models"),
+        ("http://127.0.0.1:70000", "--served is not a URL"),
+        ("ftp://host", "--served takes http or https"),
+        ("http://", "http or https"),
+        (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
+        (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
+        ("http://ho st", "is it running?"),
+        (f"http://{'a' * 64}.example", "no host has this name; is it running?"),
+        ("http://127.0.0.1:9/ü", "Connection refused; is it running?"),
+    ],
+)
+def test_no_server_there(url, phrase):
+    assert SECRET not in refuses(url, phrase, "such as http://localhost:8000")
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_in_v1_and_no_proxy_sees_the_key(ending, fake, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("FP8KV_API_KEY", SECRET)
+    with running(fake) as url:
+        assert Server(url + ending).choose_model(None).id == "m"
+    assert [headers["Authorization"] for headers in fake.headers] == [f"Bearer {SECRET}"]
+
+
+def test_https_where_http_is_spoken(fake):
+    with running(fake) as url:
+        said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
+    assert "is it running" not in said
+
+
+def test_certificates_are_checked(fake, monkeypatch):
+    """That of this server, for localhost, is signed by itself."""
+    certificate = Path(__file__).parents[2] / "support" / "self_signed.pem"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with running(fake, context) as url:
+        by_number = url.replace("http", "https")
+        by_name = by_number.replace("127.0.0.1", "localhost")
+        said = refuses(by_name, "self-signed certificate", "; give the host that it names", "SSL_CERT_FILE")
+        assert "is it running" not in said
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert Server(by_name).choose_model(None).id == "m"
+        refuses(by_number, "certificate is not valid for '127.0.0.1'", "give the host that it names")
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", None], ids=["other words", "hangs up"])
+def test_something_that_speaks_no_http_is_running(answer):
+    def accept(server):
+        with server.accept()[0] as connection:
+            if answer:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, args=[server], daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        said = refuses(url, "it hung up, or gives no answer in HTTP; does it take http or https? see its log")
+    assert "is it running" not in said
+
+
+def test_causes_that_form_a_circle():
+    error, cause = OSError(5, "Input/output error"), ConnectionRefusedError()
+    error.__cause__, cause.__context__ = cause, error
+    assert _explanation(error).startswith("Connection refused; is it running?")

@@ -4,7 +4,10 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,27 +16,30 @@ from safetensors.torch import save_file
 from torch import nn
 
 from calib.engines.outcome import Place
-from calib.files.stored_scales import read_scales
+from calib.files.model_directory import ModelDirectory
+from calib.files.stored_scales import StoredLayer, StoredScales
 from calib.serving import plugin
 from calib.serving.loaded_scales import ScalesInForce, compare
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 
-class Runner:
-    def load_model(self, *, load_dummy_weights=False):
-        """Load."""
-        return load_dummy_weights
+@pytest.fixture(autouse=True)
+def nothing_is_demanded(monkeypatch):
+    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
 
 
 @pytest.fixture
 def runner(monkeypatch):
     """A module of vLLM's with a runner; what it loads is collected."""
-    module = ModuleType(RUNNER)
-    module.GPUModelRunner = type("GPUModelRunner", (Runner,), {"load_model": Runner.load_model})
+
+    def load_model(self, *, load_dummy_weights=False):
+        return load_dummy_weights
+
+    module, checked = ModuleType(RUNNER), []
+    module.GPUModelRunner = type("GPUModelRunner", (), {"load_model": load_model})
     monkeypatch.setitem(sys.modules, RUNNER, module)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    checked = []
     monkeypatch.setattr(plugin, "_check_vllm", checked.append)
     return module.GPUModelRunner, checked
 
@@ -50,31 +56,16 @@ def test_a_runner_that_is_imported_already_is_watched_once(runner):
     assert sum(isinstance(finder, plugin._RunnerFinder) for finder in sys.meta_path) == 1
 
 
-class Fixed(list):
-    """Finders that nobody may take away, even for a moment: other threads import too."""
-
-    def remove(self, finder):
-        raise ValueError(finder)
-
-
 def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
-    _, checked = runner
-    monkeypatch.setattr(sys, "meta_path", Fixed(sys.meta_path))
     package = tmp_path.joinpath("vllm", "v1", "worker")
     package.mkdir(parents=True)
-    for directory in (package, *list(package.parents)[:2]):
-        (directory / "__init__.py").touch()
-    (package / "gpu_model_runner.py").write_text(
-        "class GPUModelRunner:\n    def load_model(self):\n        return 7\n"
-    )
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
+    source = "class GPUModelRunner:\n    def load_model(self):\n        return 7\n"
+    (package / "gpu_model_runner.py").write_text(source)
+    monkeypatch.delitem(sys.modules, RUNNER)
     monkeypatch.syspath_prepend(str(tmp_path))
     plugin.register_vllm()
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    assert GPUModelRunner().load_model() == 7
-    assert len(checked) == 1
+    assert import_module(RUNNER).GPUModelRunner().load_model() == 7
+    assert len(runner[1]) == 1
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -109,13 +100,11 @@ class Attention(nn.Module):
 
 
 def test_layers_of_vllm():
-    old = Attention("model.layers.2.self_attn.attn")
-    del old._k_scale_cpu  # vLLM 0.23 has none
-    vision, linear = Attention("visual.blocks.0.attn", kind="encoder_only"), nn.Linear(2, 2)
-    first, in_16_bits = (
-        Attention(f"model.layers.{i}.self_attn.attn", x) for i, x in enumerate(["fp8", "auto"])
-    )
-    found = list(plugin.vllm_layers(nn.ModuleList([first, in_16_bits, vision, linear, old])))
+    names = ("visual.blocks.0.attn", *(f"model.layers.{i}.self_attn.attn" for i in range(3)))
+    kinds = (("fp8", "encoder_only"), ("fp8",), ("auto",), ("fp8",))
+    layers = [Attention(name, *kind) for name, kind in zip(names, kinds, strict=True)]
+    del layers[3]._k_scale_cpu  # vLLM 0.23 has none
+    found = list(plugin.vllm_layers(nn.ModuleList([*layers, nn.Linear(2, 2)])))
     assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False), (2, True)]
     assert found[0].k == {"_k_scale": (0.5,), "_k_scale_float": (0.5,), "_k_scale_cpu": (0.5,)}
     assert found[0].v == {"_v_scale": (0.25, 0.75), "_v_scale_float": (0.75,), "_v_scale_cpu": (0.75,)}
@@ -123,35 +112,37 @@ def test_layers_of_vllm():
     assert [*found[2].k] == ["_k_scale", "_k_scale_float"]
 
 
-def problems_of(layers, directory, tensors, place=Place()):  # noqa: B008 (frozen)
-    """What the plugin says of layers whose files hold `tensors`."""
-    save_file({name: torch.tensor(x) for name, x in tensors.items()}, directory / "s.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    report = compare([*layers], read_scales(directory), place)
+def problems_of(layers, k, v, q=None, *, fnuz=False):
+    """What the plugin says of layers whose files hold these scales in each."""
+    directory = ModelDirectory(Path(), {}, {})
+    stored = StoredScales(directory, [StoredLayer(layer.layer, k, v, q) for layer in layers])
+    report = compare(layers, stored, Place(fnuz=fnuz))
     assert report.used == report.total - sum(x[0] in "KV" for x in report.problems)
     return report.problems
 
 
-SCALES = {"k": [0.375, 0.3125], "v": [0.25, 0.75], "q": [0.125, 0.125, 0.25, 0.375]}
-# as vLLM holds them: query heads have the largest of those that share a KV head
-HELD = {**SCALES, "q": [0.125, 0.375]}
+# vLLM's query heads have the largest of those that share a KV head
+HELD = {"k": [0.375, 0.3125], "v": [0.25, 0.75], "q": [0.125, 0.375]}
 COPIES = [f"_{x}_scale{kind}" for x in "kvq" for kind in ("", "_float", "_cpu")][:-1]
 
 
 @pytest.mark.parametrize(("heads", "fnuz"), [(1, True), (2, False)], ids=["per layer, fnuz", "per head"])
-def test_every_copy_of_a_scale_is_compared_and_named(fnuz, heads, tmp_path):
+def test_every_copy_of_a_scale_is_compared_and_named(fnuz, heads):
     held = {x: [(2 if fnuz else 1) * y for y in values[:heads]] for x, values in HELD.items()}
-    file = {x: values if heads > 1 else values[:1] for x, values in SCALES.items()}
-    names = {f"model.layers.{i}.self_attn.{x}_scale": file[x] for i in range(3) for x in file}
+    k, v, q = (
+        *(tuple(HELD[x][:heads]) for x in "kv"),
+        (0.125, 0.125, 0.25, 0.375) if heads > 1 else (0.125,),
+    )
     for copy in (None, *COPIES):
         model = nn.ModuleList([Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)])
         problems = []
         if copy:
             value = getattr(model[1], copy)
             setattr(model[1], copy, torch.ones_like(value) if isinstance(value, torch.Tensor) else 1.0)
-            letter, problem = copy[1].upper(), "is at 1.0: the engine dropped the file's scale in layer 1"
-            problems = [f"{letter}'s copy {copy} {problem}"]
-        assert problems_of(plugin.vllm_layers(model), tmp_path, names, Place(fnuz=fnuz)) == problems
+            problem = "is at 1.0: the engine dropped the file's scale in layer 1"
+            problems = [f"{copy[1].upper()}'s copy {copy} {problem}"]
+        layers = [*plugin.vllm_layers(model)]
+        assert problems_of(layers, k, v, q, fnuz=fnuz) == problems
 
 
 class RadixAttention(nn.Module):
@@ -181,43 +172,38 @@ def test_layers_of_sglang():
     assert [*plugin.sglang_attention(nn.ModuleList([beside]))] == ["0.attn.0"]
 
 
-def test_the_number_that_sglang_leaves_empty_is_named(tmp_path):
+def test_the_number_that_sglang_leaves_empty_is_named():
     model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, 0.5, 0.25)])
     # as `load_kv_cache_scales` leaves it
     model[1].k_scale, model[1].k_scale_float = 0.5, None
     model[0].v_scale = torch.tensor(1.0)
-    names = {f"model.layers.{i}.self_attn.{x}_scale": [{"k": 0.5, "v": 0.25}[x]]
-             for i in range(2) for x in "kv"}  # fmt: skip
-    assert problems_of(plugin.sglang_layers(model, True), tmp_path, names) == [
+    assert problems_of([*plugin.sglang_layers(model, True)], (0.5,), (0.25,)) == [
         "V's copy v_scale is at 1.0: the engine dropped the file's scale in layer 0",
         "K's copy k_scale_float is empty, which kernels take for 1.0 in layer 1",
     ]
 
 
-GOOD = ScalesInForce(used=2, total=2)
-BAD = ScalesInForce(used=1, total=2, problems=["K is at 1.0 in layer 0"])
-
-
 @pytest.mark.parametrize(
     ("check", "level", "words"),
     [
-        (lambda: GOOD, "INFO", "2 of 2 KV scales in use"),
-        (lambda: BAD, "WARNING", "1 of 2 KV scales in use, FP8 cache; K is at 1.0 in layer 0"),
+        (lambda: ScalesInForce(2, 2), "INFO", "2 of 2 KV scales in use"),
+        (
+            lambda: ScalesInForce(1, 2, problems=["K is bad"]),
+            "WARNING",
+            "1 of 2 KV scales in use, FP8 cache; K is",
+        ),
         (lambda: [][1], "WARNING", "with the files': IndexError: list index"),
     ],
 )
 def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level, words, caplog, monkeypatch):
-    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
     with caplog.at_level(logging.INFO, "vllm.fp8kv"):
         plugin._guard("vllm", check)
     ((_, number, message),) = caplog.record_tuples
     assert (logging.getLevelName(number), words in message) == (level, True)
     monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
-    if level == "INFO":
+    ends = pytest.raises(plugin.ScalesNotUsedError, match="fp8kv: ") if level == "WARNING" else nullcontext()
+    with ends:
         plugin._guard("vllm", check)
-    else:
-        with pytest.raises(plugin.ScalesNotUsedError, match="fp8kv: "):
-            plugin._guard("vllm", check)
 
 
 class Loading(SimpleNamespace):
@@ -233,8 +219,7 @@ def test_a_directory_without_scales_and_dummy_weights(tmp_path):
 
 
 def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
-    commit = "0" * 40
-    repository = tmp_path / "models--someone--model"
+    commit, repository = "0" * 40, tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "refs", repository / "trees"):
         folder.mkdir(parents=True)
@@ -248,46 +233,35 @@ def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     assert [layer.k for layer in found.layers] == [(0.5,)]
 
 
-@pytest.fixture
-def says(monkeypatch, caplog):
-    """Runs what goes wrong, which is a line in the log."""
-    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
-
-    def run(function, words):
-        caplog.clear()
-        function()
-        (record,) = caplog.records
-        said = record.getMessage()
-        assert (record.levelname, words in said, "\n" in said) == ("WARNING", True, False)
-        assert said.startswith("fp8kv: cannot compare")
-
-    return run
+def says(function, words, caplog):
+    """What goes wrong is a line in the log."""
+    caplog.clear()
+    function()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert (record.levelname, words in said, "\n" in said) == ("WARNING", True, False)
+    assert said.startswith("fp8kv: cannot compare")
 
 
-def test_without_its_engine_a_plugin_says_so(says, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    says(plugin.register_sglang, "ModuleNotFoundError")
-
-
-def test_a_runner_that_has_no_method_is_left_alone(says, monkeypatch, runner, caplog):
+def test_a_runner_that_has_no_method_is_left_alone(monkeypatch, runner, caplog):
     monkeypatch.setattr(sys.modules[RUNNER], "GPUModelRunner", type("GPUModelRunner", (), {}))
-    says(plugin.register_vllm, "no attribute 'load_model'")
+    says(plugin.register_vllm, "no attribute 'load_model'", caplog)
     caplog.clear()
     monkeypatch.setitem(sys.modules, RUNNER, None)  # which nobody may import
     plugin.register_vllm()
     assert not caplog.records
 
 
-def test_an_engine_that_has_moved_its_parts_goes_on(says, monkeypatch):
+def test_an_engine_that_is_not_there_or_has_moved_its_parts_goes_on(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    says(plugin.register_sglang, "ModuleNotFoundError", caplog)
     hooks = {}
-    registry = ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = SimpleNamespace(register=hooks.__setitem__)
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.plugins.hook_registry"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    sys.modules[name].HookRegistry = SimpleNamespace(register=hooks.__setitem__)
     plugin.register_sglang()
     (hook,) = hooks.values()
-    says(lambda: hook(None, SimpleNamespace()), "No module named")
+    says(lambda: hook(None, SimpleNamespace()), "No module named", caplog)
     hook(None, SimpleNamespace(is_draft_worker=True))
     # there is no vLLM here to import from
-    says(lambda: plugin._guard("vllm", lambda: plugin._check_vllm(None)), "No module named")
+    says(lambda: plugin._guard("vllm", lambda: plugin._check_vllm(None)), "No module named", caplog)
