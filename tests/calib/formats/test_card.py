@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from command_line import calibrate, fp8kv
+from command_line import calibrate, ran
 from formats_table import PAGE, page
 from transformers import AutoModelForCausalLM
 
@@ -15,19 +15,17 @@ from calib.formats.card import format_card, render_card
 NEEDING = "transformers opens this directory only where `compressed-tensors` is installed"
 
 
-def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal():
+def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal_and_its_markup_is_quoted_in_a_pack():
     card = format_card("m\n# Mine\x1b[2J", "vllm", Path("out"), "tensor", warnings=["a\n# b"])
-    assert [line for line in card.splitlines() if line.startswith("#")] == [card.splitlines()[0]]
+    first, *lines = card.splitlines()
+    assert first.startswith("#")
+    assert not [line for line in lines if line.startswith("#")]
     assert "\x1b" not in card
-    assert card.splitlines()[-1] == "- a\N{REPLACEMENT CHARACTER}# b"
-
-
-def test_markup_of_others_is_quoted_in_a_pack():
-    facts = {"model": "a|b"}
-    card = render_card("pack", model="*m*", facts=facts, evaluation=None, layers=[], warnings=["[x](y)"])
-    assert r"# FP8 KV-cache scales for \*m\*" in card
-    assert r"| model | a\|b |" in card
-    assert r"- \[x\](y)" in card
+    assert lines[-1] == "- a\N{REPLACEMENT CHARACTER}# b"
+    facts = {"facts": {"model": "a|b"}, "evaluation": None, "layers": [], "warnings": ["[x](y)"]}
+    card = render_card("pack", model="*m*", **facts)
+    for quoted in (r"# FP8 KV-cache scales for \*m\*", r"| model | a\|b |", r"- \[x\](y)"):
+        assert quoted in card
     with pytest.raises(jinja2.UndefinedError):
         render_card("bake", model="a card without its facts")
 
@@ -52,13 +50,11 @@ def test_the_card_says_what_transformers_needs_to_open_an_output(tiny_directory,
     assert calibrate(tiny_directory, "-o", tmp_path / "out", *flags).exit_code == 0
     source = tmp_path / "out" / "vllm"
     for name in {*FORMATS} - {"fp8kv"}:
-        converted = tmp_path / f"converted-{name}"
-        assert fp8kv("convert", source, "--to", name, "-o", converted).exit_code == 0
+        ran("convert", source, "--to", name, "-o", tmp_path / f"converted-{name}")
     for name in formats:
         for directory in (tmp_path / "out" / name, tmp_path / f"converted-{name}"):
             says = NEEDING in (directory / "README.md").read_text()
             assert says == (name in ("vllm", "aphrodite", "sglang")) == (not opens(directory)), directory
     assert NEEDING not in (tmp_path / "converted-json" / "README.md").read_text()
-    stripped = tmp_path / "stripped"
-    assert fp8kv("strip", source, "-o", stripped).exit_code == 0
-    assert opens(stripped)
+    ran("strip", source, "-o", tmp_path / "stripped")
+    assert opens(tmp_path / "stripped")

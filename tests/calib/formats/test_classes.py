@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
@@ -15,9 +15,9 @@ def save(family, directory):
     return save_model(make(family), directory / family)
 
 
-def names(output):
+def holds(output, name):
     with safe_open(output / "model-fp8kv-scales.safetensors", "pt") as file:
-        return {name.partition(".0.")[2] for name in file.keys()}  # noqa: SIM118
+        return any(key.endswith(f".0.{name}") for key in file.keys())  # noqa: SIM118
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,6 @@ def names(output):
     [
         ("llama", "sglang", PLAIN),
         ("qwen2", "sglang", INNER),
-        ("olmo2", "sglang", INNER),
-        ("gemma2", "sglang", PLAIN),
         ("qwen3_moe", "vllm", PLAIN),
         ("gpt2", "sglang", "attn.attn.k_scale"),
         ("llama4", "vllm", PLAIN),
@@ -35,9 +33,8 @@ def names(output):
 def test_an_output_loads_in_the_engine_that_its_format_is_for(family, engine, name, tmp_path):
     out = tmp_path / "out"
     succeeded(calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet"))
-    assert name in names(out)
-    checked = fp8kv("verify", out, "--engine", engine)
-    assert checked.exit_code == 0, checked.stdout
+    assert holds(out, name)
+    ran("verify", out, "--engine", engine)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +57,10 @@ def test_a_class_that_was_never_run_gets_the_usual_name_and_a_warning(tmp_path):
     done = succeeded(calibrate(source, "-o", out, "--format", "sglang"))
     printed = " ".join((done.stdout + done.stderr).split())
     assert "whether SGLang loads these scales is not known for OwnForCausalLM" in printed
-    assert PLAIN in names(out)
+    assert holds(out, PLAIN)
     assert fp8kv("verify", out, "--engine", "sglang").exit_code == 1
     quiet = calibrate(source, "-o", out, "--format", "sglang", "--quiet", "--overwrite")
-    assert (quiet.exit_code, quiet.stdout) == (0, "")
+    assert quiet.stdout == ""
     assert quiet.stderr.startswith("warning: whether SGLang loads these scales is not known for")
     as_json = calibrate(source, "-o", out, "--format", "sglang", "--json", "--overwrite")
     assert as_json.stderr == ""
@@ -76,5 +73,5 @@ def test_old_outputs_are_mended_by_convert_and_tgi_is_doubted(tmp_path):
     assert "whether TGI loads these scales is not known for Qwen2ForCausalLM" in done.stderr
     assert calibrate(source, "-o", old, "--format", "vllm", "--quiet").stderr == ""
     assert fp8kv("verify", old, "--engine", "sglang").exit_code == 1
-    assert fp8kv("convert", old, "--to", "sglang", "-o", new).exit_code == 0
-    assert fp8kv("verify", new, "--engine", "sglang").exit_code == 0
+    ran("convert", old, "--to", "sglang", "-o", new)
+    ran("verify", new, "--engine", "sglang")

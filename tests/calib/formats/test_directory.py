@@ -20,9 +20,9 @@ OLD = "model.layers.0.self_attn"
 RENAMED = "model-00001-of-00001.safetensors"
 
 
-def write(checkpoint, out, *, name="vllm", weights="link"):
+def write(checkpoint, out, weights="link"):
     with atomic_directory(out, overwrite=True) as scratch:
-        made = export(make_scales(), checkpoint, name)
+        made = export(make_scales(), checkpoint, "vllm")
         write_checkpoint(made, checkpoint, scratch, weights=weights, readme="# Ours\n")
     return out
 
@@ -37,23 +37,17 @@ def index_of(directory):
 
 
 def snapshot(directory):
-    return {
-        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
 
 
 def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint, tmp_path):
     checkpoint = make_checkpoint({"author": "Gödel"})
     source = checkpoint.path
     (source / "README.md").write_text("---\nlicense: mit\n---\n# The model\n")
-    (source / "templates").mkdir()
-    (source / "templates" / "tool.jinja").write_text("x")
-    (source / "pytorch_model.bin").write_bytes(b"x")
-    (source / "consolidated.safetensors").write_bytes(b"x")
-    (source / ".cache").mkdir()
-    (source / ".cache" / "x").write_text("x")
+    for name in ("templates/tool.jinja", ".cache/x", "pytorch_model.bin", "consolidated.safetensors"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("x")
     before = snapshot(source)
     umask = os.umask(0o022)
     try:
@@ -64,17 +58,10 @@ def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint,
     assert (out / RENAMED).samefile(source / "model.safetensors")
     assert '"author": "Gödel"' in (out / "config.json").read_text()
     # small files travel, other weights do not
-    assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == {
-        "README.md",
-        "config.json",
-        "fp8kv_source/README.md",
-        "fp8kv_source/config.json",
-        RENAMED,
-        "model.safetensors.index.json",
-        SCALES_SHARD,
-        "templates/tool.jinja",
-        "tokenizer.json",
-    }
+    ours = {RENAMED, SCALES_SHARD, "model.safetensors.index.json"}
+    ours |= {"fp8kv_source/README.md", "fp8kv_source/config.json"}
+    theirs = {"README.md", "config.json", "templates/tool.jinja", "tokenizer.json"}
+    assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == ours | theirs
     # a server running as another user can read the scales, and transformers wants "pt"
     assert (out / SCALES_SHARD).stat().st_mode & 0o777 == 0o644
     assert tensors(out / SCALES_SHARD)[1] == {"format": "pt"}
@@ -109,14 +96,13 @@ def test_weights_are_copied_or_left_out_as_asked(checkpoint, tmp_path):
 
 def test_scales_of_an_earlier_calibration_are_replaced(make_checkpoint, tmp_path):
     stale = {f"{OLD}.k_scale": torch.ones(1), f"{OLD}.k_proj.output_scale": torch.ones(1)}
-    weight_scale = {f"{OLD}.k_proj.weight_scale": torch.ones(1)}
-    checkpoint = make_checkpoint(extra={**stale, **weight_scale})
+    checkpoint = make_checkpoint(extra=stale | {f"{OLD}.k_proj.weight_scale": torch.ones(1)})
     file = checkpoint.path / "model.safetensors"
-    save_file(tensors(file)[0], file, metadata={"format": "pt"})
+    source, _ = tensors(file)
+    save_file(source, file, metadata={"format": "pt"})
     checkpoint, before = open_model_directory(checkpoint.path), snapshot(checkpoint.path)
     out = write(checkpoint, tmp_path / "out")
     kept, metadata = tensors(out / RENAMED)
-    source, _ = tensors(file)
     assert kept.keys() == source.keys() - stale.keys()
     assert all(torch.equal(tensor, source[name]) for name, tensor in kept.items())
     assert metadata == {"format": "pt"}
@@ -128,18 +114,19 @@ def test_scales_of_an_earlier_calibration_are_replaced(make_checkpoint, tmp_path
 
 def test_where_an_output_may_go(checkpoint, tmp_path):
     out, source = tmp_path / "out", checkpoint.path
+
+    def refused(place, overwrite, message):
+        with pytest.raises(InputError, match=message):
+            check_output(place, source, overwrite=overwrite)
+
     check_output(out, source, overwrite=False)
     out.mkdir()
     check_output(out, source, overwrite=False)
     (out / "thesis.txt").write_text("x")
-    with pytest.raises(InputError, match="exists; add --overwrite"):
-        check_output(out, source, overwrite=False)
-    with pytest.raises(InputError, match="was not written by fp8kv"):
-        check_output(out, source, overwrite=True)
+    refused(out, False, "exists; add --overwrite")
+    refused(out, True, "was not written by fp8kv")
     (out / CALIBRATION_FILE).write_text("{}")
     check_output(out, source, overwrite=True)
     for near in (source, source / "sub", tmp_path):
-        with pytest.raises(InputError, match="would mix with the model"):
-            check_output(near, source, overwrite=True)
-    with pytest.raises(InputError, match="File name too long; choose another -o"):
-        check_output(tmp_path / ("x" * 300), source, overwrite=False)
+        refused(near, True, "would mix with the model")
+    refused(tmp_path / ("x" * 300), False, "File name too long; choose another -o")

@@ -20,8 +20,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "strategy", "targets"), CASES)
 def test_output_matches_its_golden_file(name, strategy, targets, checkpoint, tmp_path, request):
-    scales = make_scales(strategy, q=targets == "qkv")
-    made = export(scales, checkpoint, name, tp_size=2)
+    made = export(make_scales(strategy, q=targets == "qkv"), checkpoint, name, tp_size=2)
     out = tmp_path / "out"
     out.mkdir()
     if FORMATS[name].with_weights:

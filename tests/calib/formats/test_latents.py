@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from engine_fixtures import make_scales
 from families import LATENT, save_model, tiny_model
 
@@ -13,7 +13,6 @@ from calib.choices import FORMATS as NAMES
 from calib.errors import UnsupportedExportError
 from calib.formats import FORMATS, export
 
-REFUSED = [name for name in NAMES if name not in ("modelopt", "fp8kv")]
 WEIGHTS = [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
 FLAG = "--model-impl transformers"
 BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
@@ -35,54 +34,44 @@ def scales():
     return replace(made, layers=layers)
 
 
-# ---- formats ----
+REASONS = {
+    "vllm": "own classes load no scales of latents .* or --format modelopt with vLLM's",
+    "vllm-nvfp4": r"or vLLM's --kv-cache-dtype fp8_ds_mla, .* \(DeepSeek-V3.2, GLM-5\)",
+    "sglang": "SGLang stores latents .* without their scales, .* its answers are wrong",
+    "aphrodite": "whether Aphrodite computes with scales of latents is not known",
+    "json": "no engine is known to read scales of latents .* from kv_cache_scales.json",
+    "trtllm": "TensorRT-LLM's PyTorch backend computes .* with 1.0",
+}
 
 
-def test_a_format_that_no_engine_reads_is_refused_with_the_way_out(of_latents, make_checkpoint):
+def refused(scales, source, name, message):
+    with pytest.raises(UnsupportedExportError, match=message) as found:
+        export(scales, source, name)
+    assert "\n" not in str(found.value)
+
+
+def test_a_format_that_no_engine_reads_is_refused_with_the_reason_and_the_way_out(
+    of_latents, make_checkpoint
+):
     assert [name for name in NAMES if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
     source = of_latents()
-    for name in REFUSED:
-        with pytest.raises(UnsupportedExportError, match=f"--format {name}: .* Use {BAKE}") as refused:
-            export(scales(), source, name)
-        assert "\n" not in str(refused.value)
+    for name in (name for name in NAMES if FORMATS[name].latent):
+        refused(scales(), source, name, f"--format {name}: .* Use {BAKE}")
+        refused(scales(), source, name, REASONS.get(name, "latents"))
         # scales that do not say so are known by the model's config
-        with pytest.raises(UnsupportedExportError, match="MLA|latents"):
-            export(make_scales(), source, name)
+        refused(make_scales(), source, name, "MLA|latents")
     # and scales that say so by themselves
-    with pytest.raises(UnsupportedExportError, match="MLA|latents"):
-        export(scales(), make_checkpoint(), "vllm")
+    refused(scales(), make_checkpoint(), "vllm", "MLA|latents")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("vllm", "own classes load no scales of latents .* or --format modelopt with vLLM's"),
-        ("vllm-nvfp4", r"or vLLM's --kv-cache-dtype fp8_ds_mla, .* \(DeepSeek-V3.2, GLM-5\)"),
-        ("sglang", "SGLang stores latents .* without their scales, .* its answers are wrong"),
-        ("aphrodite", "whether Aphrodite computes with scales of latents is not known"),
-        ("json", "no engine is known to read scales of latents .* from kv_cache_scales.json"),
-        ("trtllm", "TensorRT-LLM's PyTorch backend computes .* with 1.0"),
-    ],
-)
-def test_the_reason_is_the_engines(name, reason, of_latents):
-    with pytest.raises(UnsupportedExportError, match=reason):
-        export(scales(), of_latents(), name)
-
-
-# ---- modelopt ----
-
-
-@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"])
-def test_modelopt_holds_them_for_vllms_other_backend(architecture, of_latents):
-    made = export(scales(), of_latents(architecture), "modelopt")
+def test_modelopt_holds_them_for_vllms_other_backend(of_latents):
+    made = export(scales(), of_latents("Glm4MoeLiteForCausalLM"), "modelopt")
     assert {name: tensor.tolist() for name, tensor in made.tensors.items()} == {
         f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": [0.25 + i] for i in range(2) for x in "kv"
     }
     assert (made.flags, made.doubts) == (FLAG, ())
     assert made.notes[0].startswith(f"serve with {FLAG}: vLLM's own class computes with 1.0")
-
-
-def test_a_class_that_vllm_lacks_needs_no_flag(of_latents):
+    # a class that vLLM lacks needs no flag
     made = export(scales(), of_latents("YoutuForCausalLM"), "modelopt")
     assert (made.flags, made.notes) == ("", ("these scales are of latents (MLA), for vLLM alone",))
     assert export(scales(), of_latents("AXK2ForCausalLM"), "modelopt").tensors
@@ -97,8 +86,7 @@ def test_they_have_the_name_that_arrives(make_checkpoint):
     assert {*made.tensors} == {f"{module}.{x}_scale" for module in modules for x in "kv"}
     assert made.flags == FLAG
     both = make_scales(modules=[*modules, "model.layers.0.self_attn.1"])
-    with pytest.raises(UnsupportedExportError, match="several attention modules"):
-        export(both, source, "modelopt")
+    refused(both, source, "modelopt", "several attention modules")
 
 
 NOT_KNOWN = "loads scales of latents .* of {} is not known, or"
@@ -115,11 +103,8 @@ NOT_KNOWN = "loads scales of latents .* of {} is not known, or"
     ],
 )
 def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, config, message, of_latents):
-    with pytest.raises(UnsupportedExportError, match=rf"{message.format(architecture)}.*\. Use {BAKE}"):
-        export(scales(), of_latents(architecture, **config), "modelopt")
-
-
-# ---- jobs ----
+    said = rf"{message.format(architecture)}.*\. Use {BAKE}"
+    refused(scales(), of_latents(architecture, **config), "modelopt", said)
 
 
 def test_an_output_is_served_as_its_card_says_and_as_verify_says(tmp_path, monkeypatch):
@@ -133,19 +118,17 @@ def test_an_output_is_served_as_its_card_says_and_as_verify_says(tmp_path, monke
     command = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}"
     assert command in " ".join(done.stdout.split())
     assert command in (out / "README.md").read_text()
-    checked = fp8kv("verify", out, "--engine", "vllm", "--json")
-    assert checked.exit_code == 0, checked.stdout
+    checked = ran("verify", out, "--engine", "vllm", "--json")
     (engine,) = json.loads(checked.stdout)["engines"]
     assert engine["flag"] == FLAG
-    report = json.loads((out / "fp8kv_calibration.json").read_text())
     # vLLM passes them through bfloat16
-    expected = [torch.tensor(layer["k_scale"]).bfloat16().item() for layer in report["layers"]]
-    loaded = [o["values"][0] for o in engine["layers"] if o["letter"] == "k"]
-    assert loaded == expected
+    layers = json.loads((out / "fp8kv_calibration.json").read_text())["layers"]
+    expected = [torch.tensor(layer["k_scale"]).bfloat16().item() for layer in layers]
+    assert [o["values"][0] for o in engine["layers"] if o["letter"] == "k"] == expected
     assert fp8kv("verify", out, "--engine", "sglang").exit_code == 1
     # convert writes them for no other engine
     again = tmp_path / "again"
     one_line_error(fp8kv("convert", out, "--to", "vllm", "-o", again), "--to vllm:", "fp8kv bake")
-    assert fp8kv("convert", out, "--to", "modelopt", "-o", again).exit_code == 0
+    ran("convert", out, "--to", "modelopt", "-o", again)
     assert f"vllm serve {again} --kv-cache-dtype fp8 {FLAG}\n" in (again / "README.md").read_text()
-    assert fp8kv("verify", again, "--engine", "vllm").exit_code == 0
+    ran("verify", again, "--engine", "vllm")

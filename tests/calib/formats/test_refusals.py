@@ -26,15 +26,9 @@ def factors_of(made):
     return made.documents["kv_cache_scales.json"]["kv_cache"]["scaling_factor"]
 
 
-def test_every_format_a_user_can_name_has_an_exporter():
+def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(checkpoint):
     assert tuple(FORMATS) == NAMES
     assert [name for name, each in FORMATS.items() if "attn_head" not in each.strategies] == SCALAR_ONLY
-
-
-# ---- what a format cannot hold ----
-
-
-def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(checkpoint):
     for name in SCALAR_ONLY:
         way_out = r"Use --strategy tensor, or --reduce max, or --format vllm"
         refuse(make_scales("attn_head"), checkpoint, name, way_out)
@@ -65,23 +59,15 @@ def test_a_way_out_has_the_verb_that_it_needs(command, ways, advice):
     assert FormatRefusal("p", *ways).words(command) == advice
 
 
-# ---- beside quantised weights ----
-
-
 def test_an_existing_compressed_tensors_config_keeps_everything_but_its_kv_part(make_checkpoint):
-    existing = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": {"num_bits": 8, "strategy": "token"},
-    }
-    checkpoint = make_checkpoint({"quantization_config": existing})
+    kept = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    kept |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}
+    scheme = {"num_bits": 8, "strategy": "token"}
+    checkpoint = make_checkpoint({"quantization_config": kept | {"kv_cache_scheme": scheme}})
     config = export(make_scales(), checkpoint, "vllm").config["quantization_config"]
-    scheme = config.pop("kv_cache_scheme")
-    assert config == {k: v for k, v in existing.items() if k != "kv_cache_scheme"}
-    assert scheme["strategy"] == "tensor"
-    assert checkpoint.config["quantization_config"]["kv_cache_scheme"]["strategy"] == "token"
+    assert config.pop("kv_cache_scheme")["strategy"] == "tensor"
+    assert config == kept
+    assert checkpoint.config["quantization_config"]["kv_cache_scheme"] == scheme
 
 
 def test_a_quantization_config_inside_text_config_is_found(make_checkpoint):
@@ -130,9 +116,6 @@ def test_weights_that_rule_kv_scales_out_are_refused(make_checkpoint):
     refuse(make_scales(), of_weights(make_checkpoint, "fp8"), "modelopt", kept)
 
 
-# ---- classes and names ----
-
-
 VLLM = "--format vllm for vLLM, or "
 
 
@@ -162,17 +145,13 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     assert "gpt_neox.layers.0.attention.k_scale" in export(scales, checkpoint, "vllm").tensors
 
 
-# ---- kv_cache_scales.json ----
-
-
 def test_json_lists_layers_without_a_cache_and_says_so(make_checkpoint):
     parts = ["self_attn.k_proj", "self_attn.k_proj", "mixer.in_proj", "mixer.in_proj"]
     names = [f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)]
     made = export(make_scales(), make_checkpoint(names=names), "json")
     assert factors_of(made)["0"] == {"0": 0.25, "1": 1.25, "2": 1.0, "3": 1.0}
-    assert made.notes[0] == (
-        "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
-    )
+    said = "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
+    assert made.notes[0] == said
 
 
 def test_json_needs_what_its_loaders_compare(make_checkpoint):
@@ -180,16 +159,16 @@ def test_json_needs_what_its_loaders_compare(make_checkpoint):
     refuse(make_scales(), unnamed, "json", "needs model_type and the number of layers")
     said = r"says 0 layers, and there are scales of more; download the model again$"
     refuse(make_scales(), make_checkpoint({"num_hidden_layers": 0}), "json", said)
-    # SGLang needs no JSON beside the checkpoint
-    made = export(make_scales(), make_checkpoint({"num_hidden_layers": None}), "sglang")
-    assert made.documents == {}
-    assert "model.layers.0.self_attn.k_scale" in made.tensors
-
-
-def test_the_number_of_layers_has_several_names(make_checkpoint):
-    for key in ("n_layer", "n_layers", "num_layers"):
-        made = export(make_scales(), make_checkpoint({"num_hidden_layers": None, key: 2}), "sglang")
-        assert factors_of(made)["0"] == {"0": 0.25, "1": 1.25}
+    for key, factors in (
+        ("n_layer", {"0": 0.25, "1": 1.25}),
+        ("n_layers", {"0": 0.25, "1": 1.25}),
+        ("other", None),
+    ):
+        source = make_checkpoint({"num_hidden_layers": None, key: 2})
+        made = export(make_scales(), source, "sglang")
+        # SGLang needs no JSON beside the checkpoint
+        assert "model.layers.0.self_attn.k_scale" in made.tensors
+        assert (factors_of(made)["0"] if made.documents else None) == factors
 
 
 def test_one_number_for_k_and_v_says_what_it_costs(checkpoint):

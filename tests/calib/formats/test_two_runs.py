@@ -39,29 +39,23 @@ def no_locks(monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_second_run_is_refused_before_it_measures(overwrite, tiny_directory, tmp_path):
-    out = tmp_path / "out"
-    if overwrite:
+@pytest.mark.parametrize("how", ["", "overwrite", "in_place"])
+def test_the_second_run_is_refused_before_it_measures(how, tiny_directory, tmp_path):
+    options = {how: True} if how else {}
+    out, left = (
+        (tiny_directory, ["tiny-llama.before-fp8kv"]) if how == "in_place" else (tmp_path / "out", ["out"])
+    )
+    given = None if how == "in_place" else out
+    if how == "overwrite":
         calibrate(tiny_directory, out, seed=7)
 
     def second():
         with pytest.raises(InputError, match=f"another run is writing '{out}'; wait for it"):
-            calibrate(tiny_directory, out, seed=2, overwrite=overwrite)
+            calibrate(tiny_directory, given, seed=2, **options)
 
-    calibrate(tiny_directory, out, at="calibrate", then=second, overwrite=overwrite)
+    calibrate(tiny_directory, given, at="calibrate", then=second, **options)
     assert seed_of(out) == 1
-    assert names(tmp_path) == ["out", "tiny-llama"]
-
-
-def test_a_second_run_in_place_is_refused(tiny_directory, tmp_path):
-    def second():
-        with pytest.raises(InputError, match="another run is writing"):
-            calibrate(tiny_directory, seed=2, in_place=True)
-
-    calibrate(tiny_directory, at="calibrate", then=second, in_place=True)
-    assert seed_of(tiny_directory) == 1
-    assert names(tmp_path) == ["tiny-llama", "tiny-llama.before-fp8kv"]
+    assert names(tmp_path) == sorted(["tiny-llama", *left])
 
 
 def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
