@@ -26,31 +26,19 @@ def write(out, name="new"):
         (scratch / name).write_text("x")
 
 
-@pytest.fixture(params=[True, False], ids=["swaps", "renames"])
-def exchange(request, monkeypatch):
-    """A system on which two names can, or cannot, be swapped in one step."""
-    if not request.param:
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_overwriting_replaces_the_whole_directory(can_swap, tmp_path, monkeypatch):
+    if not can_swap:  # two names in one step
         monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
-
-
-# ---- whole or absent ----
-
-
-def test_overwriting_replaces_the_whole_directory(exchange, tmp_path):
-    write(tmp_path / "out", "stale")
-    write(tmp_path / "out")
-    assert names(tmp_path / "out") == ["new"]
-    assert names(tmp_path) == ["out"]
-
-
-def test_an_output_that_was_removed_meanwhile_is_written(tmp_path):
     out = tmp_path / "out"
-    write(out, "old")
-    with atomic_directory(out, overwrite=True) as scratch:
-        (out / "old").unlink()
+    write(out, "stale")
+    write(out)
+    assert (names(out), names(tmp_path)) == (["new"], ["out"])
+    with atomic_directory(out, overwrite=True) as scratch:  # or is gone meanwhile
+        (out / "new").unlink()
         out.rmdir()
-        (scratch / "new").write_text("x")
-    assert names(out) == ["new"]
+        (scratch / "newer").write_text("x")
+    assert names(out) == ["newer"]
 
 
 def test_a_failure_leaves_nothing_and_no_parents_and_a_success_keeps_them(tmp_path):
@@ -84,27 +72,22 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     assert names(out) == ["kept"]
 
 
+def left_behind(directory, process, suffix):
+    left = directory / f".out.{socket.gethostname()}-{process}.{suffix}"
+    left.mkdir()
+    (left / "kept").touch()
+    return left
+
+
 @pytest.mark.parametrize("suffix", ["partial", "old"])
-def test_what_a_killed_process_left_behind_goes_with_the_next(suffix, tmp_path):
-    left, running = (
-        tmp_path / f".out.{socket.gethostname()}-{process}.{suffix}" for process in (NOBODY, os.getppid())
-    )
-    for directory in (left, running):
-        directory.mkdir()
-        (directory / "half").write_text("x")
+def test_what_a_killed_process_left_behind_goes_with_the_next_and_nothing_is_lost(suffix, tmp_path):
+    left_behind(tmp_path, NOBODY, suffix)
+    running = left_behind(tmp_path, os.getppid(), suffix)
+    with claimed(tmp_path / "out", overwrite=True):
+        if suffix == "old":  # it was killed between two renames
+            assert names(tmp_path / "out") == ["kept"]
     write(tmp_path / "out")
     assert names(tmp_path) == [running.name, "out"]
-
-
-def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
-    old = tmp_path / f".out.{socket.gethostname()}-{NOBODY}.old"
-    old.mkdir()
-    (old / "kept").touch()
-    with claimed(tmp_path / "out", overwrite=True):
-        assert names(tmp_path / "out") == ["kept"]
-
-
-# ---- one run at a time ----
 
 
 def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
@@ -179,43 +162,23 @@ def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
     assert names(tmp_path) == []
 
 
-# ---- weights ----
-
-
-@pytest.fixture
-def shard(tmp_path):
+@pytest.mark.parametrize("can_clone", [True, False])
+def test_shards_are_cloned_or_sent_and_links_across_file_systems_are_copies(can_clone, tmp_path, monkeypatch):
     (tmp_path / "source").write_bytes(bytes(range(250)))
-    return tmp_path / "source"
+    sent, told, send = [], [], os.sendfile
 
-
-def test_across_file_systems_links_become_copies(shard, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(os, "link", refuse)
-    place_shard(shard, tmp_path / "target", set(), "link", lambda *_: None)
-    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
-
-
-@pytest.mark.parametrize("can_clone", [True, False])
-def test_where_the_file_system_can_clone_nothing_is_sent(can_clone, shard, tmp_path, monkeypatch):
-    sent, send = [], os.sendfile
-
     def clone(read, write, count):
-        if can_clone:
-            return os.write(write, os.read(read, count))
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return os.write(write, os.read(read, count)) if can_clone else refuse()
 
+    monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "copy_file_range", clone)
     monkeypatch.setattr(os, "sendfile", lambda *given: sent.append(send(*given)) or sent[-1])
-    place_shard(shard, tmp_path / "target", set(), "copy", lambda *_: None)
-    assert sent == ([0] if can_clone else [250, 0])
-    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
-
-
-def test_copying_reports_how_far_it_is(shard, tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "_CHUNK", 100)
-    seen = []
-    place_shard(shard, tmp_path / "target", set(), "copy", lambda *told: seen.append(told))
-    assert seen == [("source", more, 250) for more in (100, 100, 50)]
-    assert (tmp_path / "target").read_bytes() == shard.read_bytes()
+    for how in ("link", "copy"):
+        place_shard(tmp_path / "source", tmp_path / how, set(), how, lambda *step: told.append(step))
+        assert (tmp_path / how).read_bytes() == bytes(range(250))
+    assert sent == [*([0] if can_clone else [100, 100, 50, 0])] * 2
+    assert told == [("source", more, 250) for more in (100, 100, 50)] * 2

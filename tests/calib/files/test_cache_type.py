@@ -9,9 +9,6 @@ from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 
-FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
-
 
 def of(directory, producer=None, names=PROJ, **changes):
     config = NVFP4 | ({"producer": producer} if producer else {}) | changes
@@ -27,7 +24,6 @@ def by(name, version=None, **more):
     [
         (by("modelopt", "0.41.0"), 2688),  # before its #790
         (by("modelopt", "0.42.0rc1"), 448),
-        (by("modelopt", "1.0.0.dev3+gabc"), 448),
         (by("modelopt", "new"), None),
         (by("modelopt", None), None),
         (by("fp8kv", nvfp4_kv_divisor=448), 448),
@@ -43,17 +39,15 @@ def test_the_producer_tells(producer, divisor, tmp_path):
     assert ("not known" in str(found)) == (divisor is None)
 
 
-@pytest.mark.parametrize("names", ["{module}.{x}_global_scale", "{module}.{x}_scale"])
-def test_autoround_is_known_by_its_names(names, tmp_path):
-    found = nvfp4_convention(
-        of(tmp_path, names=names, **COMPRESSED, kv_cache_scheme=FOUR_BITS, kv_cache_quant_algo=None)
-    )
-    assert found.divisor == (2688 if "global" in names else None)
-
-
-def test_what_is_of_no_convention_or_of_several(tmp_path):
-    assert "from Megatron, absmax / 2688" in str(nvfp4_convention(of(tmp_path, by("modelopt", "0.47.0"))))
-    found = nvfp4_convention(of(tmp_path, by("modelopt", "0.47.0"), kv_cache_quant_algo="FP8"))
+def test_names_and_other_words_of_the_config_tell(tmp_path):
+    four_bits = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_quant_algo": None}
+    for names, divisor in (("{module}.{x}_global_scale", 2688), ("{module}.{x}_scale", None)):
+        told = nvfp4_convention(of(tmp_path, names=names, **said, kv_cache_scheme=four_bits))
+        assert told.divisor == divisor  # the first are AutoRound's
+    modelopt = by("modelopt", "0.47.0")
+    assert "from Megatron, absmax / 2688" in str(nvfp4_convention(of(tmp_path, modelopt)))
+    found = nvfp4_convention(of(tmp_path, modelopt, kv_cache_quant_algo="FP8"))
     assert found.divisor is None
     assert "name FP8 as well" in str(found)
     assert nvfp4_convention(open_model_directory(model(tmp_path), weights=False)) is None
@@ -61,23 +55,16 @@ def test_what_is_of_no_convention_or_of_several(tmp_path):
 
 @pytest.mark.parametrize("told", [448, 2688, None])
 @pytest.mark.parametrize("true", [448, 2688])
-@pytest.mark.parametrize("other_data", [0.6, 1.5])
-def test_measured_absmax_tells_also_from_other_data(told, true, other_data, tmp_path):
-    producer = by("fp8kv", nvfp4_kv_divisor=told)
-    directory = of(tmp_path, producer)
-    amax = {
-        (i, x): (value * true * other_data,)
-        for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
-        for i, value in enumerate(values)
-    }
-    found, problems = measured_convention(nvfp4_convention(directory), read_scales(tmp_path).layers, amax)
-    assert found.divisor == true
-    assert bool(problems) == (told not in (true, None))
-
-
-def test_nothing_measured_tells_nothing(tmp_path):
-    told = nvfp4_convention(of(tmp_path))
-    assert measured_convention(told, read_scales(tmp_path).layers, {}) == (told, [])
+def test_measured_absmax_tells_also_from_other_data(told, true, tmp_path):
+    convention = nvfp4_convention(of(tmp_path, by("fp8kv", nvfp4_kv_divisor=told)))
+    layers = read_scales(tmp_path).layers
+    assert measured_convention(convention, layers, {}) == (convention, [])
+    for other_data in (0.6, 1.5):
+        size = true * other_data
+        amax = {(x.layer, letter): (x.values(letter)[0] * size,) for x in layers for letter in "kv"}
+        found, problems = measured_convention(convention, layers, amax)
+        assert found.divisor == true
+        assert bool(problems) == (told not in (true, None))
 
 
 def test_commands_say_that_they_are_no_fp8_scales(tmp_path):

@@ -34,22 +34,13 @@ def refuse(directory, message):
         open_model_directory(directory)
 
 
-def test_a_whole_checkpoint_opens(directory):
-    opened = open_model_directory(directory)
-    assert opened.shards == [ONE, TWO]
-    assert opened.weight_map["b"] == TWO
-    # so does a tensor that the index forgot
-    save_file({**B, "model.layers.0.self_attn.k_scale": torch.ones(1)}, directory / TWO)
-    assert open_model_directory(directory).weight_map["model.layers.0.self_attn.k_scale"] == TWO
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(
-            ({"a": name}, "a file outside the directory")
-            for name in ("../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "")
-        ),
+        ({"a": "../x.safetensors"}, "a file outside the directory"),
+        ({"a": "sub/x.safetensors"}, "a file outside the directory"),
+        ({"a": ".."}, "a file outside the directory"),
+        ({"a": ""}, "a file outside the directory"),
         ({"a": "gone.safetensors"}, "names 'gone.safetensors', which is missing"),
         ({"c": ONE}, f"says 'c' is in '{ONE}', but it is not"),
     ],
@@ -90,23 +81,13 @@ def test_two_models_in_one_directory(directory):
     assert open_model_directory(directory).shards == ["model.safetensors"]
 
 
-def test_a_tensor_in_two_files(directory):
+def test_a_tensor_that_the_index_forgot_or_in_two_files(directory):
+    save_file({**B, "model.layers.0.self_attn.k_scale": torch.ones(1)}, directory / TWO)
+    opened = open_model_directory(directory)
+    assert opened.shards == [ONE, TWO]
+    assert opened.weight_map == {"a": ONE, "b": TWO, "model.layers.0.self_attn.k_scale": TWO}
     save_file({**A, **B}, directory / TWO)
     refuse(directory, f"holds 'a' in {ONE} and in {TWO}")
-
-
-def test_fingerprints_tell_revisions_apart(tiny_llama, tmp_path):
-    tiny_llama.save_pretrained(tmp_path / "one")
-    tiny_llama.save_pretrained(tmp_path / "same")
-    one, same = (fingerprint(open_model_directory(tmp_path / name)) for name in ("one", "same"))
-    assert one == same
-    tensors = load_file(tmp_path / "same/model.safetensors")
-    trained = {name: tensor + 0.5 for name, tensor in tensors.items()}
-    save_file(trained, tmp_path / "same/model.safetensors", {"format": "pt"})
-    assert fingerprint(open_model_directory(tmp_path / "same")) != one
-    config = json.loads((tmp_path / "one/config.json").read_text())
-    (tmp_path / "one/config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
-    assert fingerprint(open_model_directory(tmp_path / "one")) != one
 
 
 def test_fingerprints_stay_what_earlier_calibrations_noted(tmp_path):
@@ -121,11 +102,15 @@ def test_fingerprints_stay_what_earlier_calibrations_noted(tmp_path):
     }
 
 
-def test_any_tensor_trained_further_is_told(tmp_path):
+def test_any_tensor_trained_further_and_any_other_config_is_told(tmp_path):
     tiny_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors, one = load_file(file), fingerprints(open_model_directory(tmp_path))["weights"]
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, one = load_file(file), fingerprints(open_model_directory(tmp_path))
     for name, tensor in tensors.items():
         save_file({**tensors, name: tensor * 30 + 1}, file, {"format": "pt"})
-        told = fingerprints(open_model_directory(tmp_path))["weights"] != one
+        told = fingerprints(open_model_directory(tmp_path))["weights"] != one["weights"]
         assert told == (".experts." not in name)
+    save_file(tensors, file, {"format": "pt"})
+    assert fingerprint(open_model_directory(tmp_path)) == one["checkpoint"]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
+    assert fingerprint(open_model_directory(tmp_path)) != one["checkpoint"]

@@ -12,20 +12,17 @@ VISION = [f"vision_tower.vision_model.encoder.layers.{i}.self_attn.k_proj.weight
 @pytest.mark.parametrize(
     ("name", "letters", "dialect"),
     [
-        (f"{ATTENTION}.k_scale", "k", "compressed-tensors"),
         (f"{ATTENTION}.q_scale", "q", "compressed-tensors"),
         (f"{ATTENTION}.attn.v_scale", "v", "compressed-tensors"),
         (f"{ATTENTION}.kv_scale", "kv", "kv_scale"),
-        (f"{ATTENTION}.k_proj.k_scale", "k", "modelopt"),
         (f"{ATTENTION}.v_proj.v_scale", "v", "modelopt"),
-        (f"{ATTENTION}.qkv_proj.k_scale", "k", "fused"),
+        ("language_model.model.layers.7.self_attn.qkv_proj.k_scale", "k", "fused"),
         (f"{ATTENTION}.k_proj.output_scale", "k", "quark"),
         (f"{ATTENTION}.q_proj.output_scale", "q", "quark"),
         (f"{ATTENTION}.k_cache.scale", "k", "hy"),
         (f"{ATTENTION}.q.scale", "q", "hy"),
         ("transformer.layers.7.attention.kv_cache_scaling_factor", "kv", "tensorrt-llm"),
         ("transformer.layers.7.attention.v_cache_scaling_factor", "v", "tensorrt-llm"),
-        ("language_model.model.layers.7.self_attn.qkv_proj.v_scale", "v", "fused"),
         ("transformer.h.7.attn.k_scale", "k", "compressed-tensors"),
     ],
 )
@@ -35,25 +32,10 @@ def test_a_scale_is_known(name, letters, dialect):
     assert name.startswith(found.module)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"{ATTENTION}.k_proj.weight",
-        f"{ATTENTION}.k_proj.weight_scale",
-        f"{ATTENTION}.o_proj.output_scale",
-        f"{ATTENTION}.k_zero_point",
-        f"{ATTENTION}.prob_output_scale",
-        "lm_head.k_scale",
-        ".k_scale",
-        "",
-        f"{ATTENTION}.k_scale\n",
-    ],
-)
-def test_what_is_none_is_left_alone(name):
-    assert parse_scale_name(name) is None
-
-
-# ---- scales go under the checkpoint's own names, and never under a vision tower's ----
+def test_what_is_none_is_left_alone():
+    others = ("k_proj.weight", "k_proj.weight_scale", "o_proj.output_scale", "k_zero_point", "k_scale\n")
+    for name in (*(f"{ATTENTION}.{x}" for x in others), "lm_head.k_scale", ".k_scale", ""):
+        assert parse_scale_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -70,17 +52,15 @@ def test_the_prefix_is_the_checkpoints_own(prefix, module, make_checkpoint):
     assert make_checkpoint(names=names).attention_prefix(module) == prefix
 
 
-def test_a_tower_with_the_same_layer_names_is_never_taken(make_checkpoint):
+def test_a_tower_is_never_taken_and_a_layer_that_is_missing_or_there_twice_is_an_error(make_checkpoint):
+    def prefix(*sides, module="model.layers.0.self_attn"):
+        names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in sides]
+        return make_checkpoint(names=names).attention_prefix(module)
+
     for tower in ("vision_model.model", "audio_tower", "vision_tower.model"):
         for text in ("language_model.model", "language_model"):
-            names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in (text, tower)]
-            found = make_checkpoint(names=names).attention_prefix("model.layers.0.self_attn")
-            assert found == f"{text}.layers.0.self_attn"
-
-
-def test_a_layer_that_is_missing_or_there_twice_is_an_error(make_checkpoint):
+            assert prefix(text, tower) == f"{text}.layers.0.self_attn"
     with pytest.raises(UnsupportedExportError, match=r"belong to model.layers.7.self_attn"):
-        make_checkpoint().attention_prefix("model.layers.7.self_attn")
-    names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in ("left", "right")]
+        prefix("model", module="model.layers.7.self_attn")
     with pytest.raises(UnsupportedExportError, match="left.layers.0.self_attn and right"):
-        make_checkpoint(names=names).attention_prefix("model.layers.0.self_attn")
+        prefix("left", "right")

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error, ran
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 
 from calib.data.loading import dataset_key
 from calib.errors import InputError
@@ -13,34 +13,26 @@ from calib.files.stored_scales import read_scales
 from calib.formats.directory import local_directory
 from calib.transfer.hidden_paths import _spellings
 
+FORMATS = ("vllm", "tgi", "json", "fp8kv")
 NOWHERE = "~nobody-of-this-name/x"
 
 
 @pytest.fixture(scope="module")
 def several(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("calibrated") / "several"
-    formats = ("--format", "vllm", "--format", "tgi", "--format", "json")
-    assert calibrate(model, "-o", out, *formats).exit_code == 0
+    succeeded(calibrate(model, "-o", out, *(f"--format={name}" for name in FORMATS)))
     return out
-
-
-# ---- a directory of several formats ----
 
 
 @pytest.mark.parametrize(
     "command",
     [
         "inspect DIR",
-        "verify DIR",
         "verify ONE --against DIR",
         "compare DIR ONE",
-        "compare ONE DIR",
         "merge ONE DIR -o OUT",
-        "repair DIR --stats ONE -o OUT",
         "repair ONE --stats DIR -o OUT",
         "convert DIR --to tgi -o OUT",
-        "strip DIR -o OUT",
-        "generate DIR w5",
         "generate MODEL w5 --scales DIR",
         "eval MODEL --scales DIR",
         "calibrate DIR -o OUT",
@@ -49,65 +41,48 @@ def several(model, tmp_path_factory):
 def test_the_directories_of_several_formats_are_named(command, several, model, tmp_path):
     places = {"DIR": several, "ONE": several / "vllm", "OUT": tmp_path / "out", "MODEL": model}
     done = fp8kv(*(places.get(word, word) for word in command.split()))
-    inside = [f"'{several / name}'" for name in ("vllm", "tgi", "json")]
+    inside = [f"'{several / name}'" for name in FORMATS]
     one_line_error(done, f"'{several}' ", "several formats", f"give {', '.join(inside)}")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_that_holds_no_model(tmp_path):
-    done = fp8kv("convert", tmp_path, "--to", "tgi", "-o", tmp_path.parent / "out")
-    one_line_error(done, f"'{tmp_path}' has no config.json: it is not a model directory")
-    (tmp_path / "vllm").mkdir()  # no calibration
-    done = fp8kv("inspect", tmp_path)
+def test_scales_without_weights_are_told_from_no_model(several, model, tmp_path):
+    out, new, empty = several / "fp8kv", tmp_path / "new", tmp_path / "empty"
+    recipe = out / "fp8kv_calibration.json"
+    for command in (("convert", out, "--to", "vllm"), ("repair", out, "--stats", out), ("strip", out)):
+        said = f"fp8kv calibrate MODEL --recipe {recipe} --format"
+        one_line_error(fp8kv(*command, "-o", new), f"'{out}' holds a calibration and no model", said)
+    # and so it is
+    ran("calibrate", model, "--recipe", recipe, "--format", "vllm", "--device", "cpu", "-o", new)
+    empty.mkdir()
+    done = fp8kv("convert", empty, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, f"'{empty}' has no config.json: it is not a model directory")
+    (empty / "vllm").mkdir()  # no calibration
+    done = fp8kv("inspect", empty)
     one_line_error(done, "holds no model")
     assert "formats" not in done.stderr
 
 
-# ---- scales without weights ----
-
-
-@pytest.mark.parametrize("layout", ["json", "fp8kv"])
-def test_scales_without_weights_are_told_from_no_model(layout, model, tmp_path):
-    out, new = tmp_path / "out", tmp_path / "new"
-    assert calibrate(model, "-o", out, "--format", layout).exit_code == 0
-    recipe = out / "fp8kv_calibration.json"
-    for command in (("convert", out, "--to", "vllm"), ("repair", out, "--stats", out), ("strip", out)):
-        one_line_error(
-            fp8kv(*command, "-o", new),
-            f"'{out}' holds a calibration and no model",
-            f"fp8kv calibrate MODEL --recipe {recipe} --format",
-        )
-    # and so it is
-    again = ("calibrate", model, "--recipe", recipe, "--format", "vllm", "--device", "cpu")
-    assert fp8kv(*again, "-o", new).exit_code == 0
-
-
 def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path):
-    alone = tmp_path / "alone"
+    alone, both = tmp_path / "alone", shutil.copytree(model, tmp_path / "both")
     alone.mkdir()
-    shutil.copy(several / "json" / "kv_cache_scales.json", alone)
+    for directory in (alone, both):
+        shutil.copy(several / "json" / "kv_cache_scales.json", directory)
     done = fp8kv("convert", alone, "--to", "tgi", "-o", tmp_path / "out")
     one_line_error(done, "holds kv_cache_scales.json and no model", "copy of the model's directory")
     # and so it is
-    shutil.copytree(model, tmp_path / "both")
-    shutil.copy(alone / "kv_cache_scales.json", tmp_path / "both")
-    ran("convert", tmp_path / "both", "--to", "tgi", "-o", tmp_path / "out")
-    factors = json.loads((alone / "kv_cache_scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]
+    ran("convert", both, "--to", "tgi", "-o", tmp_path / "out")
+    factors = json.loads((both / "kv_cache_scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]
     found = [layer.k[0] for layer in read_scales(tmp_path / "out").layers]
     assert found == pytest.approx([*factors.values()])
-
-
-# ---- `~name` of a user that does not exist ----
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "calibrate ~ -o {out}",
         "calibrate {model} -o {out} --dataset ~",
         "apply ~ {model} -o {out}",
         "bench ~",
-        "generate {model} hello --scales ~",
         "eval {model} -o {out} --tasks ~.yaml",
     ],
 )

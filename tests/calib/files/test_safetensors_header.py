@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import struct
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ def path(tmp_path):
     return tmp_path / "x.safetensors"
 
 
-def damaged(path, header, data=b"\0" * 8, *, length=None):
+def damaged(path, header, length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + b"\0" * 8)
     return path
 
 
@@ -42,37 +41,25 @@ def test_values_are_those_that_were_saved(dtype, path):
         assert math.isnan(read_values(path, header["nan"])[0])
 
 
-def test_metadata_is_no_tensor(path):
-    header = {"__metadata__": {"format": "pt"}, "x": tensor()}
-    damaged(path, header, struct.pack("<2f", 1, 2))
-    assert read_values(path, read_header(path)["x"]) == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("header", "message"),
     [
         ({"x": tensor(0, 4)}, "4 bytes are not F32"),
         ({"x": tensor(), "y": tensor(4, 12)}, "overlap, or leave gaps"),
-        ({"x": tensor(4, 12)}, "overlap, or leave gaps"),
         ({"x": tensor(0, 16, (4,))}, "end at .* of .* bytes"),
-        ({"x": tensor(0, 0, (0,))}, "end at .* of .* bytes"),
         ({"x": tensor(shape=(-2,))}, "whole numbers"),
-        ({"x": tensor(shape=(2.0,))}, "whole numbers"),
         ({"x": tensor(shape=(True, 2))}, "whole numbers"),
         ({"x": tensor(dtype="F33")}, "unknown type 'F33'"),
         ({"x": tensor(shape=[1] * 32 + [2])}, "33 dimensions"),
         ({"x": tensor(shape=(10**30,))}, "bytes are not"),
         ({"x": {"dtype": "F32"}}, "damaged: a tensor has a dtype, a shape and two data_offsets"),
-        ({"x": [1]}, "damaged: a tensor has"),
         ({"x": tensor() | {"data_offsets": [0]}}, "damaged: a tensor has"),
         (b"[]", "must hold a JSON object, got list"),
         (b'{"x": 1, "x": 2}', "the key 'x' is there twice"),
         (b'{"x": NaN}', "NaN is not JSON"),
         (b'{"x": 1e999}', "beyond any float"),
         (b'{"x": ' + b"9" * 5000 + b"}", "is not JSON as every program reads it"),
-        (b'{"x": "\xff"}', "is not JSON as every program reads it"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b"", "is not JSON"),
     ],
     ids=str,
 )  # fmt: skip
@@ -86,15 +73,13 @@ def test_a_header_that_lies_is_one_line(header, message, path):
 def test_a_file_that_is_shorter_than_its_header_is_not_read(path):
     for length in (1000, MAX_HEADER_BYTES + 1, 2**63):
         with pytest.raises(InputError, match="not a whole safetensors file"):
-            read_header(damaged(path, {"x": tensor()}, length=length))
+            read_header(damaged(path, {"x": tensor()}, length))
     for size in (0, 7):
         path.write_bytes(b"\0" * size)
         with pytest.raises(InputError, match="not a whole safetensors file"):
             read_header(path)
-
-
-def test_a_pipe_is_not_waited_for(path):
-    os.mkfifo(path)
+    path.unlink()
+    os.mkfifo(path)  # not waited for
     with pytest.raises(InputError, match="is not a file"):
         read_header(path)
 
@@ -105,7 +90,6 @@ def test_a_pipe_is_not_waited_for(path):
         (torch.ones(1 << 16), None),
         (torch.ones((1 << 16) + 1), "65,537 values, too many"),
         (torch.ones(1, dtype=torch.int32), "type I32; it must be F64, F32, F16, BF16$"),
-        (torch.ones(1, dtype=torch.bool), "type BOOL; it must be"),
         (torch.ones(1).to(torch.float8_e4m3fn), "type F8_E4M3; it must be"),
     ],
 )

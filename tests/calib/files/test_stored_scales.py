@@ -9,7 +9,6 @@ from command_line import fp8kv, one_line_error, ran
 from safetensors.torch import save_file
 
 from calib.errors import InputError, NoScalesError
-from calib.files import scale_files
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import is_usable, read_scales
 
@@ -35,10 +34,6 @@ def layers(k=0.02, v=0.01, count=2, **more):
     return made
 
 
-def problems(directory):
-    return read_scales(directory).problems
-
-
 @pytest.mark.parametrize(
     "case",
     sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*")),
@@ -50,7 +45,8 @@ def test_attention_is_found_by_its_codes(case, tmp_path):
 
 
 def test_scales_are_found_by_layer(tmp_path):
-    found = read_scales(write(tmp_path, layers([0.5, 0.25], 0.125)))
+    seeing = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
+    found = read_scales(write(tmp_path, seeing | layers([0.5, 0.25], 0.125)))
     assert [(layer.layer, layer.k, layer.v, layer.q) for layer in found.layers] == [
         (0, (0.5, 0.25), (0.125,), None),
         (1, (0.5, 0.25), (0.125,), None),
@@ -58,27 +54,19 @@ def test_scales_are_found_by_layer(tmp_path):
     assert found.strategy == "attn_head"
     assert found.formats == ["compressed-tensors"]
     assert found.problems == []
+    save_file(layers([0.5, 0.25], 0.125, count=1), tmp_path / "again.safetensors")
+    assert any("2 scales are there twice" in problem for problem in read_scales(tmp_path).problems)
 
 
-SEEING = ["vision_tower.encoder.layers.0.self_attn.k_proj", "audio_tower.layers.1.self_attn.k_proj"]
-SEEING += ["model.visual.blocks.3.attn.qkv"]
-QUERIES = [*(f"{LAYER.format(i)}.q_proj" for i in range(3)), f"{LAYER.format(0)}.k_proj"]
-
-
-@pytest.mark.parametrize(
-    ("names", "modules"),
-    [
-        # what sees or hears has no cache
-        ([f"{LAYER.format(0)}.k_proj", *SEEING], {LAYER.format(0)}),
-        # a layer with queries alone shares K and V
-        ([*QUERIES, "model.layers.0.cross.q_proj"], {LAYER.format(i) for i in range(3)}),
-    ],
-)
-def test_attention_modules_that_cache(names, modules, tmp_path):
+def test_attention_modules_that_cache(tmp_path):
+    # what sees or hears has no cache; a layer with queries alone shares K and V
+    names = ["vision_tower.encoder.layers.0.self_attn.k_proj", "audio_tower.layers.1.self_attn.k_proj"]
+    names += ["model.visual.blocks.3.attn.qkv", "model.layers.0.cross.q_proj"]
+    names += [f"{LAYER.format(0)}.k_proj", *(f"{LAYER.format(i)}.q_proj" for i in range(3))]
     index = {f"{name}.weight": "model.safetensors" for name in names}
-    # the first is in the index alone
-    directory = write(tmp_path, {name: torch.ones(1) for name in [*index][1:]}, index=index)
-    assert open_model_directory(directory, weights=False).modules == modules
+    # the last is in the index alone
+    directory = write(tmp_path, {name: torch.ones(1) for name in [*index][:-1]}, index=index)
+    assert open_model_directory(directory, weights=False).modules == {LAYER.format(i) for i in range(3)}
 
 
 def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
@@ -91,6 +79,19 @@ def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
         f"two values for the K and V scale of layer 0: 0.25 as '{LAYER.format(0)}.k_scale' in "
         f"model.safetensors and 0.5 as '{LAYER.format(0)}.kv_scale' in model.safetensors"
     ) in str(caught.value)
+    # nor may a listed file hold another value
+    index = dict.fromkeys(layers(count=1), "model.safetensors") | {"model.norm.weight": "old.safetensors"}
+    directory = write(tmp_path, layers(count=1), index=index)
+    for other in (0.5, [0.02, 0.02]):
+        save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
+        with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
+            read_scales(directory)
+    # of several modules in a layer each has a value
+    modules = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]
+    tensors = {f"{name}.kv_b_proj.weight": torch.ones(1) for name in modules}
+    tensors |= {f"{name}.k_scale": torch.tensor(0.5 + i) for i, name in enumerate(modules)}
+    with pytest.raises(InputError, match="layers with several attention modules .as LongCat."):
+        read_scales(write(tmp_path / "several", tensors))
 
 
 def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
@@ -107,16 +108,6 @@ def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
         read_scales(directory)
 
 
-def test_a_listed_file_may_hold_no_other_value(tmp_path):
-    index = dict.fromkeys(layers(count=1), "model.safetensors")
-    index |= {"model.norm.weight": "old.safetensors"}
-    directory = write(tmp_path, layers(count=1), index=index)
-    for other in (0.5, [0.02, 0.02]):
-        save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
-        with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
-            read_scales(directory)
-
-
 @pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
 def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_path):
     rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
@@ -127,30 +118,6 @@ def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_p
     index["model.norm.weight"] = "model.safetensors"
     (layer,) = read_scales(write(tmp_path, layers(count=1), index=index)).layers
     assert layer.k == (rough[f"{LAYER.format(0)}.k_scale"].item(),)
-
-
-def test_of_several_modules_in_a_layer_each_has_a_value(tmp_path):
-    both = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]
-    tensors = {f"{name}.kv_b_proj.weight": torch.ones(1) for name in both}
-    tensors |= {f"{name}.k_scale": torch.tensor(0.5 + i) for i, name in enumerate(both)}
-    with pytest.raises(InputError, match="layers with several attention modules .as LongCat."):
-        read_scales(write(tmp_path, tensors))
-
-
-def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
-    tower = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
-    found = read_scales(write(tmp_path, tower | layers())).layers
-    assert [layer.k for layer in found] == [(pytest.approx(0.02),)] * 2
-    with pytest.raises(NoScalesError):
-        read_scales(write(tmp_path, tower))
-
-
-def test_no_weight_is_read(tmp_path, monkeypatch):
-    read, values = [], scale_files.read_values
-    monkeypatch.setattr(scale_files, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
-    weights = {f"{LAYER.format(0)}.k_proj.weight": torch.ones(64, 64)}
-    open_model_directory(write(tmp_path, layers(count=1) | weights), weights=False)
-    assert read == [(1,), (1,)]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +135,7 @@ def test_no_weight_is_read(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_no_engine_can_use_is_a_problem(scales, message, tmp_path):
-    (problem,) = problems(write(tmp_path, scales))
+    (problem,) = read_scales(write(tmp_path, scales)).problems
     assert message in problem
     assert is_usable((1e-20, 1e6)), "the extremes that a model may need"
 
@@ -184,19 +151,12 @@ def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
         read_scales(directory)
 
 
-def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):
-    save_file(layers(count=1), tmp_path / "again.safetensors")
-    assert any("2 scales are there twice" in problem for problem in problems(write(tmp_path, layers())))
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("config.json", '{"a": NaN}'),
         ("config.json", '{"a": 1, "a": 2}'),
         ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
         ("model.safetensors.index.json", '{"weight_map": []}'),
-        ("kv_cache_scales.json", "{}"),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
@@ -210,12 +170,9 @@ def test_json_that_says_nothing_is_one_line(name, text, tmp_path):
     one_line_error(fp8kv("inspect", tmp_path), name)
 
 
-def test_a_directory_without_scales_is_one_line(tmp_path):
+def test_inspect_prints_a_row_per_layer(tmp_path):
     one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
     one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
-
-
-def test_inspect_prints_a_row_per_layer(tmp_path):
     done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
     assert "0.25 to 0.5 (2)" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,10 @@ def check_scale_one(model_type, outputs, before, baked, after):
     # the largest head of each layer, and each head where no norm is shared
     smallest = new.amax(-1) if model_type in SHARED_BY_HEADS else new
     assert smallest.min() > 0.5
-    verified = ran("verify", baked, "--json")
-    assert json.loads(verified.stdout)["baked"]
+    assert json.loads(ran("verify", baked, "--json").stdout)["baked"]
+    card, flags = (baked / "README.md").read_text(), " ".join(["", *FLAGS.get(model_type, ())])
+    assert f"vllm serve {baked} --kv-cache-dtype fp8{flags}\n" in card
+    assert ("trtllm-serve" in card) == (not flags)  # which has no such flag
 
 
 def check_channels(model_type, outputs, before, baked, after):
@@ -101,80 +104,6 @@ def test_what_cannot_be_baked(model_type, tmp_path):
     assert ROWS.keys() == {*EXACT, *REFUSED}
 
 
-def test_baking_a_stress_twin_gives_the_same_model(llama, tmp_path):
-    twin, baked = tmp_path / "twin", tmp_path / "baked"
-    assert fp8kv("stress", llama.source, "-o", twin).exit_code == 0
-    assert bake(twin, calibrated(twin, tmp_path / "scales"), baked, "--for", "fp8").exit_code == 0
-    expected, found = (load_file(each / "model.safetensors") for each in (llama.baked, baked))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
-
-
-def test_the_same_weights_in_another_dtype(llama, tmp_path):
-    wide = model_directory(tmp_path / "wide", "llama", dtype=torch.float32)
-    scales = calibrated(wide, tmp_path / "scales")
-    assert bake(llama.source, scales, tmp_path / "out", "--for", "fp8").exit_code == 0
-
-
-def test_shards_that_do_not_change_are_linked(llama, tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    tensors = load_file(llama.source / "model.safetensors")
-    source.mkdir()
-    for file in llama.source.iterdir():
-        if file.suffix != ".safetensors":
-            (source / file.name).write_bytes(file.read_bytes())
-    weight_map = {}
-    for file, word in {"attention.safetensors": "self_attn", "rest.safetensors": ""}.items():
-        held = {n: t for n, t in tensors.items() if word in n and n not in weight_map}
-        save_file(held, source / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(held, file)
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    name = "model.safetensors.index.json"
-    (source / name).write_text(json.dumps(index))
-    assert bake(source, calibrated(source, tmp_path / "scales"), out, "--for", "fp8").exit_code == 0
-    assert (out / "rest.safetensors").samefile(source / "rest.safetensors")
-    assert not (out / "attention.safetensors").samefile(source / "attention.safetensors")
-    assert (out / name).read_text() == (source / name).read_text()
-
-
-@pytest.mark.parametrize(
-    ("scale", "factor"),
-    [(1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)],
-)
-def test_an_octave(scale, factor):
-    assert octave_factor(torch.tensor([scale])).item() == factor
-
-
-@pytest.fixture
-def attention():
-    """A Qwen 3, its first attention module, and factors for that."""
-    model = tiny_model("qwen3", **FAMILIES["qwen3"])
-    name, module = next(iter(cached_attention(model).items()))
-    return model, {name: module}, uniform_factors({name: module}, 2.0, 4.0)
-
-
-def test_a_factor_that_a_shared_norm_cannot_hold(attention):
-    model, modules, factors = attention
-    factors[next(iter(modules))].k[0] *= 2
-    with pytest.raises(UnsupportedModelError, match="one weight for all heads"):
-        list_changes(model, modules, factors)
-
-
-@pytest.mark.parametrize(
-    ("child", "module", "problem"),
-    [
-        ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
-        ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
-        ("o_proj", torch.nn.Linear(90, 64), "o_proj has 90 columns, where its heads make up 96"),
-    ],
-)
-def test_weights_of_another_size_than_the_heads_make_up(child, module, problem, attention):
-    model, modules, factors = attention
-    setattr(model.get_submodule(*modules), child, module)
-    with pytest.raises(UnsupportedModelError, match=problem):
-        list_changes(model, modules, factors)
-
-
 @pytest.mark.parametrize(
     ("flags", "largest"),
     [
@@ -196,9 +125,48 @@ def test_recipes_that_clip_or_are_for_another_type(flags, largest, llama, tmp_pa
     assert ("ends at 240" in str(json.loads(fnuz.stdout)["problems"])) == (largest == 1)
 
 
-@pytest.mark.parametrize(("purpose", "octaves"), [("fp8", (2, 3)), ("int8", (0, 2))])
-def test_what_all_channels_of_a_head_lack_costs_integers_nothing(purpose, octaves):
+def test_shards_that_do_not_change_are_linked(llama, tmp_path):
+    source, out = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    weight_map = {n: f"{'attention' if 'self_attn' in n else 'rest'}.safetensors" for n in tensors}
+    for file in ("attention.safetensors", "rest.safetensors"):
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(held, source / file, {"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    succeeded(bake(source, calibrated(source, tmp_path / "scales"), out, "--for", "fp8"))
+    assert (out / "rest.safetensors").samefile(source / "rest.safetensors")
+    assert not (out / "attention.safetensors").samefile(source / "attention.safetensors")
+    assert (out / index.name).read_text() == index.read_text()
+
+
+@pytest.mark.parametrize(
+    ("child", "module", "problem"),
+    [
+        ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
+        ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
+        ("o_proj", torch.nn.Linear(90, 64), "o_proj has 90 columns, where its heads make up 96"),
+        (None, None, "one weight for all heads"),
+    ],
+)
+def test_weights_that_cannot_hold_a_factor(child, module, problem):
+    model = tiny_model("qwen3", **FAMILIES["qwen3"])
+    name, attention = next(iter(cached_attention(model).items()))
+    factors = uniform_factors({name: attention}, 2.0, 4.0)
+    if child:
+        setattr(model.get_submodule(name), child, module)
+    else:
+        factors[name].k[0] *= 2
+    with pytest.raises(UnsupportedModelError, match=problem):
+        list_changes(model, {name: attention}, factors)
+
+
+def test_octaves_and_how_many_are_missing():
+    for scale, factor in ((1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)):
+        assert octave_factor(torch.tensor([scale])).item() == factor
     wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
     k, v = wanted / 4, wanted / torch.tensor([[2.0, 8.0], [1.0, 1.0]])
     plan = RescalePlan({"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, {}, [], {})
-    assert plan.missing_octaves(purpose) == octaves
+    # what all channels of a head lack costs integers nothing
+    assert [plan.missing_octaves(purpose) for purpose in ("fp8", "int8")] == [(2, 3), (0, 2)]

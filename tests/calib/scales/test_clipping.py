@@ -13,7 +13,7 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import Recipe
-from calib.scales.stats import derive_scales
+from calib.scales.stats import PER_TOKEN, derive_scales
 from calib.scales.stats_file import load_scales, load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.tail import CLIP_CHANCE, headroom_for
@@ -40,8 +40,8 @@ def first(stats):
     return name, layer, derive_scales(stats, Recipe()).layers[name]
 
 
-def without(stats, keep):
-    tensors = {at: x for at, x in stats.tensors().items() if keep(at[2])}
+def without(stats, *fields):
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] not in fields}
     return stats.replace_tensors(tensors, stats.counts())
 
 
@@ -60,6 +60,9 @@ def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(s
         # a larger chance needs less
         tails = layer.tails(strategy)
         assert headroom_for(tails, 1e-7) > headroom_for(tails) > headroom_for(tails, 1e-5)
+    assert covered_share(stats, auto, ahead=4, margin=0) == 1
+    assert covered_share(stats, plain, ahead=100, margin=0) == 0
+    assert covered_share(stats, plain, ahead=100, margin=1) == 1
 
 
 def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats, first):
@@ -80,24 +83,22 @@ def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats, first):
     assert clip_chance(layer, lower, E4M3, "k") == pytest.approx(40 / layer.tokens)
 
 
-def test_with_enough_headroom_more_tokens_are_held_and_without_they_are_not(stats):
-    plain = derive_scales(stats, Recipe())
-    auto = derive_scales(stats, Recipe(headroom="auto"))
-    assert covered_share(stats, auto, ahead=4, margin=0) == 1
-    assert covered_share(stats, plain, ahead=100, margin=0) == 0
-    assert covered_share(stats, plain, ahead=100, margin=1) == 1
-
-
-def test_a_head_of_zeros_asks_for_no_headroom(stats, first):
+def test_zeros_and_ties_are_no_tails(stats, first):
+    """As where every sample starts with the same token, and that one is the largest."""
     name, layer, _ = first
     amax, tail = layer.k.amax.clone(), layer.k.tail.clone()
     amax[0] = tail[0] = 0
-    dead = replace(layer, k=replace(layer.k, amax=amax, tail=tail))
-    recipe = Recipe(strategy="attn_head", headroom="auto")
-    alive, found = (
-        derive_scales(replace(stats, layers={name: each}), recipe).layers[name].v for each in (layer, dead)
-    )
-    assert torch.all(found <= alive)
+
+    def derived(fields, **options):
+        changed = replace(layer, k=replace(layer.k, **fields))
+        return changed, derive_scales(replace(stats, layers={name: changed}), Recipe(**options)).layers[name]
+
+    options = {"strategy": "attn_head", "headroom": "auto"}
+    (_, alive), (_, dead) = derived({}, **options), derived({"amax": amax, "tail": tail}, **options)
+    assert torch.all(dead.v <= alive.v)
+    for value in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
+        tied = {field: torch.full_like(getattr(layer.k, field), value) for field in ("amax", "tail")}
+        assert clip_chance(*derived(tied), E4M3) is not None  # a rounded scale holds them
 
 
 def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, first):
@@ -106,38 +107,22 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, fi
     small = replace(plain, k=plain.k / 1000)
     assert clip_chance(layer, small, E4M3) is clip_chance(layer, small, E4M3, "v") is None
     scales = derive_scales(stats, Recipe())
-    known = clipped_tokens(stats, scales).by_layer
-    own = dict(scales.layers)
+    known, own = clipped_tokens(stats, scales).by_layer, dict(scales.layers)
     for many, name in enumerate(stats.layers, 1):
         own[name] = replace(own[name], k=own[name].k / 1000)
         found = clipped_tokens(stats, replace(scales, layers=own))
-        rest = {layer: chance for layer, chance in known.items() if layer >= many}
-        assert found.by_layer == rest
+        assert found.by_layer == {layer: chance for layer, chance in known.items() if layer >= many}
         assert found.unknown == tuple(range(many))
         assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
-        assert ("of the other layers (the median)" in found.line) == bool(rest)
+        assert ("of the other layers (the median)" in found.line) == (many < len(own))
     assert ClippedTokens({0: 1e-3, 1: 1e-4, 4: 0.0}).line == (
         "expected of new text like this: one token in 10,000 has a value beyond the scales in a layer "
         "(the median), one token in 1,000 in layer 0"
     )
     assert "less than one token in 10^12" in ClippedTokens({0: 0.0}).line
-
-
-def test_largest_tokens_that_all_tie_are_held_by_a_rounded_scale(stats, first):
-    """As where every sample starts with the same token, and that one is the largest."""
-    name, layer, _ = first
-    for amax in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
-        same = {field: torch.full_like(getattr(layer.k, field), amax) for field in ("amax", "tail")}
-        tied = replace(layer, k=replace(layer.k, **same))
-        scales = derive_scales(replace(stats, layers={name: tied}), Recipe()).layers[name]
-        assert clip_chance(tied, scales, E4M3) is not None
-
-
-def test_nothing_is_expected_where_nothing_is_known(stats):
-    assert clipped_tokens(stats, derive_scales(stats, Recipe())) is not None
     channels = derive_scales(stats, Recipe(strategy="channel", export={"formats": ["fp8kv"]}))
     assert clipped_tokens(stats, channels) is None
-    old = without(stats, lambda field: field != "tail")
+    old = without(stats, "tail")
     assert clipped_tokens(old, derive_scales(old, Recipe())) is None
 
 
@@ -166,7 +151,7 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
 
     # old statistics have no headroom by layer
     (out / "fp8kv_calibration.json").write_text(json.dumps(report))
-    old = without(load_stats(out), lambda field: field == "amax")
+    old = without(load_stats(out), *PER_TOKEN)
     save_stats(old, out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
     one_line_error(again, "these statistics are old and hold no tails; calibrate again")

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-from itertools import chain
 
 import pytest
 import torch
@@ -22,12 +21,9 @@ from calib.scales.stats_file import load_stats
 
 
 def test_buckets_are_powers_of_two():
-    held = {bucket: [i for i in range(63) if bucket_of(i) == bucket] for bucket in range(6)}
-    assert held == {
-        0: [0], 1: [1, 2], 2: [3, 4, 5, 6], 3: [*range(7, 15)], 4: [*range(15, 31)],
-        5: [*range(31, 63)],
-    }  # fmt: skip
-    assert [first_of(bucket) for bucket in held] == [tokens[0] for tokens in held.values()]
+    for bucket, tokens in {0: [0], 1: [1, 2], 2: [3, 4, 5, 6], 5: [*range(31, 63)]}.items():
+        assert [i for i in range(100) if bucket_of(i) == bucket] == tokens
+        assert first_of(bucket) == tokens[0]
     # exact to the last of many tokens
     edges = [2**b - 1 + d for b in range(1, BUCKETS) for d in (-1, 0, 1)]
     assert bucket_indices(torch.tensor(edges)).tolist() == [bucket_of(i) for i in edges]
@@ -67,38 +63,28 @@ def test_a_second_run_comes_after_the_first():
         run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_joined_curve_is_never_above_that_of_one_run_and_ends_with_it(seed):
-    rng = random.Random(seed)
-    parts = [[float(rng.randint(1, 9999)) for _ in range(rng.randint(1, 300))] for _ in range(3)]
-    joined = run(parts[0]).join(run(parts[1])).join(run(parts[2]))
-    whole = run([*chain.from_iterable(parts)])
-    pairs = [*zip(reached(joined), reached(whole), strict=True)]
-    assert all(one <= other for one, other in pairs)
-    assert pairs[bucket_of(sum(map(len, parts)) - 1)][0] == max(map(max, parts))
-    assert pairs[-1][0] == pairs[-1][1]
-    for field in ("amax", "positions"):
-        one, other = (getattr(s.layers["a"].k, field) for s in (joined, whole))
-        assert torch.equal(one, other)
+def test_a_joined_curve_is_never_above_that_of_one_run_and_ends_with_it():
+    rng = random.Random(0)
+    for _ in range(5):
+        one, two = ([float(rng.randint(1, 9999)) for _ in range(rng.randint(1, 300))] for _ in "ab")
+        joined, whole = reached(run(one).join(run(two))), reached(run(one + two))
+        assert all(x <= y for x, y in zip(joined, whole, strict=True))
+        assert joined[bucket_of(len(one + two) - 1)] == joined[-1] == whole[-1]
 
 
-def test_parts_of_one_run_and_of_a_latent_keep_their_places():
+def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
     merged = run([5.0, 1.0, 2.0]).merge(run([1.0, 7.0, 1.0, 9.0]))
     assert merged.layers["a"].k.curve[0, :3].tolist() == [5.0, 7.0, 9.0]
     one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))
     both = LayerStats(0, 2, one, other, one, latent=True).join_latent()
     assert both.curve[0, :2].tolist() == [3.0, 5.0]
     assert both.positions[0, 0] == 5.0
-
-
-def test_what_only_one_side_knows_of_places_is_dropped():
     plain = TensorStats(torch.tensor([[2.0]]))
     old = KVStats({"a": LayerStats(0, 3, plain, plain, plain)})
     for combined in (run([1.0]).join(old), old.join(run([1.0])), old.merge(run([1.0]))):
         layer = combined.layers["a"]
         assert layer.k.curve is layer.v.positions is None
-        assert (layer.tokens, layer.tokens_read) == (4, 4)
-        assert layer.k.amax.item() == 2.0
+        assert (layer.tokens, layer.tokens_read, layer.k.amax.item()) == (4, 4, 2.0)
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +95,6 @@ def measured(tmp_path_factory):
     for name, flags in {"out": ("--weights", "none"), "alone": ("--format", "fp8kv")}.items():
         succeeded(calibrate(model, "-o", directory / name, *flags))
     return directory / "out"
-
-
-@pytest.fixture(scope="module")
-def statistics_alone(measured):
-    return measured.with_name("alone")
 
 
 def panels(directory, picture):
@@ -131,7 +112,7 @@ def test_places_are_those_of_the_statistics(measured, tmp_path):
         assert [at for at, _ in growth[:4]] == [1, 3, 7, 15]
         assert growth == sorted(growth)
     latent = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "latent")
-    assert calibrate(latent, "-o", tmp_path / "out", "--format", "fp8kv").exit_code == 0
+    succeeded(calibrate(latent, "-o", tmp_path / "out", "--format", "fp8kv"))
     assert read_places(tmp_path / "out") == load_stats(tmp_path / "out").places() != []
 
 
@@ -177,7 +158,8 @@ def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):
         assert [cell.strip() for cell in re.split("[│|]", row)].count("-") == 2 * len(unseen)
 
 
-def test_statistics_without_scales_are_shown(statistics_alone, measured, tmp_path):
+def test_statistics_without_scales_are_shown(measured, tmp_path):
+    statistics_alone = measured.with_name("alone")
     shown, beside = (fp8kv("inspect", each).stdout for each in (statistics_alone, measured))
     assert shown.startswith("statistics, and no scales in the form of an engine\n")
     assert "K scale" not in shown
@@ -191,11 +173,8 @@ def test_statistics_without_scales_are_shown(statistics_alone, measured, tmp_pat
     assert said.keys() == same.keys()
     assert (said["strategy"], said["layers"], said["problems"]) == (None, [], [])
     assert panels(statistics_alone, tmp_path / "grown.svg") == 1
-    one_line_error(
-        fp8kv("inspect", damaged(statistics_alone, tmp_path / "nan", **DAMAGE["NaN"])),
-        STATS_FILE,
-        "is damaged",
-    )
+    nan = damaged(statistics_alone, tmp_path / "nan", **DAMAGE["NaN"])
+    one_line_error(fp8kv("inspect", nan), STATS_FILE, "is damaged")
     none = damaged(statistics_alone, tmp_path / "none", {})
     one_line_error(fp8kv("inspect", none), "holds a calibration and no model")
 
@@ -207,8 +186,6 @@ DAMAGE = {
     "no heads": {"positions": torch.ones(0, 24)},
     "flat": {"curve": torch.ones(96)},
     "another amax": {"amax": torch.ones(2, 8)},
-    "an amax without channels": {"amax": torch.ones(2, 0)},
-    "other positions": {"positions": torch.ones(2, 24)},
 }
 
 
@@ -235,13 +212,10 @@ def test_damaged_places_are_one_line_beside_the_scales(changes, measured, tmp_pa
     assert "amax by position" not in done.stdout
 
 
-@pytest.mark.parametrize("facts", [{}, {"modules": []}, {"modules": {"other": {}}}])
-def test_statistics_that_name_no_module_with_places_have_none(facts, measured, tmp_path):
-    assert read_places(damaged(measured, tmp_path / "out", facts)) == []
-
-
-@pytest.mark.parametrize("module", [None, {"layer_idx": 0}, {"layer_idx": 0, "tokens": 3, "read": 2}])
-def test_modules_without_facts_are_refused(module, measured, tmp_path):
-    facts = {"modules": {"model.layers.0.self_attn": module}}
-    with pytest.raises(InputError, match="is damaged .model.layers.0.self_attn: "):
-        read_places(damaged(measured, tmp_path / "out", facts))
+def test_modules_need_their_facts_to_have_places(measured, tmp_path):
+    for i, facts in enumerate(({}, {"modules": []}, {"modules": {"other": {}}})):
+        assert read_places(damaged(measured, tmp_path / f"none-{i}", facts)) == []
+    for i, module in enumerate((None, {"layer_idx": 0}, {"layer_idx": 0, "tokens": 3, "read": 2})):
+        facts = {"modules": {"model.layers.0.self_attn": module}}
+        with pytest.raises(InputError, match="is damaged .model.layers.0.self_attn: "):
+            read_places(damaged(measured, tmp_path / f"{i}", facts))

@@ -14,27 +14,21 @@ PER_HEAD = LayerScales(3, torch.tensor([0.5, 2.0]), torch.tensor([0.25, 0.125]),
 HOSTILE = "<script>alert('&')</script>\x1b[31m"
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_not_finite_and_positive_is_refused(bad):
-    with pytest.raises(ValueError, match="v scale must be finite, positive float32"):
-        LayerScales(0, torch.ones(1), torch.tensor([bad]))
-
-
-def test_a_scale_of_another_dtype_or_shape_is_refused():
+def test_a_scale_that_is_not_finite_and_positive_float32_is_refused():
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="v scale must be finite, positive float32"):
+            LayerScales(0, torch.ones(1), torch.tensor([bad]))
     for k in (torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, 1)):
         with pytest.raises(ValueError, match="k scale must be finite, positive float32"):
             LayerScales(0, k, torch.ones(1))
 
 
-def test_reduce_max_gives_one_scale_per_tensor():
-    reduced = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}).reduce_max()
+def test_scales_are_reduced_to_the_largest_and_shared_with_modules_without_a_cache():
+    scales = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}, {"b": SharedAttention(5, "a")})
+    reduced = scales.reduce_max()
     assert (reduced.strategy, reduced.has_q, reduced.has_center) == ("tensor", True, False)
     found = {letter: scale.tolist() for letter, scale in reduced.layers["a"].items()}
     assert found == {"k": [2.0], "v": [0.25], "q": [1.0]}
-
-
-def test_a_module_that_shares_a_cache_has_its_owners_scales():
-    scales = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}, {"b": SharedAttention(5, "a")})
     shared = scales.expand_shared()["b"]
     assert (shared.layer_idx, shared.q) == (5, None)
     assert shared.k is PER_HEAD.k
@@ -78,23 +72,17 @@ def test_a_result_shows_layers_and_warnings(tiny_directory, tmp_path):
     assert lines(html) == [*(f"warning: {warning}" for warning in result.warnings), amounts]
 
 
-def test_names_are_no_markup():
+def test_names_are_no_markup_and_layers_after_the_first_hundred_are_counted():
     html = layers_html(HOSTILE, {HOSTILE: 0}, {(HOSTILE, HOSTILE): torch.ones(1)}, [HOSTILE])
     assert "<script" not in html
     assert "\x1b" not in html
     assert html.count("alert") == 4
     assert rows(html)[0][1].startswith("<script>alert('&')")
-
-
-def test_a_layer_without_q_and_one_that_is_no_number():
     values = {("a", "K"): torch.tensor(torch.nan), ("b", "K"): torch.ones(1), ("b", "Q"): torch.zeros(1)}
     shown = rows(layers_html("", {"a": 0, "b": 1}, values))
     assert shown == [["0", "a", "nan", None], ["1", "b", "1", "0"]]
-
-
-@pytest.mark.parametrize(("layers", "hidden"), [(100, None), (101, "1")])
-def test_layers_after_the_first_hundred_are_counted(layers, hidden):
-    names = {f"m{i}": i for i in range(layers)}
-    html = layers_html("", names, {(name, "K"): torch.ones(1) for name in names})
-    assert [row[1] for row in rows(html)] == [f"m{i}" for i in range(100)]
-    assert lines(html) == ([f"{hidden} more layers are not shown"] if hidden else [])
+    for layers, hidden in ((100, []), (101, ["1 more layers are not shown"])):
+        names = {f"m{i}": i for i in range(layers)}
+        html = layers_html("", names, {(name, "K"): torch.ones(1) for name in names})
+        assert [row[1] for row in rows(html)] == [f"m{i}" for i in range(100)]
+        assert lines(html) == hidden

@@ -13,16 +13,12 @@ K = [[1.0, 8.0], [4.0, 2.0]]
 NAME = "a.self_attn"
 
 
-def histogram_of(k):
-    counts = torch.zeros(len(k), NUM_BINS, dtype=torch.int64)
-    counts[:, 0] = k[:, 0].long()
-    return counts
-
-
 def layer(k, v=1.0, q=2.0, tokens=10):
     k = torch.tensor(k)
+    histogram = torch.zeros(len(k), NUM_BINS, dtype=torch.int64)
+    histogram[:, 0] = k[:, 0].long()
     parts = TensorStats(torch.full((2, 2), v)), TensorStats(torch.full((4, 2), q))
-    return LayerStats(0, tokens, TensorStats(k, histogram_of(k), k.double(), -k, k / 2), *parts)
+    return LayerStats(0, tokens, TensorStats(k, histogram, k.double(), -k, k / 2), *parts)
 
 
 def stats(k=K, **changes):
@@ -33,7 +29,7 @@ def derive(measured, **options):
     return measured.scales(observer=AbsMax(), **options).layers[NAME]
 
 
-def test_merge_takes_maxima_and_sums():
+def test_merge_takes_maxima_and_sums_and_refuses_what_does_not_fit():
     merged = stats().merge(stats([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5))
     found = merged.layers[NAME]
     assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
@@ -44,16 +40,11 @@ def test_merge_takes_maxima_and_sums():
     assert found.v.amax.tolist() == [[7.0, 7.0], [7.0, 7.0]]
     assert merged.tokens == found.tokens == 15
     assert stats().merge(stats(v=float("nan"))).layers[NAME].v.amax.isnan().all()
-
-
-def test_statistics_that_do_not_fit_are_refused_not_dropped():
-    with pytest.raises(InputError, match="of different models"):
-        stats().merge(KVStats({"b.self_attn": layer(K)}))
-    found = stats().layers[NAME]
-    without = KVStats({NAME: replace(found, k=TensorStats(torch.tensor(K)))})
-    for one, other in ((stats(), without), (without, stats())):
-        with pytest.raises(InputError, match="what was collected differ"):
-            one.merge(other)
+    without = KVStats({NAME: replace(layer(K), k=TensorStats(torch.tensor(K)))})
+    other = KVStats({"b.self_attn": layer(K)})
+    for one, two in ((stats(), without), (without, stats()), (stats(), other)):
+        with pytest.raises(InputError, match="of different models .* what was collected differ"):
+            one.merge(two)
 
 
 def test_scale_is_amax_over_the_maximum_of_the_format():
@@ -66,6 +57,9 @@ def test_scale_is_amax_over_the_maximum_of_the_format():
     found = derive(stats(), strategy="tensor", headroom=1.5, targets="qkv")
     assert torch.equal(found.k, torch.tensor([12.0]) / 448)
     assert torch.equal(found.q, torch.tensor([3.0]) / 448)
+    # a dead head takes the largest scale of its layer
+    found = derive(stats([[0.0, 0.0], [4.0, 2.0]]), strategy="attn_head")
+    assert torch.equal(found.k, torch.tensor([4.0, 4.0]) / 448)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +78,3 @@ def test_bad_numbers_never_become_scales(bad, message):
         with pytest.raises(CalibrationError, match=message) as caught:
             derive(stats(v=bad), strategy=strategy)
         assert len(str(caught.value)) < 200
-
-
-def test_a_dead_head_takes_the_largest_scale_of_its_layer():
-    found = derive(stats([[0.0, 0.0], [4.0, 2.0]]), strategy="attn_head")
-    assert torch.equal(found.k, torch.tensor([4.0, 4.0]) / 448)

@@ -1,6 +1,5 @@
 """What is said of the text that was read, and what a record of it tells of other text."""
 
-import pydoc_data.topics
 import random
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from calib.errors import InputError
-from calib.scales.text_summary import MAX_RUNS, SKETCH_BITS, TextRecord, TextSummary, text_warnings
+from calib.scales.text_summary import MAX_RUNS, SKETCH_BITS, TextRecord, TextSummary
 
 
 def texts(samples=32, length=64, vocabulary=500, seed=0):
@@ -56,21 +55,16 @@ def test_each_doubt_is_one_line_of_its_own(said, changes):
     assert len(line.split()) <= 25
 
 
-def test_next_to_nothing_is_refused():
+def test_next_to_nothing_is_refused_for_a_cause():
     for samples in ([[*range(63)]], [[*range(15)] * 9]):
         with pytest.raises(InputError, match=r"are too few to calibrate on.*--allow-few-tokens"):
             TextSummary.of(samples).check()
     for samples in ([[*range(64)]], [[*range(16)] * 9], []):
         TextSummary.of(samples).check()
-
-
-def test_a_refusal_names_the_cause():
-    summary = TextSummary.of([[1]] * 14, words=(840, 14))
     with pytest.raises(InputError, match=r"14 tokens, 1 of them different.*840 words became 14"):
-        summary.check()
-    summary = TextSummary.of([[0] * 100], unknown={0}, words=(100, 100))
+        TextSummary.of([[1]] * 14, words=(840, 14)).check()
     with pytest.raises(InputError, match="100% of the tokens are the unknown token"):
-        summary.check()
+        TextSummary.of([[0] * 100], unknown={0}, words=(100, 100)).check()
 
 
 @pytest.mark.parametrize("vocabulary", [10, 500, 3000])
@@ -96,17 +90,8 @@ def test_the_sketch_tells_no_token_apart_from_many_others():
     sharing = Counter(bit.bit_length() for bit in bits)
     assert len(sharing) == SKETCH_BITS
     assert min(sharing.values()) >= 4
-    (sample,) = texts(samples=1)
-    shuffled = random.Random(1).sample(sample, len(sample))
-    assert shuffled != sample
-    summary, other = TextSummary.of([sample]), TextSummary.of([shuffled])
-    assert replace(summary, records=None) == replace(other, records=None)
-
-
-def test_of_old_statistics_only_the_number_of_tokens_is_known():
-    assert text_warnings(None, 1024) == []
-    (line,) = text_warnings(None, 100)
-    assert line.startswith("only 100 tokens were read")
+    one, other = (TextSummary.of([tokens]) for tokens in ([5, 7, 6], [6, 5, 7]))
+    assert replace(one, records=None) == replace(other, records=None)
 
 
 def sample(seed, length=256):
@@ -124,13 +109,10 @@ def test_what_was_read_is_known_wherever_it_begins():
     for cut in (64, 128):
         record = TextRecord.of([text[:cut] for text in texts])
         assert all(record.has_read(text) for text in texts), cut
-
-
-def test_a_text_of_fewer_tokens_than_a_run_is_known_as_a_whole():
+    # fewer tokens than a run are known as a whole, and never known to be new
     record = TextRecord.of([[5, 6, 7], sample(0)])
     assert record.has_read([5, 6, 7])
-    assert record.has_read([5, 6]) is None  # nor is it known to be new
-    assert record.has_read(sample(0)[-10:]) is None
+    assert record.has_read([5, 6]) is record.has_read(sample(0)[-10:]) is None
 
 
 def test_a_long_text_keeps_a_record_of_some_kilobytes():
@@ -148,52 +130,27 @@ def test_a_long_text_keeps_a_record_of_some_kilobytes():
     assert others.count(True) < 0.01 * len(others)
 
 
-def test_chats_with_one_system_prompt_are_told_apart():
+def test_system_prompts_are_told_from_samples_that_differ_in_their_ends_alone():
     prompt = sample(0, 200)
     record = TextRecord.of([prompt + sample(seed, 60) for seed in range(1, 30)])
     assert not any(record.has_read(prompt + sample(seed, 60)) for seed in range(50, 90))
     assert all(record.has_read(prompt + sample(seed, 60)) for seed in range(1, 30))
     longer = TextRecord.of([sample(1), sample(1) + sample(2), sample(1) + sample(3)])
     assert longer.has_read(sample(1))  # which is no prompt: it was read as a chat of its own
-
-
-@pytest.mark.parametrize("answers", [2, 4])
-def test_samples_that_differ_in_their_ends_alone_are_known(answers):
-    """Chats with several answers each, or documents in two versions, are no system prompts."""
+    # chats with several answers each, or documents in two versions
     prompts = [sample(seed, 400) for seed in range(10)]
-    ends = iter(sample(seed, 40) for seed in range(100, 200))
-    record = TextRecord.of([prompt + next(ends) for prompt in prompts for _ in range(answers)])
-    assert all(record.has_read(prompt + next(ends)) for prompt in prompts)
+    for answers in (2, 4):
+        ends = iter(sample(seed, 40) for seed in range(100, 200))
+        record = TextRecord.of([prompt + next(ends) for prompt in prompts for _ in range(answers)])
+        assert all(record.has_read(prompt + next(ends)) for prompt in prompts)
 
 
-def test_prose_by_the_same_authors_is_new():
-    """Of Python's documentation, whose topics repeat parts of each other, what does not."""
-    numbers = dict[str, int]()
-    topics = sorted({*pydoc_data.topics.topics.values()})
-    texts = [[numbers.setdefault(w, len(numbers)) for w in topic.split()] for topic in topics]
-    texts = [text for text in texts if len(text) >= 100]
-    record = TextRecord.of(texts[::2])
-    runs = {tuple(text[i : i + 16]) for text in texts[::2] for i in range(len(text) - 15)}
-    new, copies = [], []
-    for text in texts[1::2]:
-        share = sum(tuple(text[j : j + 16]) in runs for j in range(len(text) - 15)) / (len(text) - 15)
-        new += [text] if share < 0.05 else []
-        copies += [text] if share > 0.5 else []
-    assert len(new) > 20
-    assert not any(record.has_read(text) for text in new)
-    assert copies
-    assert all(record.has_read(text) for text in copies)
-
-
-def test_the_salt_changes_with_the_text():
+def test_a_record_is_salted_by_its_text_and_none_if_damaged():
     one, other = TextRecord.of([sample(0)]), TextRecord.of([sample(0), sample(1)])
     assert one.salt != other.salt
     assert not {*one._hashes.tolist()} <= {*other._hashes.tolist()}
-
-
-def test_a_record_that_is_damaged_is_none():
-    fields = TextRecord.of([sample(0)]).model_dump()
-    assert TextRecord.model_validate(fields) == TextRecord.of([sample(0)])
+    fields = one.model_dump()
+    assert TextRecord.model_validate(fields) == one
     for broken in ({"runs": "%"}, {"one_in": 0}, {"below": 0}, {"salt": -1}, {"tokens": "5"}):
         with pytest.raises(ValidationError):
             TextRecord.model_validate(fields | broken)

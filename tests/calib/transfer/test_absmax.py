@@ -33,11 +33,6 @@ def convert(source, to, out):
     return " ".join(done.output.split())
 
 
-def refuses(source, to, out, *phrases):
-    one_line_error(fp8kv("convert", source, "--to", to, "-o", out), *phrases)
-    assert not out.exists()
-
-
 def test_a_calibration_writes_absmax_over_the_formats_divisor(several):
     for name, divisor in FORMATS.items():
         amax = load_stats(several / name).amax_by_head()
@@ -45,46 +40,44 @@ def test_a_calibration_writes_absmax_over_the_formats_divisor(several):
         wanted = {at: max(heads) / divisor for at, heads in amax.items() if at[1] != "q"}
         assert values_of(several / name) == pytest.approx(wanted, rel=2**-22), name
     for name in ("vllm-nvfp4", "sglang-nvfp4"):
-        config = config_of(several / name)
-        producer = config["quantization_config"]["producer"]
+        producer = config_of(several / name)["quantization_config"]["producer"]
         assert producer == {"name": "fp8kv", "nvfp4_kv_divisor": FORMATS[name]}
     card = (several / "sglang-nvfp4" / "README.md").read_text()
     assert card.startswith("# NVFP4 KV-cache scales for")
     assert "--kv-cache-dtype nvfp4" in card
 
 
-@pytest.mark.parametrize(("source", "to"), [*itertools.permutations(FORMATS, 2)])
-def test_each_is_made_of_each(source, to, several, tmp_path):
-    convert(several / source, to, tmp_path / "out")
-    # from the smaller one: times 6 and perhaps a sixth again, each rounded in float32
-    rel = 2**-22 if source == "sglang-nvfp4" else 0
-    assert values_of(tmp_path / "out") == pytest.approx(values_of(several / to), rel=rel, abs=0)
-
-
-def test_mse_scales_are_no_absmax_and_its_statistics_are(tiny_directory, tmp_path, several):
+def test_each_is_made_of_each_and_of_statistics(several, tiny_directory, tmp_path):
+    for source, to in itertools.permutations(FORMATS, 2):
+        out = tmp_path / f"{source}-{to}"
+        convert(several / source, to, out)
+        # from the smaller one: times 6 and perhaps a sixth again, each rounded in float32
+        rel = 2**-22 if source == "sglang-nvfp4" else 0
+        assert values_of(out) == pytest.approx(values_of(several / to), rel=rel, abs=0)
+    # scales of an observer that clips are no absmax, and its statistics are
     mse = calibrated(tiny_directory, tmp_path / "mse", "--observer", "mse")
     said = convert(mse, "vllm-nvfp4", tmp_path / "out")
     assert "from the absmax in the calibration's statistics" in said
-    assert values_of(mse) != values_of(tmp_path / "out")
-    assert values_of(tmp_path / "out") == values_of(several / "vllm-nvfp4")
-
-
-def of_modelopt(directory, version):
-    config = NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    config |= {"kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt", "version": version}}
-    return model(directory, names=PROJ, config=config)
+    assert values_of(mse) != values_of(tmp_path / "out") == values_of(several / "vllm-nvfp4")
 
 
 def test_fp8_scales_of_modelopt_are_absmax_since_0_43(tmp_path):
-    source = of_modelopt(tmp_path / "new", "0.43.0")
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+    config = NVFP4 | {"kv_cache_scheme": scheme, "kv_cache_quant_algo": "FP8"}
+
+    def of_modelopt(version):
+        says = config | {"producer": {"name": "modelopt", "version": version}}
+        return model(tmp_path / f"{version}", names=PROJ, config=says)
+
+    source = of_modelopt("0.43.0")
     convert(source, "sglang-nvfp4", tmp_path / "out")
     six = {at: torch.tensor(value).div(6).item() for at, value in values_of(source).items()}
     assert values_of(tmp_path / "out") == six
-    unknown = "whether its FP8 scales are absmax / 448 is not known"
-    for version in ("0.42.0", None):  # before, it clamped them
-        source = of_modelopt(tmp_path / f"{version}", version)
-        refuses(source, "sglang-nvfp4", tmp_path / "no", unknown)
-    refuses(model(tmp_path / "plain"), "sglang-nvfp4", tmp_path / "no", unknown)
+    # before, it clamped them
+    for source in (of_modelopt("0.42.0"), of_modelopt(None), model(tmp_path / "plain")):
+        done = fp8kv("convert", source, "--to", "sglang-nvfp4", "-o", tmp_path / "no")
+        one_line_error(done, "whether its FP8 scales are absmax / 448 is not known")
+        assert not (tmp_path / "no").exists()
 
 
 def test_values_tell_by_modelopts_version_what_they_are(tmp_path):
@@ -94,8 +87,8 @@ def test_values_tell_by_modelopts_version_what_they_are(tmp_path):
     assert "absmax / 2688 (ModelOpt 0.41.0 writes it so)" in said
     assert values_of(tmp_path / "out") == {at: value * 6 for at, value in values_of(source).items()}
     source = model(tmp_path / "b", names=PROJ, config=NVFP4)
-    unknown = "absmax / 448 or absmax / 2688 is not known: no file says who"
-    refuses(source, "vllm", tmp_path / "no", unknown)
+    done = fp8kv("convert", source, "--to", "vllm", "-o", tmp_path / "no")
+    one_line_error(done, "absmax / 448 or absmax / 2688 is not known: no file says who")
 
 
 def test_what_is_for_fp8_alone_is_refused(several, tiny_directory, tmp_path):
@@ -104,11 +97,8 @@ def test_what_is_for_fp8_alone_is_refused(several, tiny_directory, tmp_path):
         one_line_error(done, "format 'vllm-nvfp4' is made from absmax")
     given = ("--stats", several / "vllm", "--to", "vllm-nvfp4", "-o", tmp_path / "out")
     one_line_error(fp8kv("repair", several / "vllm", *given), "repair mends FP8 scales")
-
-
-def test_strip_leaves_no_word_of_the_cache_beside_nvfp4_weights(tmp_path):
+    # strip leaves no word of the cache beside NVFP4 weights
     config = NVFP4 | {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
-    source = model(tmp_path / "weights", names=PROJ, config=config)
-    ran("strip", source, "-o", tmp_path / "out")
+    ran("strip", model(tmp_path / "weights", names=PROJ, config=config), "-o", tmp_path / "out")
     left = config_of(tmp_path / "out")["quantization_config"]
     assert left == {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 import torch
-from apply_cases import report_of
+from apply_cases import copy, edited, report_of
 from command_line import fp8kv, one_line_error, ran
 from families import edit_json
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from calib.files.names import STATS_FILE
 from calib.scales import stats_file
@@ -41,15 +41,6 @@ def halves(model, texts, tmp_path_factory):
     return [calibrated(model, texts / f"{name}.jsonl", out / name) for name in "ab"]
 
 
-def assert_joined(merged, halves):
-    """The second run's tokens come after the first's, and the last amax is that of both."""
-    first, second, joined = map(load_stats, (*halves, merged))
-    layers = zip(*(stats.layers.values() for stats in (first, second, joined)), strict=True)
-    for a, b, both in layers:
-        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, shift_curve(b.k.curve, 96, 144)))
-        assert torch.equal(both.k.curve.amax(1), both.k.amax.amax(1))
-
-
 def test_two_runs_are_one(model, texts, halves, tmp_path):
     calibrated(model, texts / "all.jsonl", tmp_path / "whole")
     done = ran("merge", *halves, "-o", tmp_path / "merged")
@@ -59,7 +50,11 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
         assert expected.keys() == found.keys()
         others = [name for name in expected if not name.endswith(".curve")]
         assert all(torch.equal(found[name], expected[name]) for name in others)
-    assert_joined(tmp_path / "merged", halves)
+    # the second run's tokens come after the first's, and the last amax is that of both
+    first, second, joined = (load_stats(run).layers.values() for run in (*halves, tmp_path / "merged"))
+    for a, b, both in zip(first, second, joined, strict=True):
+        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, shift_curve(b.k.curve, 96, 144)))
+        assert torch.equal(both.k.curve.amax(1), both.k.amax.amax(1))
     report = report_of(tmp_path / "merged")
     assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
     # a merged output merges again
@@ -71,63 +66,60 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     one_line_error(done, "have read the same data; merging them adds nothing")
 
 
-def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.scales.summary.TOKENS_TO_GROW", 16)
-    monkeypatch.setattr("calib.scales.summary.GREW", 0.0)
-    order = ("--seed", 2)  # the largest values come late
-    runs = [calibrated(model, texts / f"{name}.jsonl", tmp_path / name, *order) for name in "ab"]
-    file = runs[0] / "fp8kv_calibration.json"
-    said = json.loads(file.read_text())["warnings"]
-    assert any("still grew" in line for line in said)
-    edit_json(file, warnings=[*said, "what is said of the data"])
-    done = fp8kv("merge", *runs, "-o", tmp_path / "merged", "--json")
-    warnings = json.loads(done.stdout)["warnings"]
-    assert "what is said of the data" in warnings
-    grew = [line for line in warnings if "still grew" in line]
-    assert grew
-    assert all("of 240 tokens" in line for line in grew)
-
-
-def test_no_run_is_replaced_by_what_is_made_of_it(halves):
-    for run in halves:
-        before = (run / STATS_FILE).read_bytes()
-        done = fp8kv("merge", *halves, "-o", run, "--overwrite")
-        one_line_error(done, f"would mix with the calibration in '{run}'")
-        assert (run / STATS_FILE).read_bytes() == before
-
-
 def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
     a, b = halves
     out = ("-o", tmp_path / "merged")
     one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
     one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
     one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_stats.safetensors; give a calibration's output")
+
     # one tensor of another size, which is not sampled for marks
-    tuned = shutil.copytree(model, tmp_path / "tuned")
-    tensors = load_file(tuned / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
-    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
+    def edit(tensors):
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 30
+
+    tuned = copy(model, tmp_path / "tuned", edit)
     revision = calibrated(tuned, texts / "b.jsonl", tmp_path / "revision")
     one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
     one_line_error(fp8kv("merge", a, b, *out, "--model", tuned), "is of another model or revision than")
-    changed = shutil.copytree(b, tmp_path / "changed")
-    report = report_of(changed)
-    marks = report["marks"]["tensors"]
-    keys = "layers.{}.self_attn.k_proj.weight"
-    marks[keys.format(0)] = marks[keys.format(1)]
-    edit_json(changed / "fp8kv_calibration.json", marks=report["marks"])
+    marks, keys = report_of(b)["marks"], "layers.{}.self_attn.k_proj.weight"
+    marks["tensors"][keys.format(0)] = marks["tensors"][keys.format(1)]
+    changed = edited(b, tmp_path / "changed", marks=marks)
     one_line_error(fp8kv("merge", a, changed, *out), f"do not fit '{changed}'", keys.format(0))
-    options = ("--set", "means=false")
-    plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
-    one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")
-    options = ("--set", "data.skip_first=1")
-    skipped = calibrated(model, texts / "b.jsonl", tmp_path / "skipped", *options)
-    message = "captured with different data.skip_first (0, 1); calibrate both with the same"
-    one_line_error(fp8kv("merge", a, skipped, *out), message)
+    for setting, other, said in (
+        ("means", "false", "means (True, False)"),
+        ("data.skip_first", 1, "data.skip_first (0, 1); calibrate both with the same"),
+    ):
+        run = calibrated(model, texts / "b.jsonl", tmp_path / setting, "--set", f"{setting}={other}")
+        one_line_error(fp8kv("merge", a, run, *out), f"captured with different {said}")
     broken = shutil.copytree(b, tmp_path / "broken")
     (broken / STATS_FILE).write_bytes((b / STATS_FILE).read_bytes()[:-50])
     one_line_error(fp8kv("merge", a, broken, *out), "cannot read statistics")
     assert not (tmp_path / "merged").exists()
+    # no run is replaced by what is made of it
+    for run in halves:
+        done = fp8kv("merge", *halves, "-o", run, "--overwrite")
+        one_line_error(done, f"would mix with the calibration in '{run}'")
+
+
+def test_where_nothing_can_be_written_is_known_before_statistics_are_read(halves, tmp_path, monkeypatch):
+    monkeypatch.setattr(stats_file, "load_progress", lambda _: pytest.fail("statistics were read"))
+    (tmp_path / "dangling").symlink_to("gone")
+    done = fp8kv("merge", *halves, "-o", tmp_path / "dangling")
+    one_line_error(done, f"cannot write '{tmp_path / 'dangling'}'", "choose another output")
+
+
+def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.scales.summary.TOKENS_TO_GROW", 16)
+    monkeypatch.setattr("calib.scales.summary.GREW", 0.0)
+    order = ("--seed", 2)  # the largest values come late
+    runs = [calibrated(model, texts / f"{name}.jsonl", tmp_path / name, *order) for name in "ab"]
+    said = report_of(runs[0])["warnings"]
+    assert any("still grew" in line for line in said)
+    edit_json(runs[0] / "fp8kv_calibration.json", warnings=[*said, "what is said of the data"])
+    done = ran("merge", *runs, "-o", tmp_path / "merged", "--json")
+    warnings = json.loads(done.stdout)["warnings"]
+    assert "what is said of the data" in warnings
+    assert {"of 240 tokens" in line for line in warnings if "still grew" in line} == {True}
 
 
 def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
@@ -154,10 +146,8 @@ def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
         done = fp8kv("merge", *order, "-o", tmp_path / "merged")
         one_line_error(done, "model.layers.0.self_attn counted", "another share than in")
     # the same share in both adds up, and is said
-    twin = shutil.copytree(odd, tmp_path / "twin")
-    file = twin / "fp8kv_calibration.json"
-    dataset = json.loads(file.read_text())["dataset"]
-    edit_json(file, dataset=dataset | {"fingerprint": "0" * 64})
+    dataset = report_of(odd)["dataset"] | {"fingerprint": "0" * 64}
+    twin = edited(odd, tmp_path / "twin", dataset=dataset)
     done = ran("merge", odd, twin, "-o", tmp_path / "merged")
     assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
 
@@ -173,13 +163,3 @@ def test_another_number_of_threads_is_named(halves, tmp_path):
         assert report_of(tmp_path / f"merged-{count}")["threads"] == kept
         if warned:
             assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]
-
-
-def test_where_nothing_can_be_written_is_known_before_statistics_are_read(halves, tmp_path, monkeypatch):
-    monkeypatch.setattr(stats_file, "load_progress", lambda _: pytest.fail("statistics were read"))
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "dangling").symlink_to("gone")
-    for place in ("file/out", "dangling"):
-        done = fp8kv("merge", *halves, "-o", tmp_path / place)
-        one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]

@@ -1,14 +1,9 @@
 """Packs through a Hub at the other end of a socket: pushed, fetched, refused."""
 
-import os
-import shutil
-import subprocess
-import sys
-
 import pytest
 from apply_cases import PACK_FILES, copy, report_of, scales
 from command_line import fp8kv, one_line_error, ran
-from fake_hub import TOKEN, on, running_hub
+from fake_hub import on, running_hub
 from huggingface_hub import constants
 
 from calib.errors import InputError
@@ -37,7 +32,8 @@ def test_there_and_back(hub, model, measured, tmp_path):
     assert not repository.private
     assert f"{hub.url}/me/scales at {repository.head}" in done.stdout
     assert "fp8kv apply me/scales" in done.stdout
-    ran("apply", "me/scales", copy(model, tmp_path / "other"), "-o", tmp_path / "out")
+    done = ran("apply", "me/scales", copy(model, tmp_path / "other"), "-o", tmp_path / "out")
+    assert done.stderr.splitlines() == ["fetch", "load", "compare weights", "write"]
     assert scales(tmp_path / "out") == scales(measured)
     assert report_of(tmp_path / "out")["pack"]["name"] == f"me/scales@{repository.head}"
 
@@ -48,7 +44,7 @@ def test_there_and_back(hub, model, measured, tmp_path):
     refuse("me/scales", other, tmp_path / "no", f"scales of 'me/scales@{repository.head}' do not fit")
 
 
-def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pack, tmp_path):
+def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pack, tmp_path, monkeypatch):
     strange = ("model.safetensors", "config.json", "model.bin", "a/fp8kv_pack.json")
     hub.put("me/scales", {**files(pack), **dict.fromkeys(strange, b"{}")})
     refuse("me/scales", model, tmp_path, "--in-place writes into", flags=["--in-place"])
@@ -56,6 +52,27 @@ def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pac
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
     fetched = [path.partition("/resolve/")[2].partition("/")[2] for _, path in hub.requests]
     assert {*fetched} - {""} == PACK_FILES - {"README.md"}
+    # without a network what was fetched is used
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    ran("apply", "me/scales", model, "-o", tmp_path / "offline")
+    refuse("me/other", model, tmp_path / "no", "pack 'me/other'", "the Hub cannot be reached")
+
+
+def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_path, monkeypatch):
+    first, answer = hub.put("me/scales", files(pack)).head, hub.answer
+
+    def move(method, path, body, token):
+        if method == "GET" and "/resolve/" in path and len(hub.repositories["me/scales"].commits) == 2:
+            hub.put("me/scales", {"fp8kv_pack.json": b"{}"})
+        return answer(method, path, body, token)
+
+    monkeypatch.setattr(hub, "answer", move)
+    for out, name in ((tmp_path / "while", "me/scales"), (tmp_path / "after", f"me/scales@{first}")):
+        ran("apply", name, model, "-o", out)
+        assert scales(out) == scales(measured)
+        assert report_of(out)["pack"]["name"] == f"me/scales@{first}"
+    refuse("me/scales", model, tmp_path, "is damaged or changed")
+    refuse("me/scales@v9", model, tmp_path, "'me/scales' on the Hub has no revision 'v9'")
 
 
 def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monkeypatch):
@@ -68,37 +85,6 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
     hub.sizes.clear()
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
     assert scales(tmp_path / "out") == scales(measured)
-
-
-def test_a_branch_that_moves_while_its_files_are_fetched(hub, model, measured, pack, tmp_path, monkeypatch):
-    first, answer = hub.put("me/scales", files(pack)).head, hub.answer
-
-    def move(method, path, body, token):
-        if method == "GET" and "/resolve/" in path and len(hub.repositories["me/scales"].commits) == 2:
-            hub.put("me/scales", {"fp8kv_stats.safetensors": b"large"})
-        return answer(method, path, body, token)
-
-    monkeypatch.setattr(hub, "answer", move)
-    ran("apply", "me/scales", model, "-o", tmp_path / "out")
-    assert scales(tmp_path / "out") == scales(measured)
-    assert report_of(tmp_path / "out")["pack"]["name"] == f"me/scales@{first}"
-
-
-def test_a_revision(hub, model, measured, pack, tmp_path):
-    first = hub.put("me/scales", files(pack)).head
-    hub.put("me/scales", {"fp8kv_pack.json": b"{}"})
-    refuse("me/scales", model, tmp_path, "is damaged or changed")
-    refuse("me/scales@v9", model, tmp_path, "'me/scales' on the Hub has no revision 'v9'")
-    ran("apply", f"me/scales@{first}", model, "-o", tmp_path / "out")
-    assert scales(tmp_path / "out") == scales(measured)
-
-
-def test_without_a_network_what_was_fetched_is_used(hub, model, pack, tmp_path, monkeypatch):
-    hub.put("me/scales", files(pack))
-    ran("apply", "me/scales", model, "-o", tmp_path / "first")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ran("apply", "me/scales", model, "-o", tmp_path / "second")
-    refuse("me/other", model, tmp_path, "pack 'me/other'", "the Hub cannot be reached")
 
 
 def test_what_is_no_pack(hub, model, pack, tmp_path):
@@ -126,14 +112,6 @@ def test_a_file_whose_size_is_too_large_or_not_given(hub, model, pack, tmp_path)
         assert not any(path.endswith(name) for method, path in hub.requests if method == "GET")
 
 
-def test_a_directory_goes_first(hub, model, pack, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(pack, tmp_path / "me" / "scales")
-    done = ran("apply", "me/scales", model, "-o", tmp_path / "out")
-    assert done.stderr.splitlines() == ["load", "compare weights", "write"]
-    assert not hub.requests
-
-
 def push(measured, out, *flags):
     return fp8kv("pack", measured, "-o", out, "--push-to-hub", "me/scales", *flags)
 
@@ -149,18 +127,15 @@ def test_a_second_push_is_a_second_commit_and_a_private_pack_stays_so(hub, measu
     one_line_error(push(measured, tmp_path / "third", "--private"), "it is public there; make it private")
 
 
-def test_a_repository_of_something_else_is_left_alone(hub, measured, tmp_path):
+def test_a_repository_of_something_else_and_a_name_of_none(hub, measured, tmp_path):
     hub.put("me/scales", {"model.safetensors": b"x"})
     out = tmp_path / "pack"
     one_line_error(push(measured, out), f"the pack is in '{out}'", "holds other files and no pack")
     assert hub.repositories["me/scales"].commits[-1].keys() == {".gitattributes", "model.safetensors"}
     assert (out / "fp8kv_pack.json").exists()
-
-
-def test_a_name_that_is_none(measured, tmp_path):
-    done = fp8kv("pack", measured, "-o", tmp_path / "pack", "--push-to-hub", "../x")
+    done = fp8kv("pack", measured, "-o", tmp_path / "no", "--push-to-hub", "../x")
     one_line_error(done, "--push-to-hub '../x' is not an id on the Hub, such as owner/name")
-    assert not (tmp_path / "pack").exists()
+    assert not (tmp_path / "no").exists()
     for name in ("scales", "a/b/c", "/scales", "me/sca les", ""):
         with pytest.raises(InputError, match="is not an id on the Hub"):
             check_hub_id("--push-to-hub", name)
@@ -174,19 +149,3 @@ def test_a_hub_that_refuses_or_is_not_there(hub, measured, tmp_path, monkeypatch
     assert "me/scales" not in hub.repositories
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     one_line_error(push(measured, tmp_path / "another"), "was not pushed to 'me/scales': ")
-
-
-def test_in_a_process_of_its_own_with_the_usual_settings(measured, model, tmp_path):
-    with running_hub() as hub:
-        of_the_hub = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-        env = {**os.environ, **of_the_hub, "HF_HOME": str(tmp_path / "home")}
-        commands = (
-            ["pack", measured, "-o", tmp_path / "pack", "--push-to-hub", "me/scales"],
-            ["apply", "me/scales", model, "-o", tmp_path / "out"],
-        )
-        lines = [[*map(str, command)] for command in commands]
-        code = f"from calib.commands.app import app\nfor line in {lines}: app(line, standalone_mode=False)"
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == ["fetch", "load", "compare weights", "write"]
-    assert scales(tmp_path / "out") == scales(measured)

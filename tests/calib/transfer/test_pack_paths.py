@@ -1,6 +1,7 @@
 """Where models and data lie is in no file of a pack."""
 
 import json
+from pathlib import Path
 
 import pytest
 from apply_cases import copy, edited, packed, report_of
@@ -8,16 +9,11 @@ from command_line import ran
 
 from calib.transfer.hidden_paths import hide_paths
 
-FLAGS = ("--samples", "4", "--seq-len", "16", "--device", "cpu")
 
-
-def rows(path, *more):
-    """A data file, `more` rows of which hold no text."""
-    path.parent.mkdir(parents=True)
-    words = " ".join(f"w{i}" for i in range(3, 30))
-    texts = [{"text": words}] * 4 + [*more]
-    path.write_text("\n".join(map(json.dumps, texts)))
-    return path
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def says_nothing_of(pack, *words):
@@ -26,46 +22,45 @@ def says_nothing_of(pack, *words):
         assert not [word for word in words if word.encode() in content], file
 
 
-def calibrated_on(data, model, out, *flags):
-    """A calibration whose warnings name the file of a row without text."""
-    ran("calibrate", model, "-o", out, *FLAGS, "--samples", "9", "--dataset", data, *flags)
-    assert any("rows were skipped" in warning for warning in report_of(out)["warnings"])
-    assert any("9 samples were asked for" in warning for warning in report_of(out)["warnings"])
-    return out
-
-
-def test_where_things_lie_stays_at_home(model, tmp_path):
-    home = tmp_path / "secret place"
-    data = rows(home / "rows.jsonl", {"text": 1})
-    given = calibrated_on(data, copy(model, home / "tiny"), tmp_path / "given")
-    assert "secret place" in (given / "fp8kv_calibration.json").read_text()
-    pack = packed(given, tmp_path / "pack")
-    says_nothing_of(pack, "secret", str(tmp_path))
-    report, card = report_of(pack), (pack / "README.md").read_text()
-    assert report["dataset"]["source"] == report["recipe"]["data"]["dataset"] == "rows.jsonl"
-    assert report["model"] == "tiny"
-    assert any("(such as rows.jsonl, line 5: " in warning for warning in report["warnings"])
-    assert "(such as rows.jsonl, line 5: " in card
-
-
-@pytest.mark.parametrize(("data", "is_gone"), [("./data//acme/rows.jsonl", False), ("data/acme/", True)])
-def test_paths_from_here(data, is_gone, model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows(tmp_path / "data" / "acme" / "rows.jsonl", {"text": 1})
-    copy(model, tmp_path / "models" / "ckpt")
-    given = calibrated_on(data, "models/ckpt", tmp_path / "given")
+@pytest.mark.parametrize(
+    ("model_path", "data", "is_gone"),
+    [
+        ("secret place/tiny", "{}/secret place/rows.jsonl", False),
+        ("acme/tiny", "./data//acme/rows.jsonl", False),
+        ("acme/tiny", "data/acme/", True),
+    ],
+)
+def test_where_things_lie_stays_at_home(model_path, data, is_gone, model, here, monkeypatch):
+    file = here / data.format(here)
+    file = file if file.suffix else file / "rows.jsonl"
+    file.parent.mkdir(parents=True)
+    words = " ".join(f"w{i}" for i in range(3, 30))
+    file.write_text("\n".join(map(json.dumps, [*[{"text": words}] * 4, {"text": 1}])))
+    copy(model, here / model_path)
+    flags = ("--samples", "9", "--seq-len", "16", "--device", "cpu", "--dataset", data.format(here))
+    ran("calibrate", model_path, "-o", "given", *flags)
+    assert "9 samples were asked for" in str(report_of(Path("given"))["warnings"])
+    assert "rows were skipped" in str(report_of(Path("given"))["warnings"])
+    given = Path("given").absolute()
     if is_gone:
-        (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path / "elsewhere")
-    pack = packed(given, tmp_path / "pack")
-    says_nothing_of(pack, "models/ckpt", "data/", str(tmp_path))
-    assert report_of(pack)["model"] == "ckpt"
-    assert "# FP8 KV-cache scales for ckpt\n" in (pack / "README.md").read_text()
+        (here / "elsewhere").mkdir()
+        monkeypatch.chdir(here / "elsewhere")
+    pack = packed(given, here / "pack")
+    says_nothing_of(pack, "secret", model_path, "data/", str(here))
+    report, card = report_of(pack), (pack / "README.md").read_text()
+    assert report["dataset"]["source"] == report["recipe"]["data"]["dataset"] == Path(data).name
+    assert report["model"] == "tiny"
+    assert "# FP8 KV-cache scales for tiny\n" in card
+    row = "rows.jsonl, line 5: " if is_gone else "(such as rows.jsonl, line 5: "
+    assert row in card
+    assert any(row in warning for warning in report["warnings"])
 
 
-def test_paths_of_an_evaluation_and_of_merged_data(measured, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows(tmp_path / "held" / "out" / "rows.jsonl")
+def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, here):
+    for directory in ("owner/name", "held/out"):
+        (here / directory).mkdir(parents=True)
+    (here / "held" / "out" / "rows.jsonl").touch()
+    hub = {"model": "owner/name", "revision": "0123456789" * 4}
     source = "HuggingFaceH4/ultrachat_200k [train_sft] + acme/first + acme/second.txt"
     report = report_of(measured)
     report["recipe"]["evaluation"] |= {
@@ -74,8 +69,9 @@ def test_paths_of_an_evaluation_and_of_merged_data(measured, tmp_path, monkeypat
         "also": ["held/out", "HuggingFaceH4/ultrachat_200k", "builtin:python-docs"],
     }
     changes = {"recipe": report["recipe"], "dataset": report["dataset"] | {"source": source}}
+    changes |= {"hub": hub, "model": "owner/name"}
     warnings = ["nothing in acme/first, row 1: none", "see https://huggingface.co/a/b and </s>"]
-    pack = packed(edited(measured, tmp_path / "given", warnings=warnings, **changes), tmp_path / "pack")
+    pack = packed(edited(measured, here / "given", warnings=warnings, **changes), here / "pack")
     says_nothing_of(pack, "acme", "held/")
     found = report_of(pack)
     assert found["dataset"]["source"] == "HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt"
@@ -83,15 +79,8 @@ def test_paths_of_an_evaluation_and_of_merged_data(measured, tmp_path, monkeypat
     assert asked["dataset"] == "rows.jsonl"
     assert asked["tasks"] == ["gsm8k", "sums.yaml"]
     assert asked["also"] == ["out", "HuggingFaceH4/ultrachat_200k", "builtin:python-docs"]
+    assert found["model"] == "owner/name"
     assert found["warnings"] == ["nothing in first, row 1: none", warnings[1]]
-
-
-def test_names_on_the_hub_stay(measured, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    hub = {"model": "owner/name", "revision": "0123456789" * 4}
-    given = edited(measured, tmp_path / "given", hub=hub, model="owner/name")
-    assert report_of(packed(given, tmp_path / "pack"))["model"] == "owner/name"
 
 
 @pytest.mark.parametrize(
@@ -107,10 +96,7 @@ def test_names_on_the_hub_stay(measured, tmp_path, monkeypatch):
         ("my own/data-2", "my own/data-2"),
     ],
 )
-def test_paths_within_a_text(text, expected):
+def test_paths_within_a_text(text, expected, monkeypatch):
     assert hide_paths([{"x": text}], ["my own/data"]) == [{"x": expected}]
-
-
-def test_a_home_is_known_by_both_its_spellings(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/my own")
+    monkeypatch.setenv("HOME", "/home/my own")  # which is known by both its spellings
     assert hide_paths("of /home/my own/data/x.txt, row 1", ["~/data/x.txt"]) == "of x.txt, row 1"

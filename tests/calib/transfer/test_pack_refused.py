@@ -10,7 +10,6 @@ from apply_cases import refused
 from command_line import fp8kv, one_line_error, ran
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.files.pack import read_pack
@@ -91,20 +90,15 @@ def test_every_command_refuses_a_damaged_pack(broken, model, measured, tmp_path)
 @pytest.mark.parametrize(
     ("edit", "phrase"),
     [
-        (
-            lambda d: d.update(fp8kv_pack=2),
-            "is of a newer version of packs than this fp8kv reads, 1; install",
-        ),
+        (lambda d: d.update(fp8kv_pack=2), "of a newer version of packs than this fp8kv reads, 1; install"),
         (lambda d: d.update(fp8kv_pack=True), "fp8kv_pack: "),
         (lambda d: d.update(more=1), "more: "),
         (lambda d: d["files"].update({"../x": {"size": 1, "sha256": "0" * 64}}), "'../x' is no"),
         (lambda d: d["files"].pop(STATS), "safetensors is missing"),
         (lambda d: d["files"].pop(JSON), "fp8kv_pack.json does not name it"),
         (lambda d: d["files"][JSON].update(size=1 << 40), "size: "),
-        (lambda d: d["files"][JSON].update(size=1.0), "size: "),
         (lambda d: d["files"][JSON].update(sha256="0" * 63), "sha256: "),
         (lambda d: d["files"][JSON].update(sha256="0" * 64), "checksum differs"),
-        (lambda d: d.update(files=[]), "files: "),
         (lambda d: d.update(base_model=7), "base_model: "),
     ],
 )
@@ -129,21 +123,18 @@ def test_a_manifest_that_is_none(text, phrase, broken):
     refuses(broken, phrase)
 
 
-def test_what_nobody_reads_may_change(broken, model, tmp_path):
-    (broken / "README.md").write_text("# mine")
-    (broken / "notes.txt").write_text("mine")
-    (broken / ".git").mkdir()
-    (broken / "config.json").write_text('{"model_type": "another"}')
-    ran("apply", broken, model, "-o", tmp_path / "out")
-
-
-def test_scales_that_the_manifest_does_not_name(broken, measured, tmp_path):
+def test_scales_that_the_manifest_does_not_name(broken, model, measured, tmp_path):
     """Somebody put scales and a config into a pack."""
-    found = load_file(measured / "model-fp8kv-scales.safetensors")
-    save_file({name: scale * 2 for name, scale in found.items()}, broken / "model.safetensors")
+    for name in ("README.md", "notes.txt"):
+        (broken / name).write_text("mine")
+    ran("apply", broken, model, "-o", tmp_path / "applied")  # nobody reads these
+    for name in ("hf_quant_config.json", "model.safetensors.index.json", "config.json"):
+        (broken / name).write_text("{}")
+        one_line_error(fp8kv("inspect", broken), f"{name}' is not a file of a pack")
+        (broken / name).unlink()
+    shutil.copyfile(measured / "model-fp8kv-scales.safetensors", broken / "model.safetensors")
     shutil.copyfile(measured / "config.json", broken / "config.json")
     for command in (
-        ("inspect", broken),
         ("verify", broken),
         ("compare", broken, measured),
         ("compare", measured, broken),
@@ -154,8 +145,3 @@ def test_scales_that_the_manifest_does_not_name(broken, measured, tmp_path):
     (broken / "config.json").unlink()
     (broken / "model.safetensors").rename(broken / "x.safetensors")
     one_line_error(fp8kv("inspect", broken), "x.safetensors' is not a file of a pack")
-    (broken / "x.safetensors").unlink()
-    for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
-        (broken / name).write_text("{}")
-        one_line_error(fp8kv("inspect", broken), f"{name}' is not a file of a pack")
-        (broken / name).unlink()

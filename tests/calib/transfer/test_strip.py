@@ -4,11 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import apply_cases
 import pytest
 from apply_cases import config_of
-from command_line import calibrate, fp8kv, one_line_error, ran
-from families import save_model, tiny_model
-from safetensors import safe_open
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from families import edit_json, save_model, tiny_model
+from safetensors.torch import load_file
 
 from calib.formats import FORMATS
 
@@ -27,6 +28,7 @@ def make_source(kind, directory):
         model.save_pretrained(directory, max_shard_size="100KB")
         index = json.loads((directory / INDEX).read_text())
         index["metadata"]["mark"] = "\u00e9"
+        del index["weight_map"]["model.norm.weight"]  # the tensor is in its file all the same
         (directory / INDEX).write_text(json.dumps(index))
     config = config_of(directory)
     (directory / "config.json").write_text(json.dumps({"zzz": 1e-05, **config}, indent=7) + "\n\n")
@@ -46,9 +48,7 @@ def source(request, tmp_path_factory):
 def calibrated(source, tmp_path_factory):
     """An output in each format, below one directory."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
-    flags = [word for name in FORMATS for word in ("--format", name)]
-    assert calibrate(source, "-o", out, *flags).exit_code == 0
-    return out
+    return apply_cases.calibrated(source, out, *(f"--format={name}" for name in FORMATS))
 
 
 def contents(directory):
@@ -62,10 +62,9 @@ def output_of(*command):
 
 
 def total_size_is_that_of_the_tensors(directory):
-    index, total = json.loads((directory / INDEX).read_text()), 0
-    for file in set(index["weight_map"].values()):
-        with safe_open(directory / file, framework="pt") as shard:
-            total += sum(shard.get_tensor(name).nbytes for name in shard.keys())  # noqa: SIM118
+    index = json.loads((directory / INDEX).read_text())
+    files = {*index["weight_map"].values()}
+    total = sum(tensor.nbytes for file in files for tensor in load_file(directory / file).values())
     return index["metadata"]["total_size"] == total
 
 
@@ -83,31 +82,27 @@ def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, 
 
 
 def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrated, tmp_path):
-    statistics = calibrated / "vllm"
+    statistics, own = calibrated / "vllm", shutil.copytree(source, tmp_path / "own")
     repaired = output_of("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
-    assert contents(output_of("strip", repaired, "-o", tmp_path / "back")) == contents(source)
-    assert calibrate(calibrated / "tgi", "-o", tmp_path / "twice").exit_code == 0
-    assert contents(output_of("strip", tmp_path / "twice", "-o", tmp_path / "twice-back")) == contents(source)
-    own = tmp_path / "own"
-    shutil.copytree(source, own)
+    twice = apply_cases.calibrated(calibrated / "tgi", tmp_path / "twice")
     for seed in (1, 2):
-        assert calibrate(own, "--in-place", "--seed", seed).exit_code == 0
-    assert contents(output_of("strip", own, "-o", tmp_path / "own-back")) == contents(source)
+        succeeded(calibrate(own, "--in-place", "--seed", seed))
+    for output in (repaired, twice, own):
+        assert contents(output_of("strip", output, "-o", tmp_path / f"{output.name}-back")) == contents(
+            source
+        )
 
 
-def test_a_source_without_a_card_gets_none(model, tmp_path):
-    assert calibrate(model, "-o", tmp_path / "out").exit_code == 0
-    assert contents(output_of("strip", tmp_path / "out", "-o", tmp_path / "back")) == contents(model)
-
-
-def test_what_was_edited_since_stays(source, calibrated, tmp_path):
-    edited = tmp_path / "edited"
-    shutil.copytree(calibrated / "vllm", edited)
-    config = config_of(edited)
-    (edited / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, calibrated, tmp_path):
+    edited, old = (shutil.copytree(calibrated / name, tmp_path / name) for name in ("vllm", "tgi"))
+    edit_json(edited / "config.json", rope_theta=5.0)
     back = output_of("strip", edited, "-o", tmp_path / "back")
-    original = config_of(source)
-    assert config_of(back) == {**original, "rope_theta": 5.0}
+    assert config_of(back) == {**config_of(source), "rope_theta": 5.0}
+    shutil.rmtree(old / "fp8kv_source")
+    assert not (output_of("strip", old, "-o", tmp_path / "old-back") / "README.md").exists()
+    card = (output_of("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n")
+    assert "Format `tgi`" not in card
 
 
 def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, tmp_path):
@@ -127,60 +122,30 @@ def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, t
             assert b"bit for bit" not in card
     # a conversion is an earlier output of ours
     output_of("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
-
-
-def test_an_output_without_weights_does_not_promise_any(source, calibrated, tmp_path):
-    done = calibrate(source, "-o", tmp_path / "out", "--weights", "none", "--format", "tgi")
-    assert "put the source's weight files beside these" in done.stdout
-    card = (tmp_path / "out" / "README.md").read_text(errors="replace")
-    assert "No weights are here: put the source's weight files beside these" in card
-    assert "bit for bit" not in card
-    for name in ("json", "fp8kv"):
-        card = (calibrated / name / "README.md").read_text()
-        assert "No weights are here." in card
+    done = calibrate(source, "-o", tmp_path / "bare", "--weights", "none", "--format", "tgi")
+    promise = "put the source's weight files beside these"
+    assert promise in done.stdout
+    for output, said in ((tmp_path / "bare", promise), (calibrated / "json", ""), (calibrated / "fp8kv", "")):
+        card = (output / "README.md").read_text(errors="replace")
+        assert "No weights are here" in card
+        assert said in card
         assert "bit for bit" not in card
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*-*/*")), ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_the_output_of_another_tool_loses_its_scales_alone(path, tmp_path):
-    directory = tmp_path / "theirs"
-    shutil.copytree(path, directory)
+    directory = shutil.copytree(path, tmp_path / "theirs")
     (directory / "README.md").write_bytes(CARD)
     back = output_of("strip", directory, "-o", tmp_path / "back")
     one_line_error(fp8kv("inspect", back), "holds no KV-cache scales")
     assert (back / "README.md").read_bytes() == CARD
     assert not (back / INDEX).exists()
+    if "llmcompressor" in path.parent.name:
+        assert "quantization_config" not in config_of(back)
+    if path.match("nvidia-modelopt-*/fp8-kv"):  # what says that weights are quantised stays
+        was, now = (json.loads((d / "hf_quant_config.json").read_text()) for d in (path, back))
+        assert was["quantization"].pop("kv_cache_quant_algo") == "FP8"
+        assert now == was
     there = output_of("convert", directory, "--to", "vllm", "-o", tmp_path / "there", "--without-q")
     again = contents(output_of("strip", there, "-o", tmp_path / "again"))
     assert again == contents(back)
-
-
-def test_an_output_of_an_older_version_keeps_no_false_card(source, calibrated, tmp_path):
-    old = tmp_path / "old"
-    shutil.copytree(calibrated / "tgi", old)
-    shutil.rmtree(old / "fp8kv_source")
-    assert not (output_of("strip", old, "-o", tmp_path / "back") / "README.md").exists()
-    card = (output_of("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n---\n")
-    assert "Format `tgi`" not in card
-
-
-def test_what_says_that_weights_are_quantised_stays(tmp_path):
-    golden = GOLDEN / "nvidia-modelopt-0.47.0" / "fp8-kv"
-    assert fp8kv("strip", golden, "-o", tmp_path / "out").exit_code == 0
-    was, now = (
-        json.loads((d / "hf_quant_config.json").read_text())["quantization"]
-        for d in (golden, tmp_path / "out")
-    )
-    assert was.pop("kv_cache_quant_algo") == "FP8"
-    assert now == was
-
-
-def test_an_index_that_names_not_every_tensor_comes_back(tmp_path):
-    source = make_source("several", tmp_path / "source")
-    index = json.loads((source / INDEX).read_text())
-    del index["weight_map"]["model.norm.weight"]
-    (source / INDEX).write_text(json.dumps(index))
-    assert calibrate(source, "-o", tmp_path / "out").exit_code == 0
-    assert fp8kv("strip", tmp_path / "out", "-o", tmp_path / "back").exit_code == 0
-    assert (tmp_path / "back" / INDEX).read_bytes() == (source / INDEX).read_bytes()
