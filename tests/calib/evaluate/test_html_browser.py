@@ -11,24 +11,19 @@ from calib.evaluate.report import Report
 pytestmark = [needs_browser, pytest.mark.xdist_group("evaluate")]
 CLIPPED = {"tokens": 2048, "events": 77, "low": 0.0297, "high": 0.047}
 LAYER = {"layer_idx": 127, "saturated": {"k": [0.001], "v": [0.0]}}
-OTHER = {
-    "kl": {"value": 0.0123, "low": 0.0101, "high": 0.0145},
-    "difference": {"value": 0.011, "low": 0.01, "high": 0.012},
-    "differs": "no measurable difference",
-    "clipped": CLIPPED,
-    "layers": [LAYER | {"exceedance": CLIPPED | {"by_head": {"k": [77], "v": [0]}}}],
-}
+LAYER |= {"exceedance": CLIPPED | {"by_head": {"k": [77], "v": [0]}}}
+FIGURE = {"value": 0.0123, "low": 0.0101, "high": 0.0145}
+OTHER = {"kl": FIGURE, "difference": FIGURE, "differs": "no measurable difference", "clipped": CLIPPED}
+OTHER |= {"layers": [LAYER]}
 TEXT = {"fingerprint": "0", "documents": 8, "tokens": 2048, "ppl": 9.0}
+TEXT |= {"variants": {"attn_head": OTHER, "tensor": OTHER}}
 SEARCH = {"variant": "tensor", "budget": 0.01, "documents": 2, "kl_of_all": 0.02, "skipped": [1], "kl": 0.007}
 # one search, one table of tasks and other text, so that every section is there
 MORE = {
     "search": SEARCH | {"kl_alone": {"0": 0.001, "1": 0.012, "2": 0.004}},
     "tasks": {"arc_easy": {"reference": {"acc_norm": {"value": 0.5, "stderr": 0.25}}}},
     "harness": {"name": "lm-eval", "version": "0", "limit": None},
-    "other_texts": [
-        TEXT | {"dataset": dataset, "variants": {"attn_head": OTHER, "tensor": OTHER}}
-        for dataset in ("builtin:code", "an_unbroken_path/" * 12)
-    ],
+    "other_texts": [TEXT | {"dataset": name} for name in ("builtin:code", "an_unbroken_path/" * 12)],
     "warnings": ["an_unbroken_name_" * 20],
 }
 
@@ -51,19 +46,18 @@ def page(driver, address):
     """The page on a wide light screen; `look` changes that."""
     look(driver)
     driver.get(address)
-    for details in driver.find_elements("css selector", "details"):
-        driver.execute_script("arguments[0].open = true", details)
+    driver.execute_script("document.querySelectorAll('details').forEach(each => { each.open = true })")
     return driver
 
 
 def luminance(color):
-    red, green, blue = (int(x) / 255 for x in re.findall(r"\d+", color)[:3])
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (red, green, blue)]
+    parts = [int(x) / 255 for x in re.findall(r"\d+", color)[:3]]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(first, second):
-    low, high = sorted((luminance(first), luminance(second)))
+def contrast(*colors):
+    low, high = sorted(map(luminance, colors))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -102,15 +96,11 @@ return [...document.querySelectorAll('figure .chart svg')].map(svg => {
 @pytest.mark.parametrize("width", [375, 1200])
 def test_charts_are_seen_and_their_letters_can_be_read(page, width):
     look(page, width=width)
-    charts = page.find_elements("css selector", "figure .chart")
-    assert len(charts) == 11
-    for chart in charts:
-        assert chart.size["width"] > 250
-        assert chart.size["height"] > 100
+    for chart in page.find_elements("css selector", "figure .chart"):
+        assert (chart.size["width"] > 250, chart.size["height"] > 100) == (True, True)
         assert chart.get_attribute("role") == "img"
         assert len(chart.get_attribute("aria-label")) > 20
-        caption = chart.find_element("xpath", "ancestor::figure")
-        assert caption.find_element("css selector", "figcaption").text
+        assert chart.find_element("xpath", "ancestor::figure//figcaption").text
         shapes = chart.find_elements("css selector", "path, use, image")
         assert sum(s.rect["width"] > 0 or s.rect["height"] > 0 for s in shapes) > 3
     letters = page.execute_script(LETTERS)

@@ -1,27 +1,30 @@
-"""report.html as text: what is in it, what names cannot put into it, that it loads nothing."""
+"""report.html as text and report.json: what is in them, what names cannot put there, that files are whole."""
 
 import copy
-import errno
 import json
 import math
 import re
 import resource
+from datetime import datetime, timezone
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+import torch
 
 from calib.errors import InputError
 from calib.evaluate.page import page as files
 from calib.evaluate.page.charts import Point, charts, frontier
 from calib.evaluate.report import Figure, Report
+from calib.files.strict_json import json_text
+from calib.recipe import Recipe
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 HOSTILE = "<script>alert(1)</script></style></svg>'\"&$x^2$ {{ 7 * 7 }} \x00\x1b[31m\x08\ud800 日本 🙂"
-SHOWN = HOSTILE
-for invisible in "\x00\x1b\x08\ud800":
-    SHOWN = SHOWN.replace(invisible, "\ufffd")
+SHOWN = re.sub("[\x00\x1b\x08\ud800]", "\ufffd", HOSTILE)
 
 
 def html(report):
@@ -39,8 +42,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags, self.attributes, self.texts = [], [], []
         self.feed(text)
-        self.text = "\n".join(self.texts)
-        self.line = " ".join(self.text.split())  # without the line breaks of templates
+        self.line = " ".join("\n".join(self.texts).split())  # without the line breaks of templates
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -58,17 +60,6 @@ class Page(HTMLParser):
         return [x for x in self.values("aria-label") if re.match(r"\w+ (chart|map|plot|of the)", x)]
 
 
-def renamed(report, old, new):
-    """The report with one variant under another name, as if the user had given it."""
-    report = copy.deepcopy(report)
-    for names in (report["variants"], report["texts"]["continuations"]):
-        entries = [(new if name == old else name, entry) for name, entry in names.items()]
-        names.clear()
-        names.update(entries)
-    report["variants"][new]["kind"] = "given"
-    return report | {"subject": new}
-
-
 @pytest.fixture(scope="module")
 def whole(small_report):
     return html(small_report)
@@ -81,33 +72,46 @@ def page(whole):
 
 def test_everything_is_there_and_figures_are_those_of_the_report(small_report, page):
     assert page.tags.count("h1") == 1
-    assert small_report["verdict"] in page.text
     for name, row in small_report["variants"].items():
-        assert name in page.texts
-        assert row["what"] in page.texts
         low, high = row["kl_p99"]["low"], row["kl_p99"]["high"]
-        assert f"[{low:.2g}, {high:.2g}]" in page.texts
-        assert f"{row['top1']['value']:.1%}" in page.texts
-    assert f"{small_report['data']['tokens']:,} held-out tokens" in page.text
-    assert small_report["advice"][0] in page.text
-    assert small_report["warnings"][0] in page.text
-    for package, found in small_report["versions"].items():
-        assert f"{package} {found}" in page.text
-    assert "no measurable difference" in page.text  # the controls
+        cells = {name, row["what"], f"[{low:.2g}, {high:.2g}]", f"{row['top1']['value']:.1%}"}
+        assert cells <= set(page.texts)
+    tokens = small_report["data"]["calibration_tokens"]
+    for said in (
+        *(small_report["verdict"], small_report["advice"][0], small_report["warnings"][0]),
+        *(f"{package} {found}" for package, found in small_report["versions"].items()),
+        f"{small_report['data']['tokens']:,} held-out tokens",
+        "no measurable difference",  # the controls
+        f"the calibration has read, {tokens:,} in all",
+    ):
+        assert said in page.line
     # two line charts, heat maps, a histogram for each of three layers
     assert page.values("class").count("chart") == 9
     assert page.tags.count("figcaption") == page.tags.count("figure") == 9
     assert all(len(label) > 20 for label in page.labels)
+    for layer in small_report["layers"]:
+        for points in layer["growth"].values():
+            assert points[-1][0] == tokens
+            assert points == sorted(points)
+    assert "Amax against tokens" in page.texts
 
 
 def test_names_and_texts_are_text(small_report, page, tmp_path):
-    report = renamed(small_report, small_report["subject"], HOSTILE)
-    report["data"]["source"] = HOSTILE
-    report["variants"]["tensor"]["what"] = HOSTILE
+    report = copy.deepcopy(small_report)
+    for entries in (report["variants"], report["texts"]["continuations"]):
+        entries[HOSTILE] = entries.pop(report["subject"])
+    report["variants"][HOSTILE]["kind"] = "given"
+    report["data"]["source"] = report["variants"]["tensor"]["what"] = HOSTILE
     report["texts"]["prompts"] = [HOSTILE] * 2
     for name in ("reference", HOSTILE):
         report["texts"]["continuations"][name][0] |= {"same": "", "rest": name}
-    said = {"model": HOSTILE, "verdict": HOSTILE, "warnings": [HOSTILE], "advice": [HOSTILE]}
+    said = {
+        "model": HOSTILE,
+        "verdict": HOSTILE,
+        "warnings": [HOSTILE],
+        "advice": [HOSTILE],
+        "subject": HOSTILE,
+    }
 
     write_report(report | said, tmp_path)
 
@@ -118,7 +122,7 @@ def test_names_and_texts_are_text(small_report, page, tmp_path):
     # title, heading, verdict, source, advice, warning: 6; in the table: its name and what another
     # is; two legends, two captions, the text above histograms; two prompts, folded and whole, and
     # above each text its name; one text. Nothing in pictures
-    assert found.text.count(SHOWN) == 6 + 2 + 5 + 6 + 1
+    assert found.line.count(SHOWN) == 6 + 2 + 5 + 6 + 1
     assert any(SHOWN in label for label in found.labels)
     assert found.tags.count("style") == found.tags.count("h1") == 1
     assert found.tags.count("svg") == page.tags.count("svg")
@@ -127,15 +131,12 @@ def test_names_and_texts_are_text(small_report, page, tmp_path):
 
 
 def test_nothing_is_loaded_and_references_are_found(whole, page):
-    assert "http:" not in whole
-    assert "https:" not in whole
+    assert not re.search("https?:|@import", whole)
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
-    assert "@import" not in whole
-    for name in ("href", "xlink:href"):
-        assert all(re.match(r"#|data:image/png;base64,", href) for href in page.values(name))
+    hrefs = page.values("href") + page.values("xlink:href")
+    assert all(re.match(r"#|data:image/png;base64,", href) for href in hrefs)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
-    hrefs = page.values("href") + page.values("xlink:href")
     referenced = {href[1:] for href in hrefs if href.startswith("#")}
     assert len(referenced) > 20  # most are in charts
     assert referenced | set(re.findall(r"url\(#([^)]+)\)", whole)) <= set(ids)
@@ -156,8 +157,11 @@ def test_charts_have_the_colours_of_the_page_and_leave_matplotlib_as_it_was(smal
         assert matplotlib.rcParams["xtick.direction"] == "in"
 
 
-def test_a_report_without_fp8_caches_has_a_page(small_report):
+def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(small_report):
     report = copy.deepcopy(small_report)
+    for layer in report["layers"]:
+        del layer["growth"]
+    assert "Amax against tokens" not in Page(html(report)).texts
     report["variants"] = {n: report["variants"][n] for n in ("reference", "bf16", "eager")}
     report |= {"subject": None, "advised": None, "advice": [], "layers": []}
     report["texts"] = {"prompts": [], "continuations": {}}
@@ -165,8 +169,6 @@ def test_a_report_without_fp8_caches_has_a_page(small_report):
     assert "chart" not in page.values("class")
     assert "bf16" in page.texts
 
-
-def test_searched_layers_and_tasks_are_shown(small_report):
     search = {"variant": "tensor", "budget": 0.01, "documents": 2, "kl_of_all": 0.02, "skipped": [1]}
     search |= {"kl": 0.007, "kl_alone": {"0": 0.0, "1": 0.012, "2": 0.004}}
     tasks = {"arc_easy": {"reference": {"acc": {"value": 0.5, "stderr": 0.25}}}}
@@ -175,7 +177,7 @@ def test_searched_layers_and_tasks_are_shown(small_report):
     assert page.values("class").count("chart") == 10
     assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.line
     assert "0.5 ± 0.25" in page.texts
-    assert "lm-eval 1.2.3" in page.text
+    assert "lm-eval 1.2.3" in page.line
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-5, math.nan, math.inf])
@@ -194,107 +196,55 @@ def test_any_number_can_be_drawn(small_report, number):
     assert Page(html(report)).values("class").count("chart") == 9
 
 
-def test_growth_is_that_of_the_calibration_and_not_drawn_where_unknown(small_report, page):
-    tokens = small_report["data"]["calibration_tokens"]
-    assert f"the calibration has read, {tokens:,} in all" in page.line
-    for layer in small_report["layers"]:
-        for points in layer["growth"].values():
-            assert points[-1][0] == tokens
-            assert points == sorted(points)
-    report = copy.deepcopy(small_report)
-    for layer in report["layers"]:
-        del layer["growth"]
-    assert "Amax against tokens" in page.texts
-    assert "Amax against tokens" not in Page(html(report)).texts
-
-
-def grown(report, layers, kv_heads, heads):
-    """The report as of a model of this size."""
-    report = copy.deepcopy(report)
+def test_the_page_of_a_large_model_is_no_large_file(small_report):
+    report, layers = copy.deepcopy(small_report), range(80)
     values = report["layers"][0]
     for letter in ("k", "v"):
-        values[letter]["amax"] = [1.0 + i / 7 for i in range(kv_heads)]
-    report["layers"] = [values | {"layer_idx": i} for i in range(layers)]
+        values[letter]["amax"] = [1.0 + i / 7 for i in range(8)]
+    report["layers"] = [values | {"layer_idx": i} for i in layers]
     for row in report["variants"].values():
         if "layers" in row:
-            layer = row["layers"][0] | {"rel_rms": [0.01 + i / 999 for i in range(heads)]}
-            row["layers"] = [layer | {"layer_idx": i} for i in range(layers)]
-    return report
-
-
-def test_the_page_of_a_large_model_is_no_large_file(small_report):
-    text = html(grown(small_report, 80, 8, 64))
+            layer = row["layers"][0] | {"rel_rms": [0.01 + i / 999 for i in range(64)]}
+            row["layers"] = [layer | {"layer_idx": i} for i in layers]
+    text = html(report)
     assert Page(text).values("class").count("chart") == 86
     assert len(text.encode()) < 1_500_000
 
 
-@pytest.fixture
-def old_report(small_report, tmp_path):
-    """An earlier report, and the contents of its three files."""
+def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, monkeypatch):
+    def written():
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
     write_report(small_report, tmp_path)
-    names = [path.name for path in tmp_path.iterdir()]
-    assert sorted(names) == ["report.html", "report.json", "report.md"]
-    return {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_files_are_written_whole_or_not_at_all(old_report, small_report, whole, tmp_path, monkeypatch):
-    assert old_report[tmp_path / "report.html"].decode() == whole
-    write, new = Path.write_text, small_report | {"model": "new"}
-
-    def write_half(path, text, **options):
-        writes.append(path)
-        is_last = len(writes) == number + 1
-        write(path, text[: len(text) // 2] if is_last else text, **options)
-        if is_last:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    def fail(report):
-        raise RuntimeError
-
-    monkeypatch.setitem(files._FORMS, "report.html", lambda report: whole)
-    for number in range(3):
-        writes = []
-        monkeypatch.setattr(Path, "write_text", write_half)
-        with pytest.raises(InputError, match="No space left on device; no file of a report was"):
-            write_report(new, tmp_path)
-        assert len(writes) == number + 1
-        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
-    monkeypatch.setitem(files._FORMS, "report.html", fail)
-    with pytest.raises(RuntimeError):
-        write_report(new, tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
-
-
-def test_a_limit_of_the_system_that_only_the_page_exceeds_leaves_the_old_report(
-    old_report, small_report, whole, tmp_path, monkeypatch
-):
+    old = written()
+    assert sorted(old) == ["report.html", "report.json", "report.md"]
+    assert old["report.html"].decode() == whole
     monkeypatch.setitem(files._FORMS, "report.html", lambda report: whole)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) - 1, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) - 1, before[1]))  # the page alone exceeds it
     try:
-        with pytest.raises(InputError, match="File too large; no file of a report was replaced"):
-            write_report(small_report | {"model": "new"}, tmp_path)
-        with pytest.raises(InputError, match="File too large"):
-            write_report(small_report, tmp_path / "other")
+        for place in (tmp_path, tmp_path / "other"):
+            with pytest.raises(InputError, match="File too large; no file of a report was replaced"):
+                write_report(small_report | {"model": "new"}, place)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
+    assert written() == old
+    monkeypatch.setitem(files._FORMS, "report.html", lambda report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_report(small_report | {"model": "new"}, tmp_path)
+    assert written() == old
 
 
-def test_the_frontier_is_what_nothing_beats():
+def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(cache_report):
     points = {"large": (0.6, 0.5), "best": (0.53, 0.001), "same bytes": (0.53, 0.002)}
     points |= {"small": (0.28, 0.1), "same KL": (0.3, 0.1), "middle": (0.5, 0.01)}
     drawn = [Point(n, share, Figure(value=x, low=x, high=x)) for n, (share, x) in points.items()]
     assert [each.name for each in frontier(drawn)] == ["small", "middle", "best"]
 
-
-def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(cache_report):
     texts = re.findall(r">([^<>]+)</text>", charts(cache_report)["bytes"].svg)
-    for name in ("int4_per_token_head, baked", "lmdeploy_int8, baked"):
-        assert name in texts
+    named = {"int4_per_token_head, baked", "lmdeploy_int8, baked"}
+    assert named | {"bytes per token, beside a 16-bit cache"} <= set(texts)
     assert "fp8_k_nvfp4_v, baked" not in texts  # no engine has it
-    assert "bytes per token, beside a 16-bit cache" in texts
-
     hostile = "<b>hostile</b>"
     given = cache_report.variants["tensor"].model_copy(update={"kind": "given"})
     changes = {"variants": cache_report.variants | {hostile: given}, "subject": hostile}
@@ -309,14 +259,68 @@ def test_caches_are_drawn_first_and_in_groups_of_their_bytes(cache_report, whole
     assert re.search(r'role="img" aria-label="Scatter plot[^"]*"', page)
     assert "from the smallest: int4_per_token_head, baked (0.042), " in " ".join(page.split())
     groups = re.findall(r'scope="rowgroup"[^>]*>([^<]+)<', page)
-    assert groups == [
-        "about 8 bits a value",
-        "about 4 bits a value",
-        "for comparison",
-        "reference and controls",
-    ]
+    bits = ["about 8 bits a value", "about 4 bits a value"]
+    assert groups == [*bits, "for comparison", "reference and controls"]
     row = page.index("<bdi>int4_per_token_head</bdi>")
     assert page.rindex('rowgroup"', 0, row) == page.index("about 4 bits") - len('rowgroup" colspan="8">')
     # without other caches there is no picture
     assert 'id="bytes"' not in whole
-    assert "about 8 bits a value" in whole
+    assert bits[0] in whole
+
+
+def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):
+    for name, row in small_report["variants"].items():
+        bins = row["kl_by_position"]
+        assert [(b["from"], b["to"], b["tokens"]) for b in bins] == [(0, 16, 48), (16, 32, 48), (32, 40, 24)]
+        mean = np.average([b["value"] for b in bins], weights=[b["tokens"] for b in bins])
+        np.testing.assert_allclose(mean, row["kl"]["value"], rtol=1e-6)
+        documents = small_evaluation.measured[name].documents
+        second = torch.cat([document.kl[16:32] for document in documents]).mean()
+        np.testing.assert_allclose(bins[1]["value"], second.item(), rtol=1e-6)
+        assert all(b["low"] <= b["value"] <= b["high"] for b in bins)
+
+
+def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_report):
+    texts = small_report["texts"]
+    assert texts["prompts"] == list(small_evaluation.texts.prompts)
+    # one tensor alone and the controls write nothing
+    names = {"reference", "none", "e5m2", "tensor", "attn_head", "channel", "random"}
+    assert texts["continuations"].keys() == names
+    reference = texts["continuations"]["reference"]
+    assert all(text["rest"] == "" and text["same_tokens"] == 6 for text in reference)
+    for name, written in texts["continuations"].items():
+        assert [t["same_tokens"] for t in written] == small_evaluation.measured[name].same_tokens
+        for text, other in zip(written, reference, strict=True):
+            assert other["same"].startswith(text["same"])
+
+
+def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe, small_report):
+    assert small_report["versions"]["torch"] == version("torch")
+    assert {"python", "fp8kv", "transformers"} <= set(small_report["versions"])
+    assert small_report["machine"].strip()
+    created = datetime.fromisoformat(small_report["created"])  # with a time zone
+    assert 0 <= (datetime.now(timezone.utc) - created).total_seconds() + 1 < 24 * 3600
+    assert small_report["data"]["layer_documents"] == 2
+    row = small_report["variants"]["channel"]
+    assert (row["kind"], row["strategy"], row["fp8_dtype"]) == ("fp8", "channel", "e4m3fn")
+    recipe = Recipe.model_validate(small_report["recipe"])
+    assert recipe.data.seed == small_recipe.data.seed
+    assert recipe.evaluation == small_recipe.evaluation
+    assert recipe.data.seq_len == small_report["suite"]["seq_len"]
+    written = json.dumps(small_report)
+    assert json.dumps(Report.model_validate_json(written).to_json()) == written
+    assert {"layers", "strategy", "passkey"}.isdisjoint(small_report["variants"]["bf16"])
+    assert "tasks" not in small_report
+
+
+def test_every_field_is_documented_and_so_is_the_schema(small_report):
+    variant, docs = small_report["variants"]["tensor"], Path(__file__).parents[3] / "docs"
+    names = {*small_report, *small_report["data"], *variant, *variant["kl_by_position"][0]}
+    names |= {*variant["layers"][0], *small_report["layers"][0]["k"]}
+    names |= {*small_report["texts"], *small_report["texts"]["continuations"]["tensor"][0]}
+    documented = (docs / "evaluation.md").read_text()
+    assert {n for n in names if not re.search(rf"`[^`]*\b{n}\b[^`]*`", documented)} == set()
+    schema = json_text(Report.model_json_schema(), indent=2) + "\n"
+    assert (docs / "report.schema.json").read_text() == schema, (
+        "python -m calib.evaluate.report > docs/report.schema.json"
+    )
