@@ -18,22 +18,17 @@ from calib.evaluate.page.tables import other_text_tables
 from calib.evaluate.report import Events, Figure, Report, Suite
 from calib.evaluate.run import check_evaluation, evaluate
 from calib.evaluate.summarize import summarize
-from calib.evaluate.variants import Setup
-from calib.models.config import load_config
-from calib.models.load import load_model, load_tokenizer
-from calib.models.sources import find_model
 from calib.recipe import DataRecipe, load_recipe
 
 pytestmark = pytest.mark.xdist_group("evaluate")
-SUITE = Suite(4, 4, 24, 0, 0, (), (), 2)
 VARIANTS = ["none", "tensor", "attn_head", "channel"]
-CHOICES = {"device": "cpu", "dtype": "float32", "evaluation.variants": VARIANTS}
+SMALL = ("--seq-len", 24, "--device", "cpu")
 
 
-def write_words(path, words, rows=24, length=40):
-    """A dataset of `rows` documents of `length` of `words`."""
+def write_words(path, words):
+    """A dataset of 24 documents of 40 of `words`."""
     rng = random.Random(0)
-    lines = (" ".join(rng.choices(words, k=length)) for _ in range(rows))
+    lines = (" ".join(rng.choices(words, k=40)) for _ in range(24))
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return str(path)
 
@@ -41,21 +36,16 @@ def write_words(path, words, rows=24, length=40):
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Two texts that share no word."""
-    directory = tmp_path_factory.mktemp("texts")
-    own = write_words(directory / "own.jsonl", [f"w{i}" for i in range(3, 30)])
-    other = write_words(directory / "other.jsonl", [f"w{i}" for i in range(60, 120)])
-    return own, other
+    paths = (tmp_path_factory.mktemp("texts") / name for name in ("own.jsonl", "other.jsonl"))
+    words = ([f"w{i}" for i in numbers] for numbers in (range(3, 30), range(60, 120)))
+    return [*map(write_words, paths, words)]
 
 
 @pytest.fixture(scope="module")
-def recipe(texts):
-    own, other = texts
-    return load_recipe(None, CHOICES | {"data.dataset": own, "evaluation.also": [other, "all"]})
-
-
-@pytest.fixture(scope="module")
-def evaluation(small_directory, recipe):
-    return evaluate(str(small_directory), recipe, suite=SUITE)
+def evaluation(small_directory, texts):
+    choices = {"data.dataset": texts[0], "device": "cpu", "dtype": "float32", "evaluation.variants": VARIANTS}
+    recipe = load_recipe(None, choices | {"evaluation.also": [texts[1], "all"]})
+    return evaluate(str(small_directory), recipe, suite=Suite(4, 4, 24, 0, 0, (), (), 2))
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +53,11 @@ def report(evaluation):
     return summarize(evaluation)
 
 
-@pytest.fixture(scope="module")
-def setup(small_directory, recipe):
-    checkpoint = find_model(str(small_directory))
-    config = load_config(checkpoint)
-    model = load_model(checkpoint, config, recipe.dtype, recipe.device)
-    return Setup(model, load_tokenizer(checkpoint), "torch")
-
-
-@pytest.fixture(scope="module")
-def samples(setup, texts):
-    """The documents of the other text."""
-    data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
-    return [torch.tensor(ids) for ids in load_data(data, setup.tokenizer, None).samples]
-
-
 def test_every_built_in_text_is_read_beside_the_named(report, texts):
-    found = {each.dataset: each.documents for each in report.other_texts}
-    half_as_many = {"builtin:long": 2}
+    found = {each.dataset: (each.documents, each.tokens) for each in report.other_texts}
     shorts = (texts[1], "builtin:python-docs", "builtin:code", "builtin:script", "random")
-    assert found == dict.fromkeys(shorts, 4) | half_as_many
-    tokens = {each.dataset: each.tokens for each in report.other_texts}
-    assert tokens[texts[1]] == tokens["random"] == 4 * 24
-    assert tokens["builtin:long"] == 2 * 4 * 24
+    half_as_many = {"builtin:long": (2, 2 * 4 * 24)}
+    assert found == dict.fromkeys(shorts, (4, 4 * 24)) | half_as_many
     (left_out,) = (line for line in report.warnings if line.startswith("--also"))
     assert left_out.startswith("--also all: 'builtin:chat' is left out: row ")
     assert "holds chats but the tokenizer has no chat template" in left_out
@@ -95,7 +67,9 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
 
 
 @torch.inference_mode()
-def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, setup, samples):
+def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, texts):
+    setup, data = evaluation.setup, DataRecipe(dataset=texts[1], samples=4, seq_len=24)
+    samples = [torch.tensor(ids) for ids in load_data(data, setup.tokenizer, None).samples]
     kept = [evaluation.measured[name].variant for name in ("attn_head", "none")]
     kl = [compare_variants(setup, ids, kept) for ids in samples]
     clipped, _ = read_layers(setup, samples, kept, with_errors=False)
@@ -115,18 +89,14 @@ def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, se
     assert report.other_texts[0].variants["attn_head"].clipped.events > 10
 
 
-SMALL = ("--seq-len", 24, "--device", "cpu")
-
-
 def test_scales_with_a_quarter_of_the_room_clip_and_are_named(small_directory, texts, tmp_path):
     own, other = texts
     out = tmp_path / "tight"
     tight = ("--samples", 4, "--set", "headroom=0.25", "--allow-few-tokens", "--quiet")
     ran("calibrate", small_directory, "-o", out, "--dataset", own, *SMALL, *tight)
 
-    wanted = ("--scales", out, "--dataset", own, "--variants", "tensor", "--also", other)
-    report = ("--samples", 4, "-o", tmp_path / "report")
-    done = ran("eval", small_directory, *wanted, *SMALL, *report)
+    wanted = ("--scales", out, "--dataset", own, "--variants", "tensor", "--also", other, "--samples", 4)
+    done = ran("eval", small_directory, *wanted, *SMALL, "-o", tmp_path / "report")
     report = Report.model_validate_json((tmp_path / "report/report.json").read_text())
     clipped = report.other_texts[0].variants["tight"].clipped
     assert clipped.share > 0.9
@@ -156,8 +126,7 @@ def test_the_tables_have_the_figures(report):
             assert row[5].startswith(f"{found.clipped.share:.2%} [")
             worst = max(found.layers, key=lambda layer: layer.exceedance.events)
             if worst.exceedance.events:
-                share = worst.exceedance.share
-                assert row[6].startswith(f"layer {worst.layer_idx}: {share:.2%} (")
+                assert row[6].startswith(f"layer {worst.layer_idx}: {worst.exceedance.share:.2%} (")
             assert row[5].split(" [")[0] in page
     # of its own text fewer tokens may have been counted for clipping
     name, tokens = report.subject, report.data.tokens
@@ -167,9 +136,7 @@ def test_the_tables_have_the_figures(report):
         variants = report.variants | {name: own.model_copy(update={"clipped": clipped})}
         table, *_ = other_text_tables(report.model_copy(update={"variants": variants}))
         assert table.lines[0][2] == said
-
-
-def test_an_older_report_is_read_and_written_and_says_nothing_of_other_text(report):
+    # an older report is read and written and says nothing of other text
     document = report.to_json()
     del document["other_texts"]
     for row in document["variants"].values():
@@ -178,11 +145,10 @@ def test_an_older_report_is_read_and_written_and_says_nothing_of_other_text(repo
             del layer["exceedance"]
     older = Report.model_validate(document)
     assert older.to_json() == document
-    assert "Other text" not in render_html(older)
-    assert "Other text" not in render_markdown(older)
+    assert "Other text" not in render_html(older) + render_markdown(older)
 
 
-def test_a_difference_is_one_where_zero_is_outside():
+def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_is_clipped_more():
     for low, high, largest, answer in (
         (0.1, 0.3, 1.0, "higher"),
         (-0.3, -0.1, 1.0, "lower"),
@@ -192,51 +158,45 @@ def test_a_difference_is_one_where_zero_is_outside():
     ):
         figure = Figure(value=(low + high) / 2, low=low, high=high)
         assert judge_difference(figure, largest, 0.01) == answer
-
-
-def events(count, tokens=1000):
-    low, high = poisson_interval(count)
-    return Events(tokens=tokens, events=count, low=low / tokens, high=high / tokens)
-
-
-def test_a_text_is_named_where_it_is_clipped_more():
-    assert is_clipped(events(50), events(10))
-    assert not is_clipped(events(50), events(40))  # the intervals overlap
-    assert not is_clipped(events(9), events(0))  # surely more, but under 1 %
-    assert is_clipped(events(600), events(600))  # most tokens of every text
-
-
-def check_also(own, *also):
-    check_evaluation(load_recipe(None, {"data.dataset": own, "evaluation.also": [*also]}), [])
+    for count, own, answer in (
+        (50, 10, True),
+        (50, 40, False),  # the intervals overlap
+        (9, 0, False),  # surely more, but under 1 %
+        (600, 600, True),  # most tokens of every text
+    ):
+        events = (
+            Events(tokens=1000, events=each, low=low / 1000, high=high / 1000)
+            for each in (count, own)
+            for low, high in [poisson_interval(each)]
+        )
+        assert is_clipped(*events) is answer
 
 
 def test_names_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
-    for also, phrase in (
-        (["builtin:wiki"], "no built-in dataset 'builtin:wiki'"),
-        (["./gone.txt"], "no file or directory './gone.txt'"),
-        (["random", "random"], "--also 'random' is given twice"),
-        ([""], "the dataset's name is empty; give a .*.jsonl"),
-        (["self"], "--also 'self' is what is evaluated on already; give another"),
-    ):
-        with pytest.raises(InputError, match=phrase):
-            check_also("self", *also)
-    # one file by two paths is one dataset
     monkeypatch.chdir(tmp_path)
     write_words(tmp_path / "q.jsonl", ["w5"])
     (tmp_path / "link.jsonl").symlink_to("q.jsonl")
-    for other in ("./q.jsonl", "link.jsonl"):
-        with pytest.raises(InputError, match=f"--also '{other}' is given twice .also as 'q.jsonl'.;"):
-            check_also("random", "q.jsonl", other)
-        with pytest.raises(InputError, match=f"--also '{other}' is what is evaluated on already"):
-            check_also("q.jsonl", other)
+    for own, *also, phrase in (
+        ("self", "builtin:wiki", "no built-in dataset 'builtin:wiki'"),
+        ("self", "./gone.txt", "no file or directory './gone.txt'"),
+        ("self", "random", "random", "--also 'random' is given twice;"),
+        ("self", "", "the dataset's name is empty; give a .*.jsonl"),
+        ("self", "self", "--also 'self' is what is evaluated on already; give another"),
+        # one file by two paths is one dataset
+        ("random", "q.jsonl", "./q.jsonl", "--also './q.jsonl' is given twice .also as 'q.jsonl'.;"),
+        ("q.jsonl", "link.jsonl", "--also 'link.jsonl' is what is evaluated on already"),
+    ):
+        recipe = load_recipe(None, {"data.dataset": own, "evaluation.also": [*also]})
+        with pytest.raises(InputError, match=phrase):
+            check_evaluation(recipe, [])
 
 
 def test_what_was_named_and_cannot_be_had_is_refused(small_directory, texts, tmp_path):
     small = ("--dataset", texts[0], *SMALL, "--samples", 2)
     done = fp8kv("eval", small_directory, *small, "--also", "builtin:chat")
     one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the tokenizer has no")
-    one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1, length=24)
-    done = fp8kv("eval", small_directory, *small, "--also", one)
-    one_line_error(done, "one.jsonl' has 1 samples, and 2 are needed: use a larger dataset")
+    (tmp_path / "one.txt").write_text("w9 " * 24)
+    done = fp8kv("eval", small_directory, *small, "--also", tmp_path / "one.txt")
+    one_line_error(done, "one.txt' has 1 samples, and 2 are needed: use a larger dataset")
     done = fp8kv("eval", small_directory, *small, "--also", texts[1], "--variants", "channel")
     one_line_error(done, "--also is measured with scales that engines load: give --scales or keep")
