@@ -1,75 +1,37 @@
-"""The kernel benchmark without a GPU: its gate, its report and others' masks; no speed."""
+"""Benchmarks of kernels and of whole models without a GPU: gates, reports, others' masks; no speed."""
 
 import json
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import generate_gpu
+import kernel_speed
 import pytest
 import torch
 
 from fp8kv_runtime import reference
 from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import build, shrink
+from fp8kv_runtime.bench.cases import shrink
 from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels import decode
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+CPU = torch.device("cpu")
+CASES = {case.name: case for case in kernel_speed.CASES}
 REFERENCES = {
     name: getattr(reference, name) for name in ("append_kv", "decode_attention", "extend_attention")
 }
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    """The script's modules."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import kernel_paged_peers
-    import kernel_peers
-    import kernel_speed
-
-    return SimpleNamespace(paged=kernel_paged_peers, peers=kernel_peers, speed=kernel_speed)
+def tiny(kernel):
+    return [case for case in shrink(kernel_speed.CASES) if case.kernel == kernel]
 
 
-def tiny(bench, kernel):
-    return [case for case in shrink(bench.speed.CASES) if case.kernel == kernel]
-
-
-@pytest.fixture
-def run(bench, monkeypatch, tmp_path, capsys):
-    """The command, on so many small cases of each kernel; it returns what it printed."""
-
-    def run_command(*arguments, per_kernel=100):
-        small = [tiny(bench, kernel)[:per_kernel] for kernel in REFERENCES]
-        monkeypatch.setattr(bench.speed, "CASES", tuple(case for cases in small for case in cases))
-        monkeypatch.setattr(sys, "argv", ["kernel_speed.py", "--output", str(tmp_path), *arguments])
-        bench.speed.main()
-        return capsys.readouterr().out
-
-    return run_command
-
-
-def test_tiny_checks_every_kernel_and_writes_nothing(run, tmp_path):
-    *rows, last = run("--tiny", per_kernel=1).splitlines()
-    assert last.startswith("correctness only: ")
-    assert last.endswith("nothing was timed")
-    assert {row.split()[0] for row in rows} == set(REFERENCES)
-    assert all(" ok " in row for row in rows)
-    assert not list(tmp_path.iterdir())
-
-
-def scaled(run, *arguments, **options):
-    return run(*arguments, **options) * 1.002
-
-
-def not_a_number(run, *arguments, **options):
-    out = run(*arguments, **options)
-    out[0, 0, 0] = torch.nan
-    return out
-
-
-def heads_exchanged(run, *arguments, **options):
-    return run(*arguments, **options).flip(1)
+def another_byte_written(run, key, value, blocks, slots):
+    run(key, value, blocks, slots)
+    blocks.codes.view(torch.uint8)[0, 0, 0, 0, 0] ^= 1
 
 
 def last_token_forgotten(run, query, blocks, sequences, *arguments):
@@ -77,106 +39,90 @@ def last_token_forgotten(run, query, blocks, sequences, *arguments):
     return run(query, blocks, shorter, *arguments)
 
 
-@pytest.mark.parametrize("kernel", ["decode_attention", "extend_attention"])
-def test_the_gate_refuses_broken_attention(bench, kernel):
-    run = REFERENCES[kernel]
-    for case in tiny(bench, kernel):
-        assert gate.check(case, {kernel: run}, torch.device("cpu")).ok
-        for broken in (scaled, not_a_number, heads_exchanged, last_token_forgotten):
-            wrong = {kernel: partial(broken, run)}
-            assert not gate.check(case, wrong, torch.device("cpu")).ok, (case.name, broken)
+def not_a_number(run, *arguments):
+    out = run(*arguments)
+    out[0, 0, 0] = torch.nan
+    return out
 
 
-def one_token_skipped(key, value, blocks, slots):
-    reference.append_kv(key[1:], value[1:], blocks, slots[1:])
+ATTENTION = {
+    "scaled": lambda run, *arguments: run(*arguments) * 1.002,
+    "not a number": not_a_number,
+    "heads exchanged": lambda run, *arguments: run(*arguments).flip(1),
+    "last token forgotten": last_token_forgotten,
+}
+APPEND = {
+    "one token skipped": lambda run, key, value, blocks, at: run(key[1:], value[1:], blocks, at[1:]),
+    "another byte written": another_byte_written,
+    "counted twice": lambda run, *arguments: (run(*arguments), run(*arguments)),
+}
 
 
-def another_byte_written(key, value, blocks, slots):
-    reference.append_kv(key, value, blocks, slots)
-    blocks.codes.view(torch.uint8)[0, 0, 0, 0, 0] ^= 1
-
-
-def counted_twice(key, value, blocks, slots):
-    for _ in range(2):
-        reference.append_kv(key, value, blocks, slots)
-
-
-def test_the_gate_refuses_a_broken_append(bench):
-    for case in tiny(bench, "append_kv"):
-        broken = [one_token_skipped, another_byte_written, *([counted_twice] if case.count else ())]
-        assert gate.check(case, REFERENCES, torch.device("cpu")).ok
-        for append in broken:
-            verdict = gate.check(case, {"append_kv": append}, torch.device("cpu"))
-            assert not verdict.ok, append.__name__
-
-
-class FakeTimer:
-    """Runs everything once and takes ten microseconds for it."""
-
-    repetitions = 30
-
-    def __init__(self, timing):
-        self._timing = timing
-
-    def measure(self, work):
-        for run in work.values():
-            run()
-        return {name: self._timing(10.0, 9.0, 12.5, True, 40.0) for name in work}
-
-    def copy_bandwidth(self):
-        return 4e12
-
-    def floor(self):
-        return 2.0
+@pytest.mark.parametrize("kernel", REFERENCES)
+def test_the_gate_refuses_broken_kernels(kernel):
+    for case in tiny(kernel):
+        assert gate.check(case, REFERENCES, CPU).ok
+        for name, broken in (APPEND if kernel == "append_kv" else ATTENTION).items():
+            is_wrong = case.count or name != "counted twice"
+            launchers = {kernel: partial(broken, REFERENCES[kernel])}
+            assert gate.check(case, launchers, CPU).ok != is_wrong, (case.name, name)
 
 
 @pytest.fixture
-def run_as_on_a_gpu(bench, run, monkeypatch):
-    """The whole command with tiny shapes, references as launchers and a clock that stands still."""
+def gpu(monkeypatch):
     gpu = SimpleNamespace(
-        name="NVIDIA H200", total_memory=2**27, multi_processor_count=132, uuid="no such GPU"
+        name="NVIDIA H200", total_memory=139 * 2**30, multi_processor_count=132, uuid="no such GPU"
     )
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(bench.speed, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    return gpu
+
+
+@pytest.fixture
+def run(gpu, monkeypatch, tmp_path, capsys):
+    """The whole command with tiny shapes, any launchers and a clock that stands still; what it printed."""
+
+    def measure(work):
+        for launch in work.values():
+            launch()
+        return dict.fromkeys(work, kernel_speed.Timing(10.0, 9.0, 12.5, True, 40.0))
 
     def run_with(launchers):
-        monkeypatch.setattr(bench.speed, "load_launchers", lambda: launchers)
-        return run()
+        monkeypatch.setattr(kernel_speed, "load_launchers", lambda: launchers)
+        kernel_speed.main()
+        return capsys.readouterr().out
 
+    timer = SimpleNamespace(repetitions=30, measure=measure, copy_bandwidth=lambda: 4e12, floor=lambda: 2.0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(kernel_speed, "device", lambda: CPU)
+    monkeypatch.setattr(kernel_speed, "GpuTimer", lambda: timer)
+    monkeypatch.setattr(kernel_speed, "CASES", tuple(case for kernel in REFERENCES for case in tiny(kernel)))
+    monkeypatch.setattr(sys, "argv", ["kernel_speed.py", "--output", str(tmp_path)])
     return run_with
 
 
-def test_what_the_gpu_has_no_memory_for_is_left_out(bench, monkeypatch, capsys):
-    cases = {case.name: case for case in bench.speed.CASES}
-    small, large = cases["8 x 16k"], cases["128 x 8k"]
-    gpu = SimpleNamespace(total_memory=24 * 2**30)  # an L4's
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    assert bench.speed.fitting((small, large)) == (small,)
-    printed = capsys.readouterr().out
-    assert printed.split(" left out: ")[1] == "32 GiB for K, V and their copies\n"
-    gpu.total_memory = 139 * 2**30  # an H200's
-    assert bench.speed.fitting(bench.speed.CASES) == bench.speed.CASES
+def test_what_the_gpu_has_no_memory_for_is_left_out(gpu, capsys):
+    assert kernel_speed.fitting(kernel_speed.CASES) == kernel_speed.CASES
+    gpu.total_memory = 24 * 2**30  # an L4's
+    small, large = CASES["8 x 16k"], CASES["128 x 8k"]
+    assert kernel_speed.fitting((small, large)) == (small,)
+    assert capsys.readouterr().out.endswith(" left out: 32 GiB for K, V and their copies\n")
 
 
-def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench.speed, "GpuTimer", None)  # cannot be called
-    wrong = lambda *arguments: scaled(reference.decode_attention, *arguments)  # noqa: E731
-    with pytest.raises(SystemExit, match="nothing was timed") as stopped:
-        run_as_on_a_gpu(REFERENCES | {"decode_attention": wrong})
-    assert stopped.value.code not in (0, None)
+def test_nothing_is_timed_after_a_mismatch(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kernel_speed, "GpuTimer", None)  # cannot be called
+    wrong = partial(ATTENTION["scaled"], reference.decode_attention)
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        run(REFERENCES | {"decode_attention": wrong})
     rows = capsys.readouterr().out.splitlines()
     assert {row.split()[0] for row in rows if " WRONG " in row} == {"decode_attention"}
     assert not list(tmp_path.iterdir())
 
 
-def test_results_say_what_was_measured(bench, run_as_on_a_gpu, tmp_path):
-    run_as_on_a_gpu(REFERENCES)
+def test_results_say_what_was_measured_and_are_drawn_with_matplotlib_alone(run, monkeypatch, tmp_path):
+    run(REFERENCES)
     result = json.loads((tmp_path / "kernels.json").read_text())
-    assert [row["kernel"] for row in result["rows"]] == [c.kernel for c in bench.speed.CASES]
+    assert [row["kernel"] for row in result["rows"]] == [case.kernel for case in kernel_speed.CASES]
     machine = result["machine"]
     assert (machine["gpu"], machine["peak_tb_per_s"]) == ("NVIDIA H200", 4.8)
     assert machine["copy_tb_per_s"] == 4.0
@@ -190,36 +136,61 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, tmp_path):
     assert text.count("\n## ") == 3
     assert "| like 1 x 1k | 10.0 | 9.0 to 12.5 | 40.0 |" in text
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_machine_without_matplotlib_draws_nothing(run_as_on_a_gpu, monkeypatch, tmp_path):
+    (tmp_path / "kernels.png").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "benchmarks/kernel_roofline.py draws it elsewhere" in run_as_on_a_gpu(REFERENCES)
+    assert "benchmarks/kernel_roofline.py draws it elsewhere" in run(REFERENCES)
     assert not (tmp_path / "kernels.png").exists()
-    assert (tmp_path / "kernels.json").exists()
 
 
-def test_bytes_and_operations_of_the_shapes(bench):
-    cases = {case.name: case for case in bench.speed.CASES}
-    assert cases["8 x 32k"].num_bytes == 2 * 8 * 32768 * 8 * 128
-    assert cases["2,048 tokens, 32 heads of 256"].num_bytes == 2 * 2048 * 32 * 256 * 3
-    prompt = cases["prompt of 8k"]
-    assert bench.speed.num_flops(prompt) == 4 * 32 * 128 * (8192 * 8193 // 2)
-    ragged, even = cases["1 x 128k + 31 x 4k"], cases["32 x 8,064: the same, evenly"]
+def test_bytes_and_operations_of_the_shapes():
+    assert CASES["8 x 32k"].num_bytes == 2 * 8 * 32768 * 8 * 128
+    assert CASES["2,048 tokens, 32 heads of 256"].num_bytes == 2 * 2048 * 32 * 256 * 3
+    assert kernel_speed.num_flops(CASES["prompt of 8k"]) == 4 * 32 * 128 * (8192 * 8193 // 2)
+    ragged, even = CASES["1 x 128k + 31 x 4k"], CASES["32 x 8,064: the same, evenly"]
     assert sum(ragged.lengths) == sum(even.lengths)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_torch_attention_is_given_the_same_values_and_mask(bench):
-    math = torch.nn.attention.SDPBackend.MATH
-    for case in tiny(bench, "decode_attention") + tiny(bench, "extend_attention"):
-        if case.q_fp8 or len(set(case.lengths)) > 1:
-            continue
-        inputs = build(case, torch.device("cpu"))
-        key, value = bench.peers.contiguous(case, inputs)
-        for run in (
-            bench.peers.sdpa(case, inputs, key, value, math),
-            bench.peers.flex(case, inputs, key, value, lambda attention, dynamic: attention),
-        ):
-            out = run().reshape(inputs.query.shape)
-            assert gate.output_error(out, case, inputs) < 2e-3, case.name
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which it times")
+def test_without_a_gpu_models_are_compared_and_one_with_a_wrong_kernel_is_told(monkeypatch, tmp_path, capsys):
+    config = json.loads((Path(generate_gpu.__file__).parent / "configs" / "smollm2-135m.json").read_text())
+    small = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 192}
+    (tmp_path / "smollm2.json").write_text(json.dumps(config | small))
+    output = tmp_path / "result.json"
+    arguments = ["--config", str(tmp_path / "smollm2.json"), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["generate_gpu.py", *arguments])
+    generate_gpu.main()
+    row, last = capsys.readouterr().out.splitlines()
+    assert row.startswith("smollm2 ")
+    assert last == "no GPU here: small models were compared, nothing was timed"
+    right = decode.decode_attention
+    monkeypatch.setattr(decode, "decode_attention", lambda *arguments: 10 * right(*arguments).flip(1))
+    with pytest.raises(SystemExit, match="nothing was timed"):
+        generate_gpu.main()
+    assert not output.exists()
+
+
+def test_a_measurement_takes_both_ways_in_turn_and_ratios_are_of_medians(monkeypatch):
+    """On a clock that says when it was read: the first round warms up."""
+    times = {("16-bit", 1): [0.0, 1.0, 9.0, 1.0], ("16-bit", 61): [0.0, 7.0, 7.0, 9.0]}
+    times |= {("fp8", 1): [0.0, 2.0, 2.0, 2.0], ("fp8", 61): [0.0, 5.0, 0.0, 5.0]}
+    ways, order = ["16-bit"], []
+
+    @contextmanager
+    def fp8(*_):
+        ways.append("fp8")
+        yield
+        ways.pop()
+
+    def seconds(_model, prompt, new_tokens):
+        assert prompt.shape == (1, 12)
+        order.append(ways[-1])
+        return times[ways[-1], new_tokens].pop(0)
+
+    monkeypatch.setattr(generate_gpu, "fp8_attention", fp8)
+    monkeypatch.setattr(generate_gpu, "_seconds", seconds)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9), device="cpu")
+    row = generate_gpu._measure(model, None, 12, SimpleNamespace(rounds=3, new_tokens=61))
+    assert order[::2] == ["fp8", "16-bit", "16-bit", "fp8", "fp8", "16-bit", "16-bit", "fp8"]
+    assert row["milliseconds_per_token"] == {"16-bit": 100.0, "fp8": 50.0}
+    assert (row["ratio"], row["ratio_first_token"], row["ratio_per_token"]) == (7 / 5, 0.5, 2.0)
+    assert row["all_seconds"]["first"] == {"16-bit": [1.0, 9.0, 1.0], "fp8": [2.0, 2.0, 2.0]}

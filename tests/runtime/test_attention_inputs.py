@@ -1,4 +1,4 @@
-"""Inputs of attention: what is refused before a kernel runs, and views, which kernels do not read."""
+"""Inputs of attention: what is refused before a kernel runs; views, which kernels do not read; far memory."""
 
 import re
 from dataclasses import replace
@@ -12,16 +12,23 @@ from fp8kv_runtime.options import AttentionOptions
 META = torch.device("meta")  # another device, which every machine has
 
 
-def refused(batch):
-    """What is wrong in a decode of one sequence by four heads, by the message."""
-    query = batch.query
+def assert_refused(message, change, *arguments):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        change(*arguments)
+
+
+def test_what_kernels_take_for_granted_is_checked():
+    batch = build(Case((9,)))
+    query, extended = batch.query, build(Case((9,), query_lens=(3,)))
 
     def options(**changed):
         return {"options": AttentionOptions(**changed)}
 
     of_q_scale = "q_scale must be [1] or [4] float32 on cpu, got "
     elsewhere = "all must be on cpu, where the query is, got blocks on cpu, block_tables on "
-    return {
+    of_ends = "cu_seqlens must be [2] int32 on cpu, got "
+    too_few = "num_splits must be at least 1, or None to choose, got "
+    for message, changes in {
         "query must be [tokens, a multiple of 2 heads, 64], got [1, 3, 64]": {"query": query[:, :3]},
         "query must be float16, bfloat16 or float32, got torch.float64": {"query": query.double()},
         "query must have a row per sequence, 1, got 2": {"query": query.repeat(2, 1, 1)},
@@ -29,20 +36,19 @@ def refused(batch):
         "softcap must be positive, got 0.0": options(softcap=0.0),
         "sinks must be [4], got [2]": options(sinks=torch.zeros(2)),
         of_q_scale + "[2] float32 on cpu": options(q_scale=torch.ones(2)),
-        of_q_scale + "[4] float16 on cpu": options(q_scale=torch.ones(4).half()),
-        of_q_scale + "[4] float32 on meta": options(q_scale=torch.ones(4, device=META)),
+        of_q_scale + "[4] float16 on meta": options(q_scale=torch.ones(4, device=META).half()),
         elsewhere.replace("must be on cpu", "must be on meta") + "cpu": {"query": query.to(META)},
         elsewhere + "meta": {"sequences": batch.sequences.to(META)},
         elsewhere + "cpu, sinks on meta": options(sinks=torch.zeros(4, device=META)),
-        "num_splits must be at least 1, or None to choose, got 0": {"num_splits": 0},
-    }
-
-
-def test_what_kernels_take_for_granted_is_checked():
-    batch = build(Case((9,)))
-    for message, changes in refused(batch).items():
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            replace(batch, **changes).attend("kernel")
+        too_few + "0": {"num_splits": 0},
+    }.items():
+        assert_refused(message, replace(batch, **changes).attend, "kernel")
+    for message, changes in {
+        of_ends + "[2] int64 on cpu": {"cu_seqlens": torch.tensor([0, 3])},
+        of_ends + "[3] int32 on cpu": {"cu_seqlens": torch.tensor([0, 3, 3], dtype=torch.int32)},
+        too_few + "-3": {"extend_splits": -3},
+    }.items():
+        assert_refused(message, replace(extended, **changes).attend, "kernel")
 
 
 REFUSED_LAYERS = {
@@ -57,47 +63,25 @@ def test_every_implementation_checks(device):
             for message, changes in REFUSED_LAYERS.items():
                 batch = build(Case((9,), query_lens=query_lens, **changes), device)
                 wrong = replace(batch, options=AttentionOptions(q_scale=torch.ones(1, device=device)))
-                with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-                    wrong.attend(implementation)
+                assert_refused(message, wrong.attend, implementation)
         for head_dim, message in (
             (65, "kernels need an even head_dim, got 65"),
-            (320, "320 is more than the 256"),
+            (320, "head_dim 320 is more than the 256 that kernels handle"),
         ):
             batch = build(Case((9,), head_dim=head_dim, query_lens=query_lens), device)
-            with pytest.raises(ValueError, match=message):
-                batch.attend("kernel")
-
-
-def test_ends_of_queries_and_their_splits_are_checked():
-    batch = build(Case((9,), query_lens=(3,)))
-    for ends, got in (
-        (torch.tensor([0, 3]), "[2] int64 on cpu"),
-        (torch.zeros(2, dtype=torch.int32, device=META), "[2] int32 on meta"),
-        (torch.tensor([0, 3, 3], dtype=torch.int32), "[3] int32 on cpu"),
-    ):
-        message = f"cu_seqlens must be [2] int32 on cpu, got {got}"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            replace(batch, cu_seqlens=ends).attend("kernel")
-    with pytest.raises(ValueError, match="^num_splits must be at least 1, or None to choose, got -3$"):
-        replace(batch, extend_splits=-3).attend("kernel")
+            assert_refused(message, batch.attend, "kernel")
 
 
 def test_tables_and_lengths_are_int32_of_as_many_sequences_on_one_device():
     sequences = build(Case((9, 3), starts=(0, 1))).sequences
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
-    for changes, message in (
-        (
-            {"block_tables": tables.long()},
-            "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64 on cpu",
-        ),
-        ({"block_tables": tables[:1]}, "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu"),
-        ({"seq_lens": lens.to(META)}, "seq_lens must be [2] int32 on cpu, got [2] int32 on meta"),
-        ({"seq_lens": lens[:1]}, "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu"),
-        ({"seq_starts": starts.float()}, "seq_starts must be [2] int32 on cpu, got [2] float32 on cpu"),
-        ({"seq_starts": starts[:1]}, "seq_starts must be [2] int32 on cpu, got [1] int32 on cpu"),
+    tables, lens = sequences.block_tables, sequences.seq_lens
+    for name, value, message in (
+        ("block_tables", tables.long(), "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64 on cpu"),
+        ("block_tables", tables[:1], "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu"),
+        ("seq_lens", lens.to(META), "seq_lens must be [2] int32 on cpu, got [2] int32 on meta"),
+        ("seq_lens", lens[:1], "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu"),
     ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            replace(sequences, **changes)
+        assert_refused(message, lambda name=name, value=value: replace(sequences, **{name: value}))
 
 
 @pytest.mark.parametrize("query_lens", [None, (7, 3)])
@@ -105,25 +89,70 @@ def test_everything_that_is_a_view(query_lens, device):
     batch = build(Case((40, 17), query_lens=query_lens, starts=(3, 1)), device)
     one = torch.ones(1, device=device)
     options = AttentionOptions(sinks=one.expand(4), q_scale=(one / 20).expand(4))
-    want = replace(batch, options=AttentionOptions(sinks=one.repeat(4), q_scale=one / 20))
+    want = replace(batch, options=AttentionOptions(sinks=one.repeat(4), q_scale=one / 20)).attend("kernel")
 
     def strided(x):
         return torch.stack([x, x * 0 - 7], -1)[..., 0]
 
-    sequences = batch.sequences
-    parts = (sequences.block_tables, sequences.seq_lens, sequences.seq_starts)
-    views = replace(
-        batch,
-        options=options,
-        sequences=RUNTIME.cache.PagedSequences(*map(strided, parts)),
-        cu_seqlens=strided(batch.cu_seqlens),
-    )
-    want = want.attend("kernel")
-    assert torch.equal(views.attend("kernel"), want)
+    of = batch.sequences
+    sequences = RUNTIME.cache.PagedSequences(*map(strided, (of.block_tables, of.seq_lens, of.seq_starts)))
+    views = replace(batch, options=options, sequences=sequences, cu_seqlens=strided(batch.cu_seqlens))
     # heads of a fused QKV tensor, and channels that are not next to each other
     fused = torch.randn(len(batch.query), 12, 64, device=device).half()
     fused[:, 4:8] = batch.query
     apart = batch.query.transpose(1, 2).contiguous().transpose(1, 2)
     assert apart.stride(2) != 1
-    for query in (fused[:, 4:8], apart):
+    for query in (batch.query, fused[:, 4:8], apart):
         assert torch.equal(replace(views, query=query).attend("kernel"), want)
+
+
+@pytest.mark.parametrize("query_lens", [None, (5, 3)])
+def test_blocks_beyond_two_gigabytes(query_lens, device):
+    """Pages that are not touched cost no memory, so the pool can be as large as in production."""
+    case = Case((40, 20), block_size=64, head_dim=128, num_splits=2, group=1, query_lens=query_lens)
+    batch = build(case, device)
+    small, dtype = batch.blocks.codes.view(torch.uint8), batch.blocks.codes.dtype
+    count = small.shape[1]
+    first = 2**31 // small[0, 0].numel() + 1
+    codes = torch.empty(2, first + count, *small.shape[2:], dtype=torch.uint8, device=device)
+    codes[:, first:] = small
+    tables = batch.sequences.block_tables
+    sequences = replace(batch.sequences, block_tables=torch.where(tables < 0, -1, tables + first))
+    large = replace(batch, blocks=replace(batch.blocks, codes=codes.view(dtype)), sequences=sequences)
+    for implementation in ("kernel", "reference"):
+        assert torch.equal(large.attend(implementation), batch.attend(implementation))
+
+    key, value = (torch.randn(3, 2, 128, device=device) for _ in "kv")
+    slots = torch.tensor([5, 64 * count - 1, 64], device=device)
+    for module in (RUNTIME.append_kv, RUNTIME.reference):
+        codes[:, first:] = small.fill_(0x7F)
+        module.append_kv(key, value, batch.blocks, slots)
+        module.append_kv(key, value, large.blocks, slots + first * 64)
+        assert torch.equal(codes[:, first:], small)
+        assert (small != 0x7F).any()
+
+
+@pytest.mark.parametrize("launcher", ["append", "decode", "extend"])
+def test_heads_beyond_two_gigabytes(launcher, device):
+    """Heads of queries, K and V as far apart as a stride of 32 bits allows."""
+    memory = torch.empty(2**32 + 2**20, dtype=torch.float16, device=device)
+
+    def far_apart(x):
+        strides, middle = (x.shape[2], 2**30, 1), 2**31
+        # 0 is where the offset of the third head wraps to
+        memory.as_strided(x.shape, strides, 0).copy_(x + 1)
+        return memory.as_strided(x.shape, strides, middle).copy_(x)
+
+    query_lens = (5, 3) if launcher == "extend" else None
+    batch = build(Case((40, 20), kv_heads=3, group=1, query_lens=query_lens), device)
+    if launcher != "append":
+        far = replace(batch, query=far_apart(batch.query))
+        assert torch.equal(far.attend("kernel"), batch.attend("kernel"))
+        return
+    new, slots = torch.randn(5, 3, 64, device=device).half(), torch.arange(5, device=device)
+    codes, stored = batch.blocks.codes.view(torch.uint8), []
+    for key, value in ((new, new), (far_apart(new), new), (new, far_apart(new))):
+        codes.fill_(0x7F)
+        RUNTIME.append_kv.append_kv(key, value, batch.blocks, slots)
+        stored.append(codes.clone())
+    assert all(torch.equal(each, stored[0]) for each in stored)

@@ -21,6 +21,7 @@ ONE = torch.ones(1)
 # NaN and Inf are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 OF_EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+WAYS = pytest.mark.parametrize("hardware", [False, pytest.param(True, marks=pytest.mark.gpu)])
 
 
 @triton.jit
@@ -70,7 +71,15 @@ def inputs(format):
     return torch.cat([*(part.float() for part in parts), ties, values, *beside])
 
 
-def check_encoded(format, device, hardware):
+def assert_same(got, want):
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@WAYS
+@OF_EVERY_FORMAT
+def test_encode_is_quantize(format, hardware, device):
+    if hardware and not (ON_GPU and format in current_target().encoded):
+        pytest.skip("no such instruction here")
     x = inputs(format)
     want = quantize(x, ONE, FP8_DTYPES[format]).view(torch.uint8)
     assert want.unique().numel() >= 250  # all finite codes, and NaN
@@ -81,42 +90,22 @@ def check_encoded(format, device, hardware):
     assert torch.equal(got.cpu() | signs, want | signs)
 
 
-def assert_same(got, want):
-    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
-
-
-def check_decoded(format, device, hardware):
-    out = torch.zeros(256, device=device)
+@WAYS
+@OF_EVERY_FORMAT
+def test_decode_is_exact_of_every_code_and_every_pair(format, hardware, device):
+    target, values, out = current_target(), all_codes(format).float(), torch.zeros(256, device=device)
+    if hardware and not (ON_GPU and format in target.decoded):
+        pytest.skip("no such instruction here")
     decode_kernel[(1,)](all_codes(format).view(torch.uint8).to(device), out, format, hardware)
-    assert_same(out, all_codes(format).float())
+    assert_same(out, values)
     assert out[NAN_CODE[format]].isnan()
-
-
-@OF_EVERY_FORMAT
-def test_encode_is_quantize(format, device):
-    check_encoded(format, device, hardware=False)
-
-
-@OF_EVERY_FORMAT
-def test_decode_is_exact_of_every_code_and_every_pair(format, device):
-    check_decoded(format, device, hardware=False)
+    if hardware:
+        return
     pairs = torch.arange(2**16, dtype=torch.int32).to(torch.int16).to(device)
     low, high = (torch.zeros(2**16, device=device) for _ in range(2))
-    ptx = current_target().backend == "cuda"
-    decode_pairs_kernel[(64,)](pairs, low, high, format, False, ptx, 1024)
-    values = all_codes(format).float()
+    decode_pairs_kernel[(64,)](pairs, low, high, format, False, target.backend == "cuda", 1024)
     assert_same(low, values.repeat(256))
     assert_same(high, values.repeat_interleave(256))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="no GPU")
-@OF_EVERY_FORMAT
-def test_hardware_encodes_and_decodes_the_same(format, device):
-    if format in current_target().encoded:
-        check_encoded(format, device, hardware=True)
-    if format in current_target().decoded:
-        check_decoded(format, device, hardware=True)
 
 
 N = 2**14
@@ -129,38 +118,17 @@ def fused(self, x, y, z):
     return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
 
-@pytest.fixture
-def divide(monkeypatch, device):
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 3.7e-5, 1 / 448, 977.3, 2.0**-60, 1.3 * 2.0**59])
+def test_a_quotient_is_rounded_once_and_saturates_and_zeros_keep_their_sign(scale, device, monkeypatch):
     """Division by one scale as append does it on a GPU: its code, with a fused multiply-add."""
     if device == "cpu":
         monkeypatch.setattr(InterpreterBuilder, "create_fma", fused)
-
-    def divided(x, scale):
-        out = torch.empty_like(x, device=device)
-        divide_kernel[(1,)](x.to(device), torch.tensor([scale], device=device), out, N)
-        return out.cpu()
-
-    return divided
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.0123, 3.7e-5, 1 / 448, 977.3, 2.0**-60, 1.3 * 2.0**59])
-def test_a_quotient_is_rounded_once(divide, scale):
-    random, scale = torch.Generator().manual_seed(0), float(np.float32(scale))
-    exponents = torch.randint(-20, 18, (N,), generator=random)
-    values = torch.randn(N, generator=random) * 2.0**exponents
+    random, scale = torch.Generator().manual_seed(0), torch.tensor([scale])
+    values = torch.randn(N, generator=random) * 2.0 ** torch.randint(-20, 18, (N,), generator=random)
+    values[:7] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38, -3e38])
     for dtype in (torch.float16, torch.float32):
-        x = values.to(dtype).float()
-        if not 1e-9 < scale < 1e9:
-            x = x * scale
-        want = x / torch.tensor(scale)
-        assert torch.equal(divide(x, scale), want.clamp(-LIMIT, LIMIT)), dtype
-
-
-def test_infinite_quotients_saturate_and_zeros_keep_their_sign(divide):
-    x = torch.zeros(N)
-    x[:7] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38, -3e38])
-    out = divide(x, 0.0123)
-    assert out[:2].tolist() == [LIMIT, -LIMIT]
-    assert out[2].isnan()
-    assert out[3:5].signbit().tolist() == [False, True]
-    assert out[5:7].tolist() == [LIMIT, -LIMIT]
+        x = values.to(dtype).float() * (1.0 if 1e-9 < scale < 1e9 else scale)
+        out = torch.empty_like(x, device=device)
+        divide_kernel[(1,)](x.to(device), scale.to(device), out, N)
+        assert_same(out, (x / scale).clamp(-LIMIT, LIMIT))
+        assert out[3:5].signbit().tolist() == [False, True]

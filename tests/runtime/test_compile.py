@@ -1,4 +1,4 @@
-"""`make compile-kernels`: it passes what is good and refuses each kind of bad kernel."""
+"""`make compile-kernels` passes good kernels and refuses each kind of bad one; and what limits a kernel."""
 
 import ast
 import json
@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiled_before
 import pytest
+from kernels.bound import hottest_loop, parse, predict, tiles_in_flight
+from kernels.offline import Compiled
+from kernels.processors import PROCESSORS
 from mutants import mutate
 
 ROOT = Path(__file__).parent.parent.parent
-TARGETS = ("sm_80", "sm_90", "gfx942")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
@@ -25,32 +28,30 @@ def compile_kernels(root, *arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
 
 
-def _rewritten(source, *replacement):
-    tree = ast.parse(source)
-    mutate(tree, *replacement)
-    return ast.unparse(tree)
-
-
-def _retuned(source, name, old, new):
+def _change(path, what, old, *new):
+    """A module as `mutate` does, or rows of a table: `what` that is one of `old`."""
+    source = path.read_text()
+    if path.suffix == ".py":
+        mutate(tree := ast.parse(source), what, old, *new)
+        path.write_text(ast.unparse(tree))
+        return
     table = json.loads(source)
-    rows = [row for rows in table.values() for row in rows if row.get(name) in old]
-    assert rows, (name, old)
+    rows = [row for rows in table.values() for row in rows if row.get(what) in old]
+    assert rows, (what, old)
     for row in rows:
-        row[name] = new
-    return json.dumps(table)
+        (row[what],) = new
+    path.write_text(json.dumps(table))
 
 
 def test_kernels_pass_on_targets_of_every_kind():
-    done = compile_kernels(
-        ROOT, "--target", *TARGETS, "--variant", "plain-64", "--kernel", "decode", "append_kv"
-    )
+    targets = ["sm_80", "sm_90", "gfx942"]
+    chosen = ("--target", *targets, "--variant", "plain-64", "--kernel", "decode", "append_kv")
+    done = compile_kernels(ROOT, *chosen)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    titles = [line.partition(":")[0] for line in lines]
-    assert [title for title in titles if title in TARGETS] == list(TARGETS)
+    assert [title for line in lines if (title := line.partition(":")[0]) in targets] == targets
     for kernel in ("append_kv", "decode"):
-        rows = [line for line in lines if line.startswith(f"{kernel} ")]
-        assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
+        assert [line.split()[-1] for line in lines if line.startswith(f"{kernel} ")] == ["ok"] * 3, kernel
 
 
 ROUNDED = "rounded = weights.to(tl.float16)"
@@ -121,9 +122,122 @@ def test_slow_kernels_are_refused(arguments, tmp_path):
         shutil.copytree(ROOT / package, tmp_path / package)
     for file, *replacement in replacements:
         (path,) = tmp_path.glob(f"*/kernels/{file}")
-        change = _retuned if path.suffix == ".json" else _rewritten
-        path.write_text(change(path.read_text(), *replacement))
+        _change(path, *replacement)
     done = compile_kernels(tmp_path, *arguments.split())
     assert done.returncode == 1
     for finding in findings:
         assert re.search(f"^{finding}", done.stderr, re.MULTILINE), finding
+
+
+# code whose numbers are known
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E R2, [R4.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], [R6.64] ;
+        /*0030*/                   F2FP.F16.E4M3.UNPACK_B R9, R8 ;
+        /*0040*/                   HMMA.16816.F32 R12, R8, R10, R12 ;
+        /*0050*/              @!P0 BRA 0x20 ;
+        /*0060*/                   STG.E.64 [R4.64], R12 ;
+        /*0070*/                   BRA 0x70 ;
+"""
+PTX = """
+$L__BB0_2:
+ cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+ cp.async.commit_group;
+ cp.async.commit_group;
+ cp.async.wait_group 4;
+ @%p3 bra $L__BB0_2;
+"""
+GCN = """
+	s_load_dwordx4 s[0:3], s[4:5], 0x0
+.LBB0_1:
+	buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen
+	v_cvt_pk_f32_fp8_e32 v[6:7], v0
+	v_mfma_f32_16x16x16_f16 a[0:3], v[0:1], v[2:3], a[0:3]
+	s_cbranch_scc1 .LBB0_1
+	s_endpgm
+"""
+
+
+def compiled(code, asm="", registers=80, shared_memory=0, num_warps=4):
+    return Compiled(asm, code, "", num_warps, shared_memory, registers, {})
+
+
+def test_bytes_cycles_matrix_products_and_loops_are_read():
+    code = parse(compiled(SASS))
+    assert [each.moved for each in code] == [0, 4, 16, 0, 0, 0, 8, 0]
+    assert [each.cycles for each in code] == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert [each.flops for each in code] == [0] * 4 + [2 * 16 * 8 * 16] + [0] * 3
+    assert [each.jumps_to for each in code] == [None] * 5 + [2, None, None]
+    assert hottest_loop(code) == code[2:6]
+    without = parse(compiled(SASS.replace("0x20", "0x60")))
+    assert hottest_loop(without) == without, "code without a loop counts whole"
+
+    code = parse(compiled(GCN))
+    assert [each.moved for each in code] == [0, 16, 0, 0, 0, 0]
+    assert [each.cycles for each in code] == [1, 1, 4, 1, 1, 1]
+    assert code[3].flops == 2 * 16**3
+    assert hottest_loop(code) == code[1:5]
+
+    assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
+
+
+def test_matrix_instructions_of_every_generation_are_counted():
+    code = """
+        /*0000*/ UMOV UR29, 0x8100010 ;
+        /*0010*/ UTCHMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
+        /*0020*/ UTCQMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
+        /*0030*/ HGMMA.64x32x16.F32 R24, gdesc[UR8], R24 ;
+        /*0040*/ QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24 ;
+        /*0050*/ QMMA.16832.F32.E4M3.E4M3 R16, R76.ROW, R16.COL, RZ ;
+    """
+    by_a_warp = 2 * 128 * 64 * 16 / 4  # one of four
+    wide, narrow = 2 * 64 * 32 * 16, 2 * 16 * 8 * 16
+    found = [each.flops for each in parse(compiled(code))]
+    assert found == [0, by_a_warp, by_a_warp, wide, wide, narrow]
+
+
+def test_programs_at_once():
+    for target, registers, shared, warps, programs in (
+        ("sm_90", 80, 0, 4, 6),  # 512 registers of a lane hold six warps of 80
+        ("sm_90", 80, 38920, 4, 5),  # 228 KiB hold five of 38 KiB and the 1 KiB that each costs
+        ("sm_90", 32, 0, 4, 16),  # 64 warps
+        ("sm_89", 32, 0, 1, 24),  # as many programs as there may be
+        ("gfx942", 128, 0, 4, 4),
+        ("gfx942", 32, 40_000, 4, 1),
+    ):
+        assert PROCESSORS[target].programs_at_once(registers, shared, warps) == programs, target
+
+
+def test_the_slowest_of_four_is_the_limit():
+    h200 = PROCESSORS["sm_90"]
+    # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does
+    bound = predict(compiled(SASS, PTX), h200)
+    assert bound.programs == 6
+    assert bound.kb_in_flight == 6 * 4 * 512 * 2 / 1024
+    assert bound.cycles_per_kb == 1024 * 5 / 4 / 512
+    assert bound.kb_needed == pytest.approx(4.8e12 * 0.8e-6 / 132 / 1024)
+    assert (bound.limit, bound.of_memory) == ("latency", bound.kb_in_flight / bound.kb_needed)
+
+    # two hundred conversions more
+    conversions = "".join(f"        /*1{i:03x}*/ F2FP R1, R1 ;\n" for i in range(200))
+    busy = SASS.replace("        /*0040*/", conversions + "        /*0040*/")
+    bound = predict(compiled(busy, PTX), h200)
+    assert bound.limit == "issue"
+    memory, issue = 512 / h200.bytes_per_cycle, (5 + 400) / 4
+    assert bound.of_memory == pytest.approx(memory / issue)
+
+
+def test_what_became_worse_is_found(tmp_path):
+    file = tmp_path / "compiled.json"
+    assert compiled_before.read(file) == {}
+    good, fewer = (predict(compiled(SASS, PTX, registers=n), PROCESSORS["sm_90"]) for n in (80, 128))
+    compiled_before.write({"decode": vars(good)}, file)
+    before = compiled_before.read(file)
+    assert compiled_before.worse("decode", good, before) == []
+    assert compiled_before.worse("another", good, before) == []
+    found = compiled_before.worse("decode", fewer, before)
+    assert [each.found for each in found] == ["4 programs at once", "56% left by latency"]
+    # by another compiler: nothing is compared
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"triton": "0"}))
+    assert compiled_before.read(file) == {}

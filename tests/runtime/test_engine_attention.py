@@ -1,6 +1,7 @@
 """Engines' rounding beside the same walk over the keys written as a loop, in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -24,45 +25,37 @@ def bf16(x):
     return x.bfloat16().double()
 
 
-def walk(query, key, value, visible, options, tiles, weight, *, from_sink):
-    """One row after the other, [T, H, D]; `tiles`: parts, each a list of slices of the keys.
+def walk(query, key, value, visible, options, parts, weight, *, from_sink):
+    """One row after the other, [T, H, D]; every part, a list of slices of the keys, has a largest of its own.
 
-    `weight` rounds exp(score - largest so far); every part has a largest of its own.
+    `weight` rounds exp(score - largest so far).
     """
     tokens, heads, dim = query.shape
     out = torch.zeros(tokens, heads, dim, dtype=torch.float64)
     scale = dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    for t in range(tokens):
-        for h in range(heads):
-            head = h // (heads // key.shape[1])
-            sink = -math.inf if options.sinks is None else float(options.sinks[h])
-            parts = []
-            for number, part in enumerate(tiles):
-                largest, total, acc = -math.inf, 0.0, torch.zeros(dim, dtype=torch.float64)
-                if from_sink and number == 0 and sink > -math.inf:
-                    largest, total = sink, 1.0
-                for tile in part:
-                    scores = scale * (key[tile, head] @ query[t, h])
-                    if options.softcap is not None:
-                        scores = options.softcap * torch.tanh(scores / options.softcap)
-                    scores = scores[visible[t, tile]]
-                    if not len(scores):
-                        continue
+    for t, h in product(range(tokens), range(heads)):
+        head = h // (heads // key.shape[1])
+        sink = -math.inf if options.sinks is None else float(options.sinks[h])
+        walked = [] if from_sink else [(sink, 1.0, 0.0)]
+        for number, tiles in enumerate(parts):
+            largest, total, acc = -math.inf, 0.0, torch.zeros(dim, dtype=torch.float64)
+            if from_sink and number == 0 and sink > -math.inf:
+                largest, total = sink, 1.0
+            for tile in tiles:
+                scores = scale * (key[tile, head] @ query[t, h])
+                if options.softcap is not None:
+                    scores = options.softcap * torch.tanh(scores / options.softcap)
+                scores = scores[visible[t, tile]]
+                if len(scores):
                     before, largest = largest, max(largest, float(scores.max()))
-                    again = math.exp(before - largest)
-                    p = (scores - largest).exp()
+                    again, p = math.exp(before - largest), (scores - largest).exp()
                     total = total * again + float(p.sum())
                     acc = acc * again + weight(p) @ value[tile, head][visible[t, tile]]
-                parts.append((largest, total, acc))
-            most = max(largest for largest, *_ in parts)
-            if most == -math.inf:
-                continue
-            shares = [math.exp(largest - most) for largest, *_ in parts]
-            total = sum(s * part[1] for s, part in zip(shares, parts, strict=True))
-            if not from_sink and sink > -math.inf:
-                total += math.exp(sink - most)
-            acc = sum(s * part[2] for s, part in zip(shares, parts, strict=True))
-            out[t, h] = acc / total
+            walked.append((largest, total, acc))
+        most = max(largest for largest, *_ in walked)
+        if most > -math.inf:
+            total = sum(math.exp(largest - most) * total for largest, total, _ in walked)
+            out[t, h] = sum(math.exp(largest - most) * acc for largest, _, acc in walked) / total
     return out
 
 
@@ -70,21 +63,21 @@ def slices(length, size):
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def inputs(tokens, length, heads, kv_heads, dim, window=None):
-    """Query and restored K and V, tokens first, in float64; and what each token sees.
+def inputs(tokens, length, dim, window=None):
+    """Query and restored K and V, tokens first, in float64; and what each token sees, the first one nothing.
 
     Scales are powers of two, so that fp32 has the scores as float64 has them, nearly.
     """
     generator = torch.Generator().manual_seed(tokens + length + dim)
-    query = 2 * torch.randn(tokens, heads, dim, generator=generator)
+    query = 2 * torch.randn(tokens, 4, dim, generator=generator)
     key, value = (
-        e4m3(100 * torch.randn(length, kv_heads, dim, generator=generator)) * scale
-        for scale in (2.0**-6, 2.0**-5)
+        e4m3(100 * torch.randn(length, 2, dim, generator=generator)) * scale for scale in (2.0**-6, 2.0**-5)
     )
     rows, columns = torch.arange(length - tokens, length)[:, None], torch.arange(length)
     visible = columns <= rows
     if window is not None:
         visible &= columns > rows - window
+    visible[: min(1, tokens - 1)] = False
     return query.double(), key, value, visible
 
 
@@ -92,6 +85,14 @@ def dense(attention, query, key, value, visible, options, **kwargs):
     """Call with batch and heads first, in float32."""
     batched = (x.float().transpose(0, 1)[None] for x in (query, key, value))
     return attention(*batched, visible[None, None], options, **kwargs)[0].transpose(0, 1).double()
+
+
+def assert_nearly_all_close(made, want):
+    """A weight in the middle of two codes may go the other way in float64: in few rows of many."""
+    sees_nothing = (want == 0).all(-1)
+    assert (made[sees_nothing] == 0).all()
+    is_close = ((made - want).abs() <= CLOSE["atol"] + CLOSE["rtol"] * want.abs()).all(-1)
+    assert is_close.double().mean() >= 0.97
 
 
 OPTIONS = {
@@ -109,17 +110,10 @@ OPTIONS = {
      (40, 250, 80, 128), (33, 200, 192, 96), (33, 300, 256, 128)],
 )  # fmt: skip
 def test_flash_attention_3_walks_back_from_the_last_tile(tokens, length, dim, tile, options):
-    query, key, value, visible = inputs(tokens, length, 4, 2, dim)
+    query, key, value, visible = inputs(tokens, length, dim)
     back = [slices(length, tile)[::-1]]
     want = walk(e4m3(query), key, value, visible, options, back, e4m3_weight, from_sink=False)
-    made = dense(fa3_attention, query, key, value, visible, options)
-    _nearly_all_close(made, want)
-
-
-def _nearly_all_close(made, want):
-    """A weight in the middle of two codes may go the other way in float64: in few rows of many."""
-    rows = ((made - want).abs() > CLOSE["atol"] + CLOSE["rtol"] * want.abs()).any(-1)
-    assert rows.double().mean() <= 0.03
+    assert_nearly_all_close(dense(fa3_attention, query, key, value, visible, options), want)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -127,7 +121,7 @@ def _nearly_all_close(made, want):
 @pytest.mark.parametrize(("tokens", "window"), [(20, None), (20, 30), (1, None)])
 def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8, options):
     length = 600
-    query, key, value, visible = inputs(tokens, length, 4, 2, 64, window)
+    query, key, value, visible = inputs(tokens, length, 64, window)
     tiles = [slices(length, 32)]
     if tokens == 1:  # 16 parts of whole tiles
         size = 32 if fp8 else 16
@@ -143,38 +137,11 @@ def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8, options)
         rounded, weight = tuple(map(bf16, (query, key, value))), bf16
     want = walk(*rounded, visible, options, tiles, weight, from_sink=True)
     how = {"dtype": torch.bfloat16} if fp8 is None else {"dtype": None, "fp8": fp8}
-    made = dense(vllm_triton_attention, query, key, value, visible, options, **how)
-    _nearly_all_close(made, want)
-
-
-def test_a_token_that_sees_nothing_gets_zeros():
-    query, key, value, visible = inputs(4, 6, 4, 2, 64)
-    visible[0] = False
-    for attention, how in (
-        (fa3_attention, {}),
-        (vllm_triton_attention, {}),
-        (vllm_triton_attention, {"dtype": None}),
-    ):
-        made = dense(attention, query, key, value, visible, AttentionOptions(), **how)
-        assert (made[0] == 0).all()
-        assert made[1:].isfinite().all()
-        assert (made[1:] != 0).any()
-
-
-def test_weights_far_below_the_largest_leave_the_numerator_and_not_the_sum():
-    """The offset of 8 keeps 2^-17 of the largest weight: 2^-9, E4M3's smallest number."""
-    query, value = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64)
-    key, value[0, 0, 1], query[..., 0] = torch.zeros(1, 1, 2, 64), 1.0, 1.0
-    visible = torch.ones(1, 1, 1, 2, dtype=torch.bool)
-    for below, left in ((16, 2.0**-16), (17, 2.0**-17), (18, 0.0)):
-        key[0, 0, 1, 0] = -below * math.log(2)
-        made = fa3_attention(query, key, value, visible, AttentionOptions(1.0))
-        want = torch.full_like(made, left / (1 + 2.0**-below))
-        torch.testing.assert_close(made, want, rtol=1e-6, atol=0)
+    assert_nearly_all_close(dense(vllm_triton_attention, query, key, value, visible, options, **how), want)
 
 
 def test_queries_have_scale_1_unless_one_is_given():
-    query, key, value, visible = inputs(8, 8, 4, 2, 64)
+    query, key, value, visible = inputs(8, 8, 64)
 
     def attend(query, key, q_scale=None):
         return dense(fa3_attention, query, key, value, visible, AttentionOptions(q_scale=q_scale))

@@ -1,4 +1,4 @@
-"""Parts of decode: every tile once, none larger than its share, whatever the lengths."""
+"""Parts of KV: every tile once, none larger than its share, whatever the lengths; and where KV is split."""
 
 from bisect import bisect_left
 from itertools import accumulate, product
@@ -12,9 +12,10 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernels.processors import PROCESSORS
 
+from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.split import plan_parts
 from fp8kv_runtime.kernels.targets import TARGETS
-from fp8kv_runtime.kernels.tuning import find_config
+from fp8kv_runtime.storage import KVBlocks
 
 TILE = 16
 
@@ -58,9 +59,6 @@ def tiles_of(lens, starts=None, window=0, queries=None):
     return found
 
 
-RAGGED = [128 * TILE, *[4 * TILE] * 31]
-
-
 def count_parts(tiles, size):
     return sum(max(1, -(-n // size)) for n in tiles)
 
@@ -101,20 +99,45 @@ def test_batches_fit_the_slots_where_parts_half_as_large_again_do(
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_no_wave_of_programs_is_nearly_empty(target):
-    for head_dim, (num_seqs, length) in product((64, 128, 256), ((1, 32), (8, 32), (64, 2))):
-        config = find_config("decode", ("", target.name, target.backend), 8, head_dim)
+    for head_dim, (num_seqs, length) in product((64, 128, 256), ((1, 2**15), (8, 2**15), (64, 2**11))):
+        config = tuning.find_config("decode", ("", target.name, target.backend), 8, head_dim)
         slots = config.per_processor * PROCESSORS[target.name].count // 8  # of each KV head
-        lens = [length * 1024] * num_seqs
-        parts = plan(lens, slots, config.least, config.tile)
-        largest = -(-lens[0] // (config.tile * parts[0]))
+        parts = plan([length] * num_seqs, slots, config.least, config.tile)
+        largest = -(-length // (config.tile * parts[0])) * config.tile
         waves = -(-sum(parts) // slots)
         # one wave of parts half as large again is two thirds full
-        full = sum(lens) / (waves * slots * largest * config.tile)
+        full = num_seqs * length / (waves * slots * largest)
         assert full >= 2 / 3 or sum(parts) == num_seqs > slots, (head_dim, num_seqs)
 
 
-def test_a_ragged_batch_has_parts_no_larger_than_an_even_one():
-    for lens in (RAGGED, [sum(RAGGED) // 32] * 32):
-        parts = plan(lens, 33, least=4)
-        # 252 tiles: 8 for each of 33 parts
-        assert max(-(-n // p) for n, p in zip(tiles_of(lens), parts, strict=True)) == 8
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_kv_is_split_where_processors_would_have_no_program(target, monkeypatch):
+    count = PROCESSORS[target.name].count
+    monkeypatch.setattr(tuning, "num_processors", lambda _: count)
+
+    def plan(kv_heads, group, tokens, num_seqs, length, head_dim=128):
+        one, query = torch.ones(1), torch.zeros(1, 1, 1, dtype=torch.float16)
+        blocks = KVBlocks.empty(1, 64, num_kv_heads=kv_heads, head_dim=head_dim, k_scale=one, v_scale=one)
+        return tuning.plan_extend(target, query, blocks, num_seqs, tokens * group, length, None)
+
+    length = 128 * 1024
+    for kv_heads, group, tokens, num_seqs, head_dim in product(
+        (1, 2, 5, 8, 32), (1, 4, 16), (1, 2, 16, 33, 64), (1, 2, 3, 50), (64, 128, 256)
+    ):
+        config, splits = plan(kv_heads, group, tokens, num_seqs, length, head_dim)
+        programs, parts = kv_heads * -(-tokens * group // config.rows), [num_seqs]
+        if splits:  # as split.py has it: as many as fit, of parts half as large again at most
+            tiles = -(-length // config.tile)
+            size = max(-(-num_seqs * tiles // splits), config.least)
+            parts = [num_seqs * -(-tiles // n) for n in range(size, size + size // 2 + 1)]
+        programs *= next((n for n in parts if n <= splits), parts[0])
+        assert programs >= count, (kv_heads, group, tokens, num_seqs, head_dim)
+
+    for shape in (
+        (8, 4, 8192, 1, 8192),  # a prompt
+        (8, 4, 2048, 1, 34 * 1024),  # a chunk
+        (8, 4, 4, 64, 4096),  # a few tokens of many
+        (8, 4, 100, 1, 200),  # a short prompt: one part
+    ):
+        assert plan(*shape)[1] == 0
+    assert plan(8, 4, 4, 1, length)[1] > 0

@@ -10,9 +10,6 @@ from calib.caches.rounding import rounding
 from calib.caches.types import LATENT_CACHES
 from calib.errors import InputError
 
-SIZES = (1.0, 1e-3, 3e3)
-LATENTS = ((512, 64), (576, 192), (16, 8))  # latent and k_pe; 576 has a shorter last tile
-
 
 def blocks_of_16(x, largest=6):
     """NVFP4 in float32 steps: E2M1 over an E4M3 scale for each 16 values."""
@@ -22,13 +19,9 @@ def blocks_of_16(x, largest=6):
     return (nearest(blocks * inverse, E2M1).astype("f4") * scale).reshape(x.shape)
 
 
-def vectors():
-    x = torch.randn(6, 2, 48, generator=torch.Generator().manual_seed(0))
-    return x * torch.tensor([1, 500, 1e-2, 1e-4, 1e4, 1])[:, None, None]  # 1e4: beyond 6 times 448
-
-
 def test_nvfp4_recomputed_block_by_block():
-    x = vectors()
+    x = torch.randn(6, 2, 48, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1, 500, 1e-2, 1e-4, 1e4, 0])[:, None, None]  # 1e4: beyond 6 times 448
     assert np.array_equal(nvfp4(x).numpy(), blocks_of_16(x.numpy()))
     six, four = (blocks_of_16(x.numpy(), largest).reshape(-1, 16) for largest in (6, 4))
     errors = [((found - x.reshape(-1, 16).numpy()) ** 2).sum(-1) for found in (six, four)]
@@ -36,25 +29,15 @@ def test_nvfp4_recomputed_block_by_block():
     assert 0 < takes_four.sum() < len(takes_four)  # both are chosen
     expected = np.where(takes_four[:, None], four, six).reshape(x.shape)
     assert np.array_equal(nvfp4_four_over_six(x).numpy(), expected)
-    for rounded in (nvfp4, nvfp4_four_over_six):
-        assert rounded(x.bfloat16()).dtype == torch.bfloat16
-        with pytest.raises(InputError, match="NVFP4: head size 72 is not a multiple of 16"):
-            rounded(torch.zeros(2, 72))
+    with pytest.raises(InputError, match="^NVFP4: head size 72 is not a multiple of 16$"):
+        nvfp4(torch.zeros(2, 72))
 
 
 def test_e2m1_has_eight_values_and_ties_go_to_even_codes():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert e2m1(ties).tolist() == [0, 1, 1, 2, 2, 4, 4]
-    assert e2m1(-ties).tolist() == [0, -1, -1, -2, -2, -4, -4]
-    assert e2m1(torch.tensor([6.9, 7.1, 100.0, -9.0])).tolist() == [6, 6, 6, -6]
-    grid = torch.linspace(-8, 8, 4001)
-    assert e2m1(grid).tolist() == nearest(grid.numpy(), E2M1).tolist()
-
-
-def test_nvfp4_of_values_too_small_or_too_large_for_a_scale():
-    # 6 times the half of E4M3's least value, and that value
-    for size, expected in ((0, 0), (6 * 2.0**-10, 0), (6 * 2.0**-9, 6 * 2.0**-9), (1e30, 6 * 448)):
-        assert nvfp4(torch.full((16,), size)).eq(expected).all(), size
+    x = torch.cat([-ties, torch.linspace(-9, 9, 4001), torch.tensor([100.0])])
+    assert e2m1(x).tolist() == nearest(x.numpy(), E2M1).tolist()
 
 
 def latent_and_k_pe(latent, k_pe, size=1.0):
@@ -75,21 +58,17 @@ def tiles_of_128(latent):
     return out
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", LATENTS)
-def test_fp8_ds_mla_is_tiles_of_128_beside_bfloat16(shape, size):
+@pytest.mark.parametrize("size", [1.0, 1e-3, 3e3])
+@pytest.mark.parametrize("shape", [(512, 64), (576, 192), (16, 8)])  # 576 has a shorter last tile
+def test_latents_are_tiles_of_128_beside_bfloat16_or_blocks_of_16_beside_e4m3(shape, size):
     latent, k_pe = latent_and_k_pe(*shape, size)
+    exact = latent.double().numpy()
     rounded = rounding("fp8_ds_mla")(0, latent, k_pe)
-    assert np.array_equal(rounded[0].double().numpy(), tiles_of_128(latent.double().numpy()))
+    assert np.array_equal(rounded[0].double().numpy(), tiles_of_128(exact))
     assert torch.equal(rounded[1], k_pe.bfloat16().float())
 
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", LATENTS)
-def test_nvfp4_ds_mla_is_blocks_of_16_beside_e4m3(shape, size):
-    latent, k_pe = latent_and_k_pe(*shape, size)
     rounded = rounding("nvfp4_ds_mla")(0, latent, k_pe)
-    blocks = latent.double().numpy().reshape(-1, 16)
+    blocks = exact.reshape(-1, 16)
     scale = nearest(np.maximum(np.abs(blocks).max(-1, keepdims=True) / 6, 2.0**-9), E4M3)
     expected = (nearest(blocks / scale, E2M1) * scale).reshape(latent.shape)
     # a product with 1 / scale in float32 and one with scale: two roundings
@@ -110,8 +89,5 @@ def test_latents_keep_their_dtype_and_tokens_do_not_touch_each_other(name):
             assert torch.equal(whole[1:, :, 2:3], part)
             assert whole[0, 0, 2, 3].isnan()
             assert whole[1].isfinite().all()
-
-
-def test_a_latent_that_blocks_do_not_divide():
-    with pytest.raises(InputError, match="NVFP4: latent size 24 is not a multiple of 16"):
+    with pytest.raises(InputError, match="^NVFP4: latent size 24 is not a multiple of 16$"):
         rounding("nvfp4_ds_mla")(0, *latent_and_k_pe(24, 8))

@@ -1,4 +1,4 @@
-"""What `fp8_attention` refuses, in words that say what to do, and that it leaves no trace."""
+"""What stands in for attention: that it refuses, in words that say what to do, and leaves no trace."""
 
 import copy
 import re
@@ -8,16 +8,18 @@ import pytest
 import torch
 from fake_quant import scales_for
 from families import FAMILIES, LATENT, tiny_model
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, OPTConfig, StaticCache
+from transformers.models.opt.modeling_opt import OPTAttention
 
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import attention, fp8_attention, paged_cache, swap_attention
+from fp8kv_runtime.hf import EngineQuery, attention, fp8_attention, paged_cache, swap_attention
 from fp8kv_runtime.hf.attention import check_mask
 from fp8kv_runtime.hf.layers import left_padding
 
 ALL = {**FAMILIES, **LATENT}
 IDS = torch.arange(3, 11)[None]
+PAD = "this model or input needs another one. Pad on the left, or use the torch backend"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
@@ -33,16 +35,12 @@ def scales(model):
 
 def fingerprint(model):
     """Hooks, `forward` and attention implementation of every module."""
-    return [
-        (
-            name,
-            dict(module._forward_pre_hooks),
-            dict(module._forward_hooks),
-            vars(module).get("forward"),
-            getattr(getattr(module, "config", None), "_attn_implementation", None),
-        )
-        for name, module in model.named_modules()
-    ]
+    own = ("_forward_pre_hooks", "_forward_hooks", "forward")
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return (
+        [[copy.copy(vars(module).get(name)) for name in own] for module in model.modules()],
+        [getattr(config, "_attn_implementation", None) for config in configs],
+    )
 
 
 NO_SCALES = KVScales("tensor", "e4m3fn", {})
@@ -80,18 +78,18 @@ def test_what_does_not_fit_is_refused_before_anything_runs(model, scales, monkey
     assert_refused(no_gpu, model, scales=scales, backend="triton")
 
 
-def test_caches_that_are_not_its_own_are_refused_and_an_empty_one_is_welcome(model, scales):
+def test_caches_that_are_not_its_own_and_a_block_in_a_block_are_refused_an_empty_cache_is_not(model, scales):
     cache = model(IDS, use_cache=True).past_key_values
     static = StaticCache(config=model.config, max_cache_len=16)
     with torch.inference_mode(), fp8_attention(model, scales):
-        with pytest.raises(
-            AttentionError, match="^the cache holds 16-bit K and V already; start with an emp"
-        ):
+        with pytest.raises(AttentionError, match="^the cache holds 16-bit K and V already; start with an e"):
             model(IDS, past_key_values=cache)
         with pytest.raises(AttentionError, match="is StaticLayer; give generate a DynamicCache"):
             model(IDS, past_key_values=static)
         with pytest.raises(AttentionError, match="^give the model input_ids or inputs_embeds$"):
             model()
+        with pytest.raises(AttentionError, match="inside an fp8_attention block: leave that one first"):
+            fp8_attention(model, scales).__enter__()
         own = DynamicCache()
         expected = model(IDS).logits
         assert torch.equal(model(IDS, past_key_values=own).logits, expected)
@@ -100,7 +98,9 @@ def test_caches_that_are_not_its_own_are_refused_and_an_empty_one_is_welcome(mod
 
 
 @BACKENDS
-def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace(backend, model, scales):
+def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace_and_one_half_way_is_told(
+    backend, model, scales, monkeypatch
+):
     caches = [DynamicCache(config=model.config) for _ in "ab"]
     with torch.inference_mode(), fp8_attention(model, scales, backend=backend, block_size=4):
         for cache in caches:
@@ -108,13 +108,7 @@ def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace(backend, mode
         with pytest.raises(IndexError):
             model(IDS[:, 4:] + 10**6, past_key_values=caches[0])
         found, expected = (model(IDS[:, 4:], past_key_values=c).logits for c in caches)
-    assert torch.equal(found, expected)
-
-
-def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode(), fp8_attention(model, scales):
-        model(IDS, past_key_values=cache)
+        assert torch.equal(found, expected)
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(model.model.layers[1], "forward", lambda *_, **__: 1 // 0)
             model(IDS, past_key_values=cache)
@@ -122,27 +116,20 @@ def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
             model(IDS, past_key_values=cache)
 
 
-def test_blocks_do_not_nest(model, scales):
-    with fp8_attention(model, scales):
-        with pytest.raises(AttentionError, match="inside an fp8_attention block: leave that one first"):
-            fp8_attention(model, scales).__enter__()
-        assert model(IDS).logits.isfinite().all()
-    with fp8_attention(model, scales):  # one after the other
-        model(IDS)
-
-
 @pytest.mark.parametrize("block", ["fp8", "measured"])
 @pytest.mark.parametrize("family", ["llama", "falcon", "deepseek_v3"])
 def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_copied(block, family):
     model = tiny_model(family, **ALL[family])
     scales, before = scales_for(model), fingerprint(model)
-    enter = {
-        "fp8": lambda: fp8_attention(model, scales),
-        "measured": lambda: swap_attention(model, lambda original, *a, **kw: original(*a, **kw)),
-    }
+
+    def enter():
+        if block == "fp8":
+            return fp8_attention(model, scales)
+        return swap_attention(model, lambda original, *args, **kwargs: original(*args, **kwargs))
+
     with torch.inference_mode():
         plain = model(IDS).logits
-        with pytest.raises(KeyError), enter[block]():
+        with pytest.raises(KeyError), enter():
             for part in (model, model.get_decoder()):
                 with pytest.raises(AttentionError, match="copy the model before that block, or after"):
                     copy.deepcopy(part)
@@ -155,7 +142,7 @@ def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_co
         after = model(IDS)
         assert torch.equal(after.logits, plain)
         assert torch.equal(copy.deepcopy(model)(IDS).logits, plain)
-        with enter[block]():
+        with enter():
             assert torch.equal(model(IDS).logits, expected)
     with pytest.raises(ValueError, match="^this cache holds no FP8 blocks: it was not filled inside fp8_att"):
         paged_cache(after.past_key_values)
@@ -163,38 +150,28 @@ def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_co
 
 @BACKENDS
 def test_inputs_may_be_given_by_position(backend, model, scales):
-    decoder, mask = model.model, torch.ones_like(IDS)
-    found = []
-    for by_position in (True, False):
-        cache, states = DynamicCache(config=model.config), []
-        with torch.inference_mode(), fp8_attention(model, scales, backend=backend):
-            for ids, length in ((IDS[:, :5], 5), (IDS[:, 5:], 8)):
-                if by_position:
-                    out = decoder(ids, mask[:, :length], None, cache)
-                else:
-                    out = decoder(ids, attention_mask=mask[:, :length], past_key_values=cache)
-                states.append(out.last_hidden_state)
-        assert paged_cache(cache).bytes_per_token
-        found.append(torch.cat(states, 1))
-    assert torch.equal(*found)
-    with fp8_attention(model, scales, backend=backend), pytest.raises(TypeError, match="multiple"):
-        decoder(IDS, input_ids=IDS)
+    decoder, caches = model.model, [DynamicCache(config=model.config) for _ in "ab"]
+    with torch.inference_mode(), fp8_attention(model, scales, backend=backend):
+        for ids, length in ((IDS[:, :5], 5), (IDS[:, 5:], 8)):
+            mask = torch.ones(1, length, dtype=torch.long)
+            found = decoder(ids, mask, None, caches[0])
+            expected = decoder(ids, attention_mask=mask, past_key_values=caches[1])
+            assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+        assert paged_cache(caches[0]).bytes_per_token
+        with pytest.raises(TypeError, match="multiple"):
+            decoder(IDS, input_ids=IDS)
 
 
 def test_scales_of_other_heads_and_padding_that_kernels_do_not_know(model, scales, device):
     three = torch.ones(3)
     layers = {name: LayerScales(s.layer_idx, three, three) for name, s in scales.layers.items()}
     other = KVScales("attn_head", "e4m3fn", layers)
-    assert_refused(
-        "scales for 3 KV heads do not fit a layer with 2: they are of another model", model, scales=other
-    )
-    model, mask = model.to(device), torch.ones_like(IDS)
+    message = "scales for 3 KV heads do not fit a layer with 2: they are of another model"
+    assert_refused(message, model, scales=other)
+    mask = torch.ones_like(IDS).to(device)
     mask[0, -2:] = 0
-    with (
-        pytest.raises(AttentionError, match="Pad on the left, or use the torch backend"),
-        fp8_attention(model, scales, backend="triton"),
-    ):
-        model(IDS.to(device), attention_mask=mask.to(device))
+    with fp8_attention(model.to(device), scales, backend="triton"), pytest.raises(AttentionError, match=PAD):
+        model(IDS.to(device), attention_mask=mask)
     model.cpu()
 
 
@@ -212,9 +189,8 @@ def test_masks_that_kernels_apply():
     assert left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])).tolist() == [2, 0, 4]
 
 
-@pytest.mark.parametrize(
-    ("mask", "starts", "window"),
-    [
+def test_masks_that_kernels_do_not_apply():
+    for mask, starts, window in (
         (causal(), [0, 1], None),
         (causal(), [0, 2], 2),
         (causal(2), [0, 2], None),
@@ -222,20 +198,57 @@ def test_masks_that_kernels_apply():
         (torch.ones(2, 1, 3, 6, dtype=torch.bool), [0, 2], None),
         (torch.tensor([[1, 1, 1], [0, 1, 1]]), None, None),
         (torch.tensor([[1, 1, 0], [0, 1, 1]]), [0, 1], None),
-    ],
-)
-def test_masks_that_kernels_do_not_apply(mask, starts, window):
-    with pytest.raises(
-        AttentionError, match="^the Triton kernels apply causal masks with a sliding window and"
     ):
-        check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)
+        with pytest.raises(AttentionError, match=f"^the Triton kernels apply causal masks with a .* {PAD}$"):
+            check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)
 
 
 def test_a_mask_that_several_layers_share_is_checked_for_each_window(monkeypatch):
     checked = []
     monkeypatch.setattr(attention, "check_mask", lambda *arguments: checked.append(arguments[-1]))
-    rows = SimpleNamespace(checked_masks=[])
-    one, other = causal(), causal()
+    rows, one, other = SimpleNamespace(checked_masks=[]), causal(), causal()
     for mask, window in ((one, None), (one, None), (one, 2), (one, 2), (one, 3), (other, 3)):
         attention._check_mask_once(rows, mask, 3, None, window)
     assert checked == [None, 2, 3, 3]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_replacements_see_each_call_of_one_model_can_change_the_result_nest_and_unwind(family):
+    model, other = (tiny_model(family, **FAMILIES[family]) for _ in "ab")
+    registries = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+    registered, calls, padded = [dict(registry) for registry in registries], [], torch.ones_like(IDS)
+    padded[0, -2:] = 0
+
+    def noting(name, factor=1):
+        def note(original, module, query, key, value, *args, **kwargs):
+            calls.append((name, module.layer_idx))
+            return original(module, query, key, factor * value, *args, **kwargs)
+
+        return note
+
+    with torch.inference_mode():
+        plain = model(IDS, attention_mask=padded).logits
+        with swap_attention(model, noting("outer")):
+            with swap_attention(model, noting("inner")):
+                assert torch.equal(model(IDS, attention_mask=padded).logits, plain)
+            other(IDS)
+            assert not torch.allclose(model(IDS).logits, plain)
+        assert calls == [(n, i) for i in range(3) for n in ("inner", "outer")] + [
+            ("outer", i) for i in range(3)
+        ]
+        with swap_attention(model, noting("changing", 0)):
+            assert not torch.allclose(model(IDS, attention_mask=padded).logits, plain)
+        assert torch.equal(model(IDS, attention_mask=padded).logits, plain)
+    assert [dict(registry) for registry in registries] == registered
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_opt_multiplies_its_query_before_attention_and_engines_do_not():
+    module = OPTAttention(OPTConfig(hidden_size=64, num_attention_heads=4), layer_idx=0)
+    plain = torch.randn(1, 4, 3, 16)
+    for kind, query, scaling in ((module, plain / 4, 1.0), (torch.nn.Identity(), plain, 0.25)):
+        engines = EngineQuery.of(kind, query, scaling)
+        assert torch.equal(engines.query, plain)
+        assert engines.scaling == 0.25
+        assert torch.equal(engines.undo(8 * plain), 8 * query)
+        assert engines.undo(engines.query) is query
