@@ -30,13 +30,20 @@ class Told(io.StringIO):
     def objects(self):
         return [*map(json.loads, self.lines)]
 
+    def look_after(self, seconds):
+        self.now += seconds
+        self.reporter.look()
+
+    def advance_after(self, seconds, amount):
+        self.now += seconds
+        self.progress.advance(amount)
+
 
 def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds():
     log = Told(log_line, 30)
     log.progress.stage("calibrate", 71168, "tokens")
     for _ in range(7):
-        log.now += 8
-        log.progress.advance(4096)
+        log.advance_after(8, 4096)
     assert log.lines == ["calibrate", "calibrate: 16,384 of 71,168 tokens, 512 tokens/s, 2 min left"]
     log.now += 8
     log.progress.stage("write")
@@ -45,8 +52,7 @@ def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds():
     # a stage that reports nothing says how long it takes
     log.progress.stage("load")
     for seconds in (29, 1, 29, 1):
-        log.now += seconds
-        log.reporter.look()
+        log.look_after(seconds)
     assert log.lines[3:] == ["load", "load: 30 s", "load: 60 s"]
 
 
@@ -56,8 +62,7 @@ def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_en
     runner.now += 2.5
     runner.progress.stage("calibrate", 1000, "tokens")
     for _ in range(4):
-        runner.now += 4
-        runner.progress.advance(250)
+        runner.advance_after(4, 250)
     runner.reporter.end()
     load = {"stage": "load", "done": 0, "total": None, "unit": None, "rate": None, "eta_s": None}
     run = {"stage": "calibrate", "total": 1000, "unit": "tokens"}
@@ -69,73 +74,60 @@ def test_a_job_runner_is_told_when_a_stage_begins_every_5_seconds_and_when_it_en
         {"event": "running", **run, "done": 1000, "rate": 62.5, "eta_s": 0, "elapsed_s": 16},
         {"event": "end", **run, "done": 1000, "rate": 62.5, "eta_s": 0, "elapsed_s": 16},
     ]
+    # a copied file is one stage, and items are counted after they are done
+    for _ in range(3):
+        runner.now += 1
+        runner.progress.copied("model.safetensors", 10, 30)
+    runner.reporter.end()
+    assert [*runner.progress.each("documents", "abc", "documents")] == ["a", "b", "c"]
+    assert [*runner.progress.each("none", [], "documents")] == []
+    runner.reporter.end()
+    ends = [("begin", 0), ("end", 30), ("begin", 0), ("end", 3)]
+    assert [(each["event"], each["done"]) for each in runner.objects[6:]] == ends
 
 
 def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is_said():
     runner = Told(json_line, 5)
 
-    def look():
-        runner.now += 5
-        runner.reporter.look()
+    def look_after(seconds):
+        runner.look_after(seconds)
         return runner.objects[-1]["rate"], runner.objects[-1]["eta_s"]
 
     runner.progress.stage("calibrate", 1000, "tokens")
-    runner.now += 50  # the first batch compiles
-    runner.progress.advance(10)
-    assert look() == (0.2, 4945)
+    runner.advance_after(50, 10)  # the first batch compiles
+    assert look_after(5) == (0.2, 4945)
     runner.now -= 5
     for _ in range(8):
-        runner.now += 10
-        runner.progress.advance(100)
-    assert look() == (10, 14)
-    runner.now += 100
-    assert look() == (10, 0)
+        runner.advance_after(10, 100)
+    assert look_after(5) == (10, 14)
+    assert look_after(105) == (10, 0)
 
 
-@pytest.mark.parametrize(
-    ("stage", "seconds", "amount", "line"),
-    [
+def test_units():
+    for stage, seconds, amount, line in (
         (("copy model.safetensors", 8e9, "bytes"), 30, 2e9, "2.0 GB of 8.0 GB, 66.7 MB/s, 2 min left"),
         (("tasks", 4000, "documents"), 30, 1, "1 of 4,000 documents, 0.033 documents/s, 33.3 h left"),
         (("evil\x1b[2J", 2, "documents"), 30, 1, "1 of 2 documents, 0.033 documents/s, 30 s left"),
         # longer than the minute that a rate is of
         (("calibrate", 1000, "tokens"), 300, 600, "600 of 1,000 tokens, 2 tokens/s, 3 min left"),
-    ],
-)
-def test_units(stage, seconds, amount, line):
-    log = Told(log_line, 30)
-    log.progress.stage(*stage)
-    log.progress.detail("layer 1 of 2")
-    for _ in range(3):
-        log.now += seconds / 3
-        log.progress.advance(amount / 3)
-    name = f"{stage[0]} (layer 1 of 2)".replace("\x1b", "\N{REPLACEMENT CHARACTER}")
-    assert log.lines[-1] == f"{name}: {line}"
-
-
-def test_a_copied_file_is_one_stage_and_items_are_counted_after_they_are_done():
-    runner = Told(json_line, 5)
-    for _ in range(3):
-        runner.now += 1
-        runner.progress.copied("model.safetensors", 10, 30)
-    runner.reporter.end()
-    assert [(each["event"], each["done"]) for each in runner.objects] == [("begin", 0), ("end", 30)]
-    assert [*runner.progress.each("documents", "abc", "documents")] == ["a", "b", "c"]
-    assert [*runner.progress.each("none", [], "documents")] == []
-    runner.reporter.end()
-    assert [each["done"] for each in runner.objects[2:]] == [0, 3]
+    ):
+        log = Told(log_line, 30)
+        log.progress.stage(*stage)
+        log.progress.detail("layer 1 of 2")
+        for _ in range(3):
+            log.advance_after(seconds / 3, amount / 3)
+        name = f"{stage[0]} (layer 1 of 2)".replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+        assert log.lines[-1] == f"{name}: {line}"
 
 
 def test_a_thread_looks_until_the_end_after_which_nothing_is_said_and_an_error_ends_no_stage(monkeypatch):
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0)
     log, looked, threads = Told(log_line, 30), threading.Event(), threading.enumerate()
-    look = log.reporter.look
-    monkeypatch.setattr(log.reporter, "look", looked.set)
-    with reporting(log.reporter) as progress:
+    with monkeypatch.context() as patch, reporting(log.reporter) as progress:
+        patch.setattr(log.reporter, "look", looked.set)
         progress.stage("load")
         assert looked.wait(60)
-    log.now += 100
-    look()
+    log.look_after(100)
     progress.advance(3)
     assert log.lines == ["load"]
     runner = Told(json_line, 5)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 from command_line import fp8kv, one_line_error, ran
@@ -40,7 +41,7 @@ def report(tmp_path):
 
 
 def compared(*arguments):
-    return json.loads(ran("compare", *arguments, "--json").stdout)
+    return json.loads(ran("compare", *arguments, "--json").stdout, parse_constant=pytest.fail)
 
 
 def test_ratio_and_whether_the_intervals_overlap_or_both_are_noise(report):
@@ -98,6 +99,22 @@ def test_other_conditions_are_warned_of(report):
         (found,) = compared(a, b := report(f"b{number}", **changes))["warnings"]
         assert warning in found
     assert f"warning: {found}" in fp8kv("compare", a, b).stdout
+
+
+def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
+    lost = dict.fromkeys(("value", "low", "high"), "LOST")
+    good, bad = (
+        report("a"),
+        report("b", variants=ROWS | {"tensor": ROWS["tensor"] | {"kl": lost, "ppl_change": lost}}),
+    )
+    text = (bad / "report.json").read_text()
+    for number, pair in product(("null", "NaN", "1e999"), ((good, bad), (bad, good), (bad, bad))):
+        (bad / "report.json").write_text(text.replace('"LOST"', number))
+        (line,) = (line for line in ran("compare", *pair).stdout.splitlines() if " tensor " in line)
+        assert "not finite" in line
+        assert not re.search(r"(?i)\bnan\b|\binf\b|no measurable difference", line)
+        found = compared(*pair)["variants"]["tensor"]
+        assert (found["kl_ratio"], found["no_measurable_difference"]) == (None, False)
 
 
 def test_names_cannot_steer_the_terminal(report):

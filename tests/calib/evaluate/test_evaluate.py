@@ -6,35 +6,59 @@ import numpy as np
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error, succeeded
-from evaluations import plain_comparison
+from evaluations import plain_comparison, plain_inputs
 from fake_quant import rounded
 from families import save_model, tiny_model
 from transformers import LlamaConfig
 
 from calib.errors import InputError
 from calib.evaluate.inputs import fit_suite
-from calib.recipe import EvaluationRecipe
+from calib.evaluate.report import Suite
+from calib.evaluate.run import evaluate
+from calib.evaluate.summarize import summarize
+from calib.recipe import EvaluationRecipe, load_recipe
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 
 
-@pytest.mark.parametrize("name", ["none", "e5m2", "attn_head", "channel", "k only", "v only", "random"])
-def test_kl_and_agreement_are_those_of_plain_transformers(name, small_evaluation, small_report, plain):
-    variant = small_evaluation.measured[name].variant
+def assert_plain(evaluation, report, name, model, documents):
+    """The figures are those of plain transformers that attend to rounded K and V."""
+    variant = evaluation.measured[name].variant
     dtype = FP8_DTYPES[variant.scales.fp8_dtype]
 
     def attend(original, module, query, key, value, *args, **kwargs):
         layer = variant.layers[module.layer_idx]
-        key = rounded(key, layer.k, dtype) if "k" in variant.tensors else key
+        centre = 0.0 if layer.k_center is None else layer.k_center.unsqueeze(1)
+        key = rounded(key - centre, layer.k, dtype) + centre if "k" in variant.tensors else key
         value = rounded(value, layer.v, dtype) if "v" in variant.tensors else value
         return original(module, query, key, value, *args, **kwargs)
 
-    model, documents = plain
     kl, agreed = zip(*(plain_comparison(model, ids, attend) for ids in documents), strict=True)
-    row = small_report["variants"][name]
+    row = report["variants"][name]
     np.testing.assert_allclose(row["kl"]["value"], torch.cat(kl).mean().item(), rtol=0.02)
     assert row["top1_count"] == sum(agreed)
+
+
+@pytest.mark.parametrize("name", ["none", "e5m2", "attn_head", "channel", "k only", "v only", "random"])
+def test_kl_and_agreement_are_those_of_plain_transformers(name, small_evaluation, small_report, plain):
+    assert_plain(small_evaluation, small_report, name, *plain)
+
+
+def test_figures_of_a_real_model_are_those_of_plain_transformers(smollm2_directory):
+    names = ["none", "e5m2", "tensor", "attn_head", "channel+k_center"]
+    choices = {"data.dataset": "builtin:python-docs", "device": "cpu", "evaluation.variants": names}
+    suite = Suite(4, 2, 128, 0, 0, (), (), 0)
+    evaluation = evaluate("builtin:smollm2", load_recipe(None, choices), suite=suite)
+    report = summarize(evaluation).to_json()
+    for name in ("e5m2", "channel+k_center"):
+        assert_plain(evaluation, report, name, *plain_inputs(evaluation))
+    # what is known of this model
+    kl = {name: row["kl"]["value"] for name, row in report["variants"].items()}
+    assert kl["e5m2"] > 2 * kl["tensor"]
+    assert kl["channel+k_center"] < kl["attn_head"]
+    assert all(0.001 < kl[name] < 0.05 for name in ("none", "tensor", "attn_head"))
+    assert report["noise_floor"] < 1e-3
 
 
 def test_the_reference_and_the_controls_do_not_differ_and_e5m2_is_worse_than_e4m3(small_report):
@@ -53,23 +77,7 @@ def eval_(*arguments):
 
 
 @pytest.mark.usefixtures("small_suite")
-def test_the_command_prints_writes_and_fails(small_directory, tmp_path):
-    scales = tmp_path / "mine"
-    succeeded(calibrate(small_directory, "-o", scales, "--strategy", "attn_head"))
-    done = eval_(small_directory, "--scales", scales, "-o", tmp_path / "report", "--fail-if", "kl<1e9")
-    assert done.exit_code == 1
-    assert "failed: mine: kl is " in done.stderr
-    assert "advice: " in done.stdout
-    report = json.loads((tmp_path / "report/report.json").read_text())
-    assert report["schema"] == 1
-    assert report["variants"]["mine"]["what"] == "given with --scales"
-    assert "| mine |" in (tmp_path / "report/report.md").read_text()
-    passed = succeeded(eval_(small_directory, "--variants", "tensor", "--fail-if", "tensor:kl>1e9", "--json"))
-    assert json.loads(passed.stdout)["data"]["documents"] == 4
-
-
-@pytest.mark.usefixtures("small_suite")
-def test_a_recipe_carries_its_evaluation_and_its_gates(small_directory, tmp_path):
+def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
     recipe, out = tmp_path / "gated.yaml", tmp_path / "mine"
     recipe.write_text(
         "strategy: attn_head\n"
@@ -77,17 +85,23 @@ def test_a_recipe_carries_its_evaluation_and_its_gates(small_directory, tmp_path
         "evaluation: {variants: [tensor], fail_if: ['kl_mean<1e9', 'tensor:top1<0']}\n"
     )
     done = calibrate(small_directory, "--recipe", recipe, "-o", out, "--evaluate", "--json")
-    assert done.exit_code == 1
-    assert "failed: mine: kl is " in done.stderr
-    assert "tensor: top1" not in done.stderr
     report = json.loads(done.stdout)["evaluation"]
     assert list(report["variants"]) == ["reference", "bf16", "eager", "tensor", "mine"]
     assert json.loads((out / "evaluation/report.json").read_text()) == report
     assert (out / "model.safetensors.index.json").exists()
     # the same gates with the evaluation alone
     again = fp8kv("eval", small_directory, "--device", "cpu", "--recipe", recipe, "--scales", out)
-    assert again.exit_code == 1
-    assert "failed: mine: kl is " in again.stderr
+    gated = eval_(small_directory, "--scales", out, "-o", tmp_path / "report", "--fail-if", "kl<1e9")
+    for each in (done, again, gated):
+        assert each.exit_code == 1
+        assert "failed: mine: kl is " in each.stderr
+        assert "tensor: top1" not in each.stderr
+    assert "advice: " in gated.stdout
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert (report["schema"], report["variants"]["mine"]["what"]) == (1, "given with --scales")
+    assert "| mine |" in (tmp_path / "report/report.md").read_text()
+    passed = succeeded(eval_(small_directory, "--variants", "tensor", "--fail-if", "tensor:kl>1e9", "--json"))
+    assert json.loads(passed.stdout)["data"]["documents"] == 4
 
 
 @pytest.mark.usefixtures("small_suite")
@@ -99,8 +113,8 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         (("--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"),
         (("--fail-if", "speed>1"), "is not a condition"),
         (
-            ("--scales", "mine", "--fail-if", "tensr:kl>1"),
-            "no variant 'tensr'; there are bf16, eager, none",
+            ("--scales", "mine", "--fail-if", "x:kl>1"),
+            "no variant 'x'; there are bf16, eager, none",
             ", mine",
         ),
         (("--fail-if", "tensor:kl>1", "--variants", "none"), "no variant 'tensor'; there are none, bf"),
@@ -124,9 +138,10 @@ def test_too_little_text_and_scales_of_another_model_get_one_line(small_director
         fp8kv("eval", small_directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
         "has 1 samples, and 7 are needed, 3 of them to calibrate on: use a larger dataset",
     )
-    llama, scales = save_model(tiny_model("llama"), tmp_path / "llama"), tmp_path / "scales"
-    succeeded(calibrate(llama, "-o", scales, "--format", "fp8kv"))
-    one_line_error(eval_(small_directory, "--scales", scales), "is of another model", "model_type llama")
+    llama = save_model(tiny_model("llama"), tmp_path / "llama")
+    succeeded(calibrate(llama, "-o", tmp_path / "scales", "--format", "fp8kv"))
+    done = eval_(small_directory, "--scales", tmp_path / "scales")
+    one_line_error(done, "is of another model", "model_type llama")
 
 
 def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(tmp_path, monkeypatch):

@@ -1,20 +1,26 @@
-"""Verdict, advice and gates are one judgement: none says what another denies."""
+"""Verdict, advice and gates are one judgement; what is no finite number is null, and passes no gate."""
 
+import ast
+import json
 import math
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from command_line import fp8kv, ran
 from evaluations import with_measured
+from families import save_model, tiny_model
 
 from calib.errors import InputError
 from calib.evaluate.page.page import render_html, render_markdown
-from calib.evaluate.page.tables import summary_lines
+from calib.evaluate.page.tables import summary_lines, variants_table
 from calib.evaluate.report import Figure, Report, Row
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import Judgement, failures
+from calib.files.strict_json import json_text
 from calib.files.text import parse_condition, show_number
 
 pytestmark = pytest.mark.xdist_group("evaluate")
@@ -145,3 +151,109 @@ def test_conditions_are_met_by_what_they_name_and_by_what_is_no_number():
         with pytest.raises(InputError, match="METRIC one of kl, kl_p99") as caught:
             parse_condition(text)
         assert "\n" not in str(caught.value)
+
+
+def strict(text):
+    """JSON as any reader takes it: Python's own would let NaN through."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"bare {word} in JSON"))
+
+
+def spoiled(evaluation, names, number):
+    """The report where the KL and likelihoods of three tokens of `names` are spoiled."""
+    measured = dict(evaluation.measured)
+    for name in names:
+        first, *rest = measured[name].documents
+        lost = first._replace(kl=first.kl.clone(), nll=first.nll.clone())
+        lost.kl[:3] = lost.nll[:3] = number
+        measured[name] = replace(measured[name], documents=[lost, *rest])
+    return summarize(with_measured(evaluation, measured))
+
+
+def words(*texts):
+    # in data of pictures any letters may be
+    text = re.sub(r"data:[^\"' ]+", "", "\n".join(texts))
+    return re.findall(r"(?i)(?<![\w-])[-+]?(?:nan|inf)(?![\w-])", text)
+
+
+def lost_words(report):
+    rows = (" ".join(row) for row in variants_table(report).lines)
+    return words(*summary_lines(report), *rows, render_markdown(report), render_html(report))
+
+
+def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
+    report = spoiled(small_evaluation, ["none"], math.inf)
+    document = strict(json_text(report.to_json()))
+    row = document["variants"]["none"]
+    assert row["kl"] == {"value": None, "low": None, "high": None}
+    assert row["ppl"] is None
+    tokens = document["data"]["tokens"]
+    reason = f"the KL of 3 of {tokens} tokens is not a finite number"
+    assert row["not_finite"].startswith(reason)
+    assert "not_finite" not in document["variants"]["tensor"]
+    assert any(line.startswith(f"'none': {reason}") for line in document["warnings"])
+    assert row["measurable"]
+    assert document["advised"] not in (None, "none")
+    assert not any("without scales" in line for line in document["advice"])
+    assert lost_words(report) == []
+    assert {row[0]: row[2] for row in variants_table(report).lines}["none"] == "not finite"
+
+    read_back = Report.model_validate(document)
+    assert strict(json_text(read_back.to_json())) == document
+    for metric, operator, each in product(("kl", "kl_p99", "ppl_change"), "<>", (report, read_back)):
+        text = f"{metric}{operator}0.5"
+        lines = failures(parse_condition(text), each, ["none"])
+        assert lines == [f"none: {metric} is not a finite number ({text})"]
+
+
+def test_nothing_is_advised_where_nothing_has_a_kl(small_evaluation):
+    report = spoiled(small_evaluation, list(small_evaluation.measured), math.nan)
+    assert report.advised is None
+    (advice,) = report.advice
+    assert advice.startswith("Serve none of these caches: the KL is not a finite number with any")
+    assert report.verdict.endswith("logits are not finite there.")
+    (warning,) = [line for line in report.warnings if "finite" in line]
+    assert warning.startswith("the model itself is broken on this text, whatever its cache: the KL")
+    assert "no measurable difference" not in render_markdown(report)
+    text = json_text(report.to_json())
+    assert strict(text)["noise_floor"] is None
+    assert lost_words(report) == []
+    assert lost_words(Report.model_validate(strict(text))) == []
+
+
+def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_path):
+    model, out = tiny_model("llama", num_hidden_layers=2, hidden_size=32), tmp_path / "report"
+    model.lm_head.weight.data[0] = math.nan
+    broken = save_model(model, tmp_path / "broken")
+    few = ("--dataset", "random", "--samples", 3, "--seq-len", 24, "--device", "cpu")
+    asked = ("--variants", "tensor,none", "--search", "0.1", "--also", "builtin:code")
+    gates = ("--fail-if", "kl<0.5", "--fail-if", "top1<0.5")
+    done = fp8kv("eval", broken, *few, *asked, *gates, "-o", out)
+    assert isinstance(done.exception, SystemExit), done.exc_info
+    assert done.exit_code == 1
+    assert "failed: none: kl is not a finite number (kl<0.5)" in done.stderr
+    assert "top1 is 0 (top1<0.5)" in done.stderr
+    assert words(done.stdout, (out / "report.md").read_text(), (out / "report.html").read_text()) == []
+    document = strict((out / "report.json").read_text())
+    assert document["search"]["kl_of_all"] is None
+    other = document["other_texts"][0]["variants"]["tensor"]
+    assert (other["kl"]["value"], other["differs"]) == (None, "not finite")
+    assert not any(" on builtin:code: " in line for line in document["warnings"])  # said of the model
+    found = strict(ran("recommend", broken, *few, "--json").stdout)
+    assert found["chosen"]["cache"] == "reference"
+    passed = {(each["why"], each["kl"]["value"]) for each in found["passed"]}
+    assert passed == {("its KL is not a finite number", None)}
+
+
+def test_only_one_place_writes_json():
+    """`json.dumps` writes NaN, which no other reader takes."""
+    root = Path(__file__).parents[3]
+    found = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for package in ("calib", "fp8kv_runtime")
+        for file in sorted((root / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("json.dumps", "json.dump", "dumps")
+        and not any(k.arg == "allow_nan" and ast.unparse(k.value) == "False" for k in node.keywords)
+    ]
+    assert found == []
