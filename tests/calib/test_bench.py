@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import fp8kv, one_line_error, succeeded
-from families import LATENT, tiny_model
+from families import LATENT, UNEVEN, tiny_model
 
 from calib.bench import attention_heads, parse_heads
 from calib.errors import InputError
@@ -35,21 +35,22 @@ def test_heads_of_configs_and_of_the_bundled_model(tmp_path):
     assert (kv_heads, heads * head_dim) == (1, multi_query["n_embd"])
 
 
-def test_models_without_k_and_v_are_refused(tmp_path):
-    for family in ("deepseek_v3", "minicpm3"):
-        write_config(tmp_path, tiny_model(family, **LATENT[family]).config.to_dict())
-        one_line_error(bench(tmp_path), f"{family} caches latents (MLA)", "--heads")
-    for family in ("mamba", "rwkv"):
-        write_config(tmp_path, {"model_type": family, "num_hidden_layers": 2})
-        one_line_error(bench(tmp_path), "no layer of XForCausalLM attends", "it has no KV cache to calibrate")
+def test_models_without_k_and_v_of_one_shape_are_refused(tmp_path):
+    latent = tiny_model("minicpm3", **LATENT["minicpm3"]).config.to_dict()
+    uneven = tiny_model("gemma4_text", **UNEVEN["gemma4_text"]).config.to_dict()
+    mamba = {"model_type": "mamba", "num_hidden_layers": 2}
+    for document, said in (
+        (latent, "minicpm3 caches latents (MLA), and the kernels are for K and V of heads; give"),
+        (uneven, "have several shapes of heads (4/2/32 and 4/4/16); give the shape of one with --heads"),
+        (mamba, "no layer of XForCausalLM attends"),
+        ({"model_type": "nonsense"}, "cannot read"),
+    ):
+        one_line_error(bench(write_config(tmp_path, document)), said)
 
 
 def test_heads_and_configs_that_cannot_be_read_are_one_line(tmp_path):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    one_line_error(bench(tmp_path / "broken"), "is not JSON")
-    write_config(tmp_path, {"model_type": "nonsense"})
-    one_line_error(bench(tmp_path), "cannot read")
+    (tmp_path / "config.json").write_text("{")
+    one_line_error(bench(tmp_path), "is not JSON")
     one_line_error(bench("no/such/config.json"), "no/such/config.json")
     one_line_error(bench("--heads", "4/2/300"), "head_dim 300 is more than the 256 that kernels handle")
     for text in ("", "32/8", "3/2/64", "0/0/64", "a/b/c", "32/8/128/1", "-4/2/64"):
@@ -58,16 +59,19 @@ def test_heads_and_configs_that_cannot_be_read_are_one_line(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(tmp_path):
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 16}
-    sizes |= {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8}
-    done = bench(write_config(tmp_path, {"model_type": "llama", **sizes}, "LlamaForCausalLM"))
+def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(monkeypatch):
+    done = bench("--heads", "2/1/16")
     assert (done.exit_code, done.stdout) == (0, ""), done.stderr
     *rows, last = done.stderr.splitlines()
-    assert last == "no GPU that torch can use: checked at small shapes, nothing was timed"
+    verdict = "no GPU that torch can use: checked at small shapes, nothing was timed"
+    assert last == verdict
     assert {row.split()[0] for row in rows} == {"append_kv", "decode_attention", "extend_attention"}
     assert all(" ok " in row for row in rows)
     assert sum(" float16 ok" in row for row in rows) == len(rows) / 2
+    monkeypatch.setattr(session, "check_cases", lambda cases, launchers, device, say, iterate: say("a case"))
+    for progress in ("none", "json"):
+        done = bench("--progress", progress)
+        assert (done.exit_code, done.stdout, done.stderr) == (0, "", f"{verdict}\n")
 
 
 @pytest.fixture
@@ -78,61 +82,36 @@ def gpu(monkeypatch):
     monkeypatch.setattr(session, "check_cases", lambda *_: [])
     monkeypatch.setattr(session, "build", lambda case, device: case)
     monkeypatch.setattr(session, "call", lambda form, inputs, launchers: form)
-    monkeypatch.setattr(
-        session, "time_on_gpu", lambda run: 18.0 if getattr(run, "format", "") == "float16" else 10.0
-    )
+    monkeypatch.setattr(session, "time_on_gpu", lambda run: 18.0 if "float16" in repr(run) else 10.0)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(2, 2 * 10**4))
 
 
 @pytest.mark.usefixtures("gpu")
-def test_with_a_gpu_the_table_has_every_case_and_progress_counts_them():
+def test_with_a_gpu_the_table_has_every_case_and_progress_counts_them(monkeypatch, tmp_path):
+    own_configs = tmp_path / "tuning.json"
+    monkeypatch.setenv("FP8KV_TUNING", str(own_configs))
+    table = bench("--heads", "32/8/128").output
+    own_configs.write_text("{}")
     done = succeeded(bench("--heads", "32/8/128", "--json", "--progress", "json"))
     result = json.loads(done.stdout)
     assert (result["gpu"], result["copy_tb_per_s"]) == ("NVIDIA H200", pytest.approx(4e-3))
+    assert result["tuned"] == str(own_configs)
     rows = {row["case"]: row for row in result["rows"]}
     assert rows["8 x 16k"]["tb_per_s"] == pytest.approx(8 * 16384 * 2 * 8 * 128 / 10e-6 / 1e12)
     last = json.loads(done.stderr.splitlines()[-1])
-    said = [last[key] for key in ("event", "stage", "done", "total")]
-    assert said == ["end", "time", len(rows), len(rows)]
-    table = bench("--heads", "32/8/128").output
+    assert [last[key] for key in ("event", "stage", "done", "total")] == ["end", "time", len(rows), len(rows)]
     assert "NVIDIA H200: 32/8/128" in table
     assert table.count("1.80x") == len(rows)
-
-
-@pytest.mark.parametrize("progress", ["none", "json"])
-def test_the_verdict_is_no_progress(progress, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def check_cases(cases, launchers, device, say, iterate):
-        say("a case ", end="", flush=True)
-        return []
-
-    monkeypatch.setattr(session, "check_cases", check_cases)
-    done = bench("--progress", progress)
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert done.stderr == "no GPU that torch can use: checked at small shapes, nothing was timed\n"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_machines_own_configs_are_named(monkeypatch, tmp_path):
-    table = tmp_path / "tuning.json"
-    monkeypatch.setenv("FP8KV_TUNING", str(table))
+    own_configs.unlink()
     assert json.loads(bench("--json").stdout)["tuned"] is None
-    table.write_text("{}")
-    assert json.loads(bench("--json").stdout)["tuned"] == str(table)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_nothing_is_timed_where_a_kernel_is_wrong(monkeypatch):
     monkeypatch.setattr(session, "check_cases", lambda *_: ["decode_attention 1 x 1k"])
     one_line_error(bench(), "wrong on this machine, nothing was timed: decode_attention 1 x 1k")
 
 
 def test_a_kernel_that_is_wrong_is_named(monkeypatch):
-    monkeypatch.setattr(
-        correctness, "check", lambda case, *_: correctness.Verdict(case.format != "float16", "so it is")
-    )
+    verdict = correctness.Verdict
+    monkeypatch.setattr(correctness, "check", lambda case, *_: verdict(case.format != "float16", "so it is"))
     cases, lines = session.bench_cases((2, 1, 16), 16, CPU), []
     wrong = session.check_cases(cases, {}, CPU, lambda *words, **how: lines.append(*words))
     assert len(wrong) == len(cases)

@@ -8,7 +8,7 @@ from families import HYBRIDS, SHARED_KV, save_model, tiny_model, tiny_vision_lan
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
-from calib.errors import InputError, UnsupportedExportError
+from calib.errors import Fp8kvError
 from calib.files.names import STATS_FILE
 from calib.job import default_output, run
 from calib.progress import Progress
@@ -29,20 +29,10 @@ def result(model, tmp_path_factory):
     return run(str(model), asked, tmp_path_factory.mktemp("first") / "out")
 
 
-def test_an_output_holds_what_the_design_says(result):
-    assert {path.name for path in result.output.iterdir()} == {
-        "README.md",
-        "config.json",
-        "fp8kv_calibration.json",
-        "fp8kv_source",
-        STATS_FILE,
-        "generation_config.json",
-        "model-00001-of-00001.safetensors",
-        SCALES,
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(result, model, tmp_path):
+    names = "README.md config.json fp8kv_calibration.json fp8kv_source generation_config.json tokenizer.json "
+    names += "model-00001-of-00001.safetensors model.safetensors.index.json tokenizer_config.json"
+    assert {path.name for path in result.output.iterdir()} == {*names.split(), SCALES, STATS_FILE}
     report = json.loads((result.output / "fp8kv_calibration.json").read_text())
     assert report["recipe"] == result.recipe.model_dump(mode="json")
     assert report["recipe"]["dtype"] == "float32"
@@ -50,9 +40,6 @@ def test_an_output_holds_what_the_design_says(result):
     assert report["dataset"]["tokens"] == result.tokens == 6 * 32
     assert len(report["dataset"]["fingerprint"]) == 64
     assert f"vllm serve {result.output}" in (result.output / "README.md").read_text()
-
-
-def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(result, model, tmp_path):
     saved = load_recipe(str(result.output / "fp8kv_calibration.json"))
     again = run(str(model), saved, tmp_path / "again")
     for name in (SCALES, STATS_FILE):
@@ -75,25 +62,22 @@ def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replace
             expected = getattr(layer, which).amax.amax(-1) / 448
             assert torch.equal(written[f"{name}.{which}_scale"].flatten(), expected)
             assert torch.equal(getattr(load_scales(first).layers[name], which), expected)
-    twice = recipe(strategy="attn_head", headroom=2.0)
-    again = run(str(first), twice, tmp_path / "again").output
+    again = run(str(first), recipe(strategy="attn_head", headroom=2.0), tmp_path / "again").output
     replaced = load_file(again / SCALES)
     assert written.keys() == replaced.keys()
     assert all(torch.equal(replaced[name], 2 * scale) for name, scale in written.items())
-    index, before = (
-        json.loads((out / "model.safetensors.index.json").read_text())["weight_map"] for out in (again, first)
-    )
-    assert set(index) == set(before)
+    index = "model.safetensors.index.json"
+    maps = [json.loads((out / index).read_text())["weight_map"] for out in (first, again)]
+    assert {*maps[0]} == {*maps[1]}
 
 
 def test_several_formats_fill_a_directory_each(model, tmp_path):
     result = run(str(model), recipe(export__formats=list(FORMATS)), tmp_path / "out")
-    assert {path.name for path in result.output.iterdir()} == set(FORMATS)
-    json_files = {path.name for path in (result.output / "json").iterdir()}
-    own = {"README.md", "fp8kv_calibration.json", STATS_FILE}
-    assert json_files == {*own, "kv_cache_scales.json"}
-    assert {path.name for path in (result.output / "fp8kv").iterdir()} == own
-    assert (result.output / "sglang" / "kv_cache_scales.json").exists()
+    files = {path.name: {file.name for file in path.iterdir()} for path in result.output.iterdir()}
+    assert {*files} == {*FORMATS}
+    assert files["fp8kv"] == {"README.md", "fp8kv_calibration.json", STATS_FILE}
+    assert files["json"] == files["fp8kv"] | {"kv_cache_scales.json"}
+    assert "kv_cache_scales.json" in files["sglang"]
     assert result.directories["tgi"] == result.output / "tgi"
 
 
@@ -110,46 +94,28 @@ def test_layers_without_a_cache_of_their_own(tmp_path):
     assert torch.equal(owner, sharer)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"strategy": "attn_head", "export__formats": ["tgi"]}, UnsupportedExportError, "--reduce"),
-        ({"data__dataset": "./gone.jsonl"}, InputError, "gone.jsonl"),
-        ({"data__seq_len": 999}, InputError, "--seq-len 999 is longer than the model's 256 positions"),
-    ],
-)
-def test_what_must_fail_fails_before_the_weights_are_read(
-    changes, error, message, model, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("calib.job.load_model", lambda *_: pytest.fail("the weights were read"))
-    with pytest.raises(error, match=message):
-        run(str(model), recipe(**changes), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_export_or_a_tail_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
+def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
     model = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
-    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
-    with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
-        run(str(model), recipe(export__formats=["trtllm"]), tmp_path / "out")
-    with pytest.raises(InputError, match="192 tokens are too few to tell what others may hold"):
-        run(str(model), recipe(headroom="auto"), tmp_path / "out")
+    for step, changes, message in (
+        ("capture.resume.calibrate", {"export__formats": ["trtllm"]}, "only under self_attn or mixer"),
+        ("capture.resume.calibrate", {"headroom": "auto"}, "192 tokens are too few to tell what others may"),
+        ("job.load_model", {"strategy": "attn_head", "export__formats": ["tgi"]}, "--reduce"),
+        ("job.load_model", {"data__dataset": "./gone.jsonl"}, "gone.jsonl"),
+        ("job.load_model", {"data__seq_len": 999}, "--seq-len 999 is longer than the model's 256 positions"),
+    ):
+        monkeypatch.setattr(f"calib.{step}", lambda *_, **__: pytest.fail("it was called"))
+        with pytest.raises(Fp8kvError, match=message):
+            run(str(model), recipe(**changes), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
-def test_the_default_output_is_named_after_model_and_strategy():
-    for model, directory in {
-        "builtin:smollm2": "smollm2-fp8kv-tensor",
-        "Qwen/Qwen2.5-7B-Instruct": "Qwen2.5-7B-Instruct-fp8kv-tensor",
-        "./models/mine/": "mine-fp8kv-tensor",
-    }.items():
-        assert str(default_output(model, recipe().strategy)) == directory
-
-
-def test_the_default_length_is_cut_to_the_models_positions(model, tmp_path):
+def test_the_default_length_is_cut_to_the_models_positions_and_the_output_named_after_it(model, tmp_path):
+    for name in ("builtin:smollm2", "HuggingFaceTB/smollm2", "./models/smollm2/"):
+        assert str(default_output(name, "tensor")) == "smollm2-fp8kv-tensor"
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
     result = run(str(model), load_recipe(None, short), tmp_path / "out")
     assert result.tokens == 2 * 256
-    assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in (result.warnings[0])
+    assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in result.warnings[0]
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
     assert saved["recipe"]["data"]["seq_len"] == 256
     assert result.warnings[0] in saved["warnings"]
@@ -157,8 +123,6 @@ def test_the_default_length_is_cut_to_the_models_positions(model, tmp_path):
 
 def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
     model = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
-    (said,) = (
-        each for each in run(str(model), recipe(), tmp_path / "out").warnings if "PaliGemma's pos" in each
-    )
+    (said,) = (each for each in run(str(model), recipe(), tmp_path / "out").warnings if "PaliGemma" in each)
     assert "positions from 1" in said
     assert "vLLM does neither" in said

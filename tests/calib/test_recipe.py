@@ -7,7 +7,7 @@ import yaml
 
 from calib.commands.flags import parse_assignments
 from calib.errors import InputError
-from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
+from calib.recipe import load_recipe, recipe_names, recipe_text
 
 # each level holds the one before nine times
 BOMB = "a: &a [x]\n" + "".join(
@@ -15,55 +15,44 @@ BOMB = "a: &a [x]\n" + "".join(
 )
 
 
-def test_a_bundled_recipe_says_what_its_name_says():
-    assert recipe_names() == [
-        "amd-fnuz",
-        "attn_head-absmax",
-        "attn_head-mse",
-        "legacy-json",
-        "qkv-attn_head",
-        "random-tokens",
-        "tensor-absmax",
-        "tgi-kv_scale",
-    ]
+def test_a_bundled_recipe_says_what_its_name_says_and_the_default_is_the_fields():
+    assert " ".join(recipe_names()) == (
+        "amd-fnuz attn_head-absmax attn_head-mse legacy-json qkv-attn_head random-tokens "
+        "tensor-absmax tgi-kv_scale"
+    )
     for name in recipe_names():
         recipe = load_recipe(name)
-        assert recipe.description
         assert recipe.strategy == ("attn_head" if "attn_head" in name else "tensor"), name
         assert recipe.observer.name == ("mse" if "mse" in name else "absmax"), name
         assert recipe.fp8_dtype == ("e4m3fnuz" if "fnuz" in name else "e4m3fn"), name
         assert recipe.targets == ("qkv" if "qkv" in name else "kv"), name
-        assert yaml.safe_load(recipe_text(name))["description"] == recipe.description
+        assert yaml.safe_load(recipe_text(name))["description"] == recipe.description > ""
         # so that a model of fewer positions can be calibrated
         assert "seq_len" not in recipe.data.model_fields_set, name
-
-
-def test_the_default_is_the_recommended_recipe_of_the_field():
-    recipe = load_recipe(None)
+    recipe, named = load_recipe(None), load_recipe("tensor-absmax")
     data = (recipe.data.dataset, recipe.data.samples, recipe.data.seq_len)
     assert data == ("HuggingFaceH4/ultrachat_200k", 512, 2048)
-    named = load_recipe("tensor-absmax").model_dump()
-    differing = {k for k, v in recipe.model_dump().items() if named[k] != v}
-    assert differing == {"description", "data"}  # the named one spells its split out
-    assert load_recipe("tensor-absmax").data.split == "train_sft"
+    # the named one spells its split out
+    assert {k for k, v in recipe if getattr(named, k) != v} == {"description", "data"}
+    assert named.data.split == "train_sft"
 
 
-def test_overrides_win_over_the_file(tmp_path):
-    (tmp_path / "mine.yaml").write_text("strategy: attn_head\ndata: {samples: 7, seed: 3}\n")
-    recipe = load_recipe(str(tmp_path / "mine.yaml"), {"data.samples": 9, "headroom": 1.5})
-    assert (recipe.strategy, recipe.data.samples, recipe.data.seed) == ("attn_head", 9, 3)
-    assert recipe.headroom == 1.5
+def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("strategy: attn_head\ndata: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n")
+    recipe = load_recipe(str(file), {"data.samples": 9, "data.seed": 3, "headroom": 1.5})
+    assert (recipe.strategy, recipe.headroom) == ("attn_head", 1.5)
+    assert (recipe.data.samples, recipe.data.seed, recipe.evaluation.samples) == (9, 3, 7)
     assert not recipe.collects_means
     assert load_recipe(None, {"center_keys": True}).collects_means
     with pytest.raises(InputError, match="'strategy.x' cannot be set"):
-        load_recipe(str(tmp_path / "mine.yaml"), {"strategy.x": 1})
+        load_recipe(str(file), {"strategy.x": 1})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stratgy: tensor", r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here"),
-        ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\)"),
+        ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\); legal keys"),
         ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
         ("evaluation: {seq_len: 15}", "evaluation.seq_len: Input should be greater than or equal to 16"),
@@ -77,64 +66,35 @@ def test_overrides_win_over_the_file(tmp_path):
         ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
         ("clip_chance: 1.0e-6", r"^recipe '\S+': unknown key 'clip_chance'"),
         ("- a list", "must be a mapping"),
-        ("a: [", "cannot read recipe"),
         ("strategy: tensor\nstrategy: attn_head", "'strategy' is given twice.* line 2"),
-        ("data: {seed: 1, samples: 2, seed: 3}", "'seed' is given twice"),
         ("description: 2026-99-99", "cannot read recipe .*: month must be in 1..12"),
-        ("headroom: " + "9" * 5000, "cannot read recipe"),
         ("description: " + "[" * 1_000, "cannot read recipe .*: nested too deep"),
         (BOMB, "cannot read recipe .*: more than 20 aliases"),
         ("strategy: [" + "x, " * 1_000 + "]", r"strategy: .*got \['x', 'x'.*\.\.\."),
         ("evaluation: {fail_if: ['kl>nan']}", "evaluation.fail_if.0: .*'kl>nan'.*finite number"),
-        ("evaluation: {fail_if: [speed>3]}", "evaluation.fail_if.0: .*METRIC one of kl"),
         ("evaluation: {variants: [tensr]}", "evaluation.variants.0: Input should be 'bf16'.*tensr"),
         ("evaluation: {kl_budget: .inf}", "kl_budget: Input should be a finite number"),
         ("evaluation: {attention: fa3, backend: triton}", "'fa3' is simulated in plain torch, and backend"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
-    (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        load_recipe(str(tmp_path / "bad.yaml"))
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_an_anchor_is_no_bomb(tmp_path):
-    (tmp_path / "mine.yaml").write_text("data: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n")
-    recipe = load_recipe(str(tmp_path / "mine.yaml"))
-    assert (recipe.data.samples, recipe.evaluation.samples, recipe.evaluation.suite) == (7, 7, "full")
-
-
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
+        # of --set
         ("a=[1", "--set 'a=\\[1': .*expected ',' or '\\]'"),
-        ("data={seed: 1, seed: 2}", "--set .*'seed' is given twice"),
-        ("a=" + "[" * 1_000, "nested too deep"),
         ("seed=" + "9" * 5000, "--set 'seed=999.*too many digits"),
         ("noequals", "--set takes KEY=VALUE"),
         ("=1", "--set takes KEY=VALUE"),
     ],
 )
-def test_what_set_cannot_read_is_one_line(pair, message):
+def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
+    (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(InputError, match=message) as caught:
-        parse_assignments([pair])
+        parse_assignments([text]) if "--set" in message else load_recipe(str(tmp_path / "bad.yaml"))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-def test_a_name_that_is_not_bundled_and_a_file_that_does_not_exist():
-    with pytest.raises(InputError, match=r"did you mean 'attn_head-mse'\?"):
-        load_recipe("attn-head-mse")
-    with pytest.raises(InputError, match=r"cannot read recipe 'gone.yaml'"):
-        load_recipe("gone.yaml")
-
-
-def test_a_saved_calibration_is_a_recipe_that_does_not_change(tmp_path):
+def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):
     recipe = load_recipe("attn_head-mse", {"data.samples": 5})
     saved = tmp_path / "fp8kv_calibration.json"
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
-    with pytest.raises(ValueError, match="frozen"):
-        Recipe().strategy = "attn_head"
+    for source, message in (("attn-head-mse", "did you mean 'attn_head-mse'"), ("x.yml", "recipe 'x.yml'")):
+        with pytest.raises(InputError, match=message):
+            load_recipe(source)

@@ -1,0 +1,164 @@
+"""Whole jobs on models with uneven heads, and on those that the FP8 runtime may not run."""
+
+import json
+import shutil
+
+import families
+import pytest
+import torch
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from families import published_gemma4, save_model, tiny_model, tiny_vision_language_model
+from generation import PROMPT
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from calib.data import load_data
+from calib.models.config import load_config
+from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
+from calib.recipe import load_recipe
+from calib.scales.stats_file import load_scales, load_stats
+
+HEADS = {  # KV heads, K's channels, V's
+    "mimo_v2_flash": [(4, 24, 16), (4, 24, 16), (2, 24, 16)],
+    "gemma4": [(4, 16, 16), (2, 32, 32), (2, 32, 32)],
+}
+REFUSED = {"mllama": "the code of Mllama", "minimax": "has a cache class of its own, MiniMaxCache"}
+RUNNING = ["zaya", "inkling_text"]
+TEXT = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--variants", "none")
+GENERATE = (PROMPT, "--max-new-tokens", 3)
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def job(request, tmp_path_factory):
+    """A family, its directory, and the output of its calibration per head."""
+    family, root = request.param, tmp_path_factory.mktemp("uneven")
+    (root / "model").mkdir()
+    if family == "gemma4":
+        published_gemma4(root / "model")
+    else:
+        save_model(tiny_model(family, **families.UNEVEN[family]), root / "model")
+    succeeded(calibrate(root / "model", "-o", root / "out", "--strategy", "attn_head"))
+    return family, root / "model", root / "out"
+
+
+def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
+    family, directory, out = job
+    recipe, checkpoint = load_recipe(str(out / "fp8kv_calibration.json")), find_model(str(directory))
+    model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
+    samples = load_data(recipe.data, load_tokenizer(checkpoint), lambda: model).samples
+    cache = DynamicCache()  # without a config it keeps what lies outside of windows, too
+    with torch.inference_mode():
+        model(input_ids=torch.tensor(samples), past_key_values=cache, use_cache=True)
+    flags = ("--strategy", "attn_head", "--offload", "layerwise")
+    succeeded(calibrate(directory, "-o", tmp_path / "out", *flags))
+    stats = load_stats(out).layers
+    shapes = []
+    for name, held in zip(stats, cache.layers, strict=True):
+        amax = {"k": held.keys.abs().amax((0, 2)), "v": held.values.abs().amax((0, 2))}
+        shapes.append((*amax["k"].shape, amax["v"].shape[1]))
+        for which, own in amax.items():
+            assert torch.equal(getattr(stats[name], which).amax, own)
+            for made in (out, tmp_path / "out"):
+                assert torch.equal(getattr(load_scales(made).layers[name], which), own.amax(-1) / 448)
+    assert shapes == HEADS[family]
+
+
+def test_an_engine_has_a_scale_for_each_head_of_its_layer_and_of_no_other(job, tmp_path):
+    family, _, out = job
+    (engine,) = json.loads(ran("verify", out, "--engine", "vllm", "--json").stdout)["engines"]
+    for letter in "kv":
+        values = [layer["values"] for layer in engine["layers"] if layer["letter"] == letter]
+        assert values == [getattr(layer, letter).tolist() for layer in load_scales(out).layers.values()]
+        assert [len(each) for each in values] == [heads for heads, _, _ in HEADS[family]]
+    spoilt = shutil.copytree(out, tmp_path / "spoilt")
+    file = spoilt / "model-fp8kv-scales.safetensors"
+    tensors = load_file(file)
+    first, *_, last = (name for name in sorted(tensors) if name.endswith("k_scale"))
+    save_file(tensors | {last: tensors[first].clone()}, file)
+    done = fp8kv("verify", spoilt, "--engine", "vllm")
+    assert done.exit_code == 1
+    said = " ".join(done.stdout.split())
+    assert "K has 4 scales in layer 2 (one per query head), but" in said
+    assert "the model has 2 KV heads there" in said
+
+
+def test_every_command_reads_it_and_counts_the_bytes_of_a_token(job, tmp_path):
+    family, model, out = job
+    ran("inspect", out)
+    ran("convert", out, "--to", "sglang", "--reduce", "max", "-o", tmp_path / "sglang")
+    ran("generate", model, PROMPT, "--max-new-tokens", 3, "--cache", "int8_per_token_head")
+    ran("eval", model, *TEXT, "--scales", out, "-o", tmp_path / "report")
+    size = sum(heads * (k + v) for heads, k, v in HEADS[family])
+    largest = sum(2 * heads * max(k, v) for heads, k, v in HEADS[family])
+    found = json.loads(ran("generate", out, PROMPT, "--max-new-tokens", 3, "--json").stdout)
+    assert (found["bytes_per_token"], found["bytes_per_token_16bit"]) == (size, 2 * size)
+    assert found["bytes_per_token_in_blocks"] == largest
+    printed = ran("generate", out, PROMPT, "--max-new-tokens", 3).stdout
+    assert f"KV cache: {size} bytes a token in FP8, {2 * size} in 16 bits (0.50x)" in printed
+    filled = f"({largest} bytes a token: smaller heads are filled up)"
+    assert (filled in printed) == (largest > size)
+
+
+def test_weights_are_rescaled_but_for_v_where_the_model_normalises_it(job, tmp_path):
+    family, model, out = job
+    for purpose in ("fp8", "int8"):
+        baked = tmp_path / purpose
+        done = ran("bake", model, "--scales", out, "--for", purpose, "-o", baked)
+        assert "the source's, bit for bit" in done.stdout
+        assert ("V of 3 of 3 layers stays as it is" in done.stdout) == (family == "gemma4")
+        factors = json.loads((baked / "fp8kv_bake.json").read_text())["factors"]
+        assert any(set(map(str, each["k"])) != {"1.0"} for each in factors.values())
+    flags = ()
+    if family == "gemma4":
+        done = fp8kv("stress", model, "-o", tmp_path / "twin")
+        one_line_error(done, "normalises V, which undoes a factor in front of it")
+        flags = ("--v-factor", "1")
+    ran("stress", model, "-o", tmp_path / "twin", *flags)
+
+
+@pytest.mark.parametrize("family", families.ONE_MODULE)
+def test_a_block_that_layers_share_is_refused_in_one_line(family, tmp_path):
+    model = save_model(tiny_model(family, **families.ONE_MODULE[family]), tmp_path / "model")
+    generated = fp8kv("generate", model, PROMPT, "--scales", "none")
+    for done in (calibrate(model, "-o", tmp_path / "out"), generated):
+        one_line_error(done, "is of a block that several layers share")
+
+
+def made(family):
+    if family == "mllama":
+        return tiny_vision_language_model(family)
+    model = tiny_model(family, **(families.CONVOLVED | families.OWN_CACHE)[family])
+    if family == "zaya":  # K is multiplied by this, which starts at 0
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".temp"):
+                    parameter.fill_(1.0)
+    return model
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_later_commands_cannot_do_is_said_at_once(family, tmp_path):
+    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
+    done = succeeded(calibrate(model, "-o", out))
+    assert "fp8kv generate" not in done.stdout
+    warnings = json.loads((out / "fp8kv_calibration.json").read_text())["warnings"]
+    start = "eval and generate cannot run this model on an FP8 cache: "
+    (said,) = (each for each in warnings if each.startswith(start))
+    assert REFUSED[family] in said
+    assert said.endswith("; its scales are not affected")
+    for text in (done.stdout, (out / "README.md").read_text()):
+        assert said in " ".join(text.split())
+    one_line_error(fp8kv("eval", model, *TEXT), said)
+    one_line_error(fp8kv("generate", out, *GENERATE), said)
+    # transformers' own cache: six tokens of the prompt, and two that were read again
+    assert "\n8 tokens: " in ran("generate", model, *GENERATE, "--cache", "int8_per_token_head").stdout
+
+
+@pytest.mark.parametrize("family", RUNNING)
+def test_all_commands_run_it(family, tmp_path):
+    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
+    ran("generate", model, *GENERATE, "--scales", "none", "--compare")
+    ran("eval", model, *TEXT)
+    succeeded(calibrate(model, "-o", out, "--format", "fp8kv"))
+    assert "cannot run this model" not in (out / "fp8kv_calibration.json").read_text()
