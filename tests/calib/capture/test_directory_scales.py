@@ -20,6 +20,13 @@ def load_directory_scales(directory, model):
     return open_scales(directory)(model)
 
 
+def assert_same_scales(one, other):
+    assert [*one.layers] == [*other.layers]
+    for name, layer in one.layers.items():
+        assert torch.equal(layer.k, other.layers[name].k)
+        assert torch.equal(layer.v, other.layers[name].v)
+
+
 @pytest.fixture(scope="module")
 def model(saved_llama):
     return AutoModelForCausalLM.from_pretrained(saved_llama)
@@ -44,10 +51,7 @@ def test_our_own_exports_are_read_like_anyones(layout, flags, saved_llama, model
         (out / file).unlink()
     found = load_directory_scales(out, model)
     assert (found.strategy, found.fp8_dtype) == (expected.strategy, expected.fp8_dtype)
-    assert [*found.layers] == [*expected.layers]
-    for name, layer in expected.layers.items():
-        assert torch.equal(found.layers[name].k, layer.k)
-        assert torch.equal(found.layers[name].v, layer.v)
+    assert_same_scales(found, expected)
 
 
 def test_json_has_one_scale_for_both(model, tmp_path):
@@ -58,66 +62,64 @@ def test_json_has_one_scale_for_both(model, tmp_path):
     assert [layer.k.item() for layer in layers] == [layer.v.item() for layer in layers] == [0.5, 0.75, 1.0]
 
 
-def write(directory, endings, *, layers=3, value=None):
-    value = torch.tensor([0.5]) if value is None else value
+def write(directory, layers=3, **scales):
     tensors = {
-        f"model.layers.{i}.self_attn.{ending}": value.clone() for i in range(layers) for ending in endings
+        f"model.layers.{i}.self_attn.{ending}": torch.as_tensor(value).clone()
+        for i in range(layers)
+        for ending, value in scales.items()
     }
     save_file(tensors, directory / "model.safetensors")
-    return directory
-
-
-@pytest.mark.parametrize("endings", [["attn.k_scale", "attn.v_scale"], ["kv_cache_scaling_factor"]])
-def test_scales_of_other_tools_have_other_names_and_forms(endings, model, tmp_path):
-    for value in (torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)):
-        scales = load_directory_scales(write(tmp_path, endings, value=value), model)
-        assert [layer.k.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
-        assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
-
-
-def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
-    given = {"kv": 4.0, "k": 2.0, "v": 4.0}
-    tensors = {
-        f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(value)
-        for i in range(3)
-        for x, value in given.items()
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    layer = next(iter(load_directory_scales(tmp_path, model).layers.values()))
-    assert (layer.k.item(), layer.v.item()) == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(
-    ("endings", "options", "message"),
+    ("scales", "k", "v"),
     [
-        (["k_scale"], {}, "the v_scale of layer 0 is missing"),
-        (["k_scale", "v_scale"], {"layers": 1}, "it lacks layers 1, 2, and"),
-        (["k_scale", "v_scale"], {"layers": 4}, "of another model: it has a layer 3"),
-        (["kv_scale"], {"value": torch.tensor(float("nan"))}, "k_scale of layer 0 is [nan]"),
-        (["kv_scale"], {"value": torch.tensor(0.0)}, "is [0.0]; a scale is finite and positive"),
-        (["kv_scale"], {"value": torch.tensor(1e-50, dtype=torch.float64)}, "finite and positive"),
-        (["kv_scale"], {"value": torch.tensor(1e39, dtype=torch.float64)}, "finite and positive"),
-        (["kv_scale"], {"value": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
-        (["weight"], {}, "holds no KV-cache scales"),
+        ({"attn.k_scale": 0.5, "attn.v_scale": 0.25}, 0.5, 0.25),
+        ({"kv_cache_scaling_factor": torch.tensor([0.5], dtype=torch.bfloat16)}, 0.5, 0.5),
+        ({"kv_scale": 4.0, "k_scale": 2.0, "v_scale": 4.0}, 2.0, 4.0),
     ],
 )
-def test_what_does_not_fit_gets_one_line(endings, options, message, model, tmp_path):
-    write(tmp_path, endings, **options)
+def test_scales_of_other_tools_have_other_names_and_forms(scales, k, v, model, tmp_path):
+    write(tmp_path, **scales)
+    layers = load_directory_scales(tmp_path, model).layers.values()
+    assert [(layer.k.tolist(), layer.v.tolist()) for layer in layers] == [([k], [v])] * 3
+
+
+def refused(directory, model, message):
     with pytest.raises(InputError) as caught:
-        load_directory_scales(tmp_path, model)
+        load_directory_scales(directory, model)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def say(directory, config=None, dtype=None):
-    """What the files of a directory say of the FP8 type, beside its scales."""
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_scale": 0.5}, "the v_scale of layer 0 is missing"),
+        ({"kv_scale": 0.5, "layers": 1}, "it lacks layers 1, 2, and"),
+        ({"kv_scale": 0.5, "layers": 4}, "of another model: it has a layer 3"),
+        ({"kv_scale": float("nan")}, "k_scale of layer 0 is [nan]"),
+        ({"kv_scale": 0.0}, "is [0.0]; a scale is finite and positive"),
+        ({"kv_scale": torch.tensor(1e-50, dtype=torch.float64)}, "finite and positive"),
+        ({"kv_scale": torch.tensor(1e39, dtype=torch.float64)}, "finite and positive"),
+        ({"kv_scale": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
+        ({"weight": 0.5}, "holds no KV-cache scales"),
+    ],
+)
+def test_what_does_not_fit_gets_one_line(scales, message, model, tmp_path):
+    write(tmp_path, **scales)
+    refused(tmp_path, model, message)
+
+
+def say(directory, config, dtype):
+    """Write scales, and what files beside them say of the FP8 type."""
+    write(directory, kv_scale=0.5)
     if config is not None:
         (directory / "config.json").write_text(json.dumps(config))
     if dtype is not None:
         cache = {"dtype": dtype, "scaling_factor": {"0": {str(i): 0.5 for i in range(3)}}}
         text = json.dumps({"model_type": "llama", "kv_cache": cache})
         (directory / "kv_cache_scales.json").write_text(text)
-    return directory
 
 
 FLOAT8 = {"type": "float", "num_bits": 8}
@@ -149,8 +151,8 @@ FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
     ],
 )
 def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, model, tmp_path):
-    write(tmp_path, ["k_scale", "v_scale"])
-    assert load_directory_scales(say(tmp_path, config, dtype), model).fp8_dtype == expected
+    say(tmp_path, config, dtype)
+    assert load_directory_scales(tmp_path, model).fp8_dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -168,11 +170,8 @@ def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, mod
     ],
 )
 def test_an_fp8_type_that_is_not_known_is_refused(config, dtype, message, model, tmp_path):
-    write(tmp_path, ["k_scale", "v_scale"])
-    with pytest.raises(InputError) as caught:
-        load_directory_scales(say(tmp_path, config, dtype), model)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    say(tmp_path, config, dtype)
+    refused(tmp_path, model, message)
 
 
 def test_the_largest_values_are_those_of_the_runtime():
@@ -184,18 +183,13 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
     model = tiny_model("gemma3n_text", **SHARED_KV)
     out = tmp_path / "out"
     assert calibrate(save_model(model, tmp_path / "model"), "-o", out).exit_code == 0
-    expected = load_scales(out)
     scales = load_file(out / "model-fp8kv-scales.safetensors")
-    alone = tmp_path / "alone"
-    alone.mkdir()
     named = {name: t for name, t in scales.items() if int(name.split(".")[2]) in kept}
-    save_file(named, alone / "model.safetensors")
-    found = load_directory_scales(alone, model)
-    assert list(found.layers) == list(expected.layers)
+    save_file(named, tmp_path / "model.safetensors")
+    found, expected = load_directory_scales(tmp_path, model), load_scales(out)
     assert found.shared == expected.shared
     assert len(found.shared) == 1
-    for name, layer in expected.layers.items():
-        assert torch.equal(found.layers[name].k, layer.k)
+    assert_same_scales(found, expected)
 
 
 def test_what_is_served_is_taken_and_not_what_was_measured(saved_llama, model, tmp_path):

@@ -7,13 +7,21 @@ import torch
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+)
+from transformers.models.llava.modeling_llava import LlavaModel
 
-from calib.capture.attention import map_attention, observe_qkv
+from calib.capture.attention import _is_equal, map_attention, observe_qkv
 from calib.capture.loop import calibrate
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 from calib.recipe import load_recipe
+from calib.scales.scales import SharedAttention
 from calib.scales.stats import derive_scales
 
 MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
@@ -94,9 +102,9 @@ def wrong_layers(model, caches):
 class QueryOracle(TorchFunctionMode):
     """Notes the query of each SDPA call, wherever it comes from."""
 
-    def __init__(self):
+    def __init__(self, queries):
         super().__init__()
-        self.queries = []
+        self.queries = queries
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is functional.scaled_dot_product_attention:
@@ -105,38 +113,30 @@ class QueryOracle(TorchFunctionMode):
 
 
 def queries_given_to_attention(model):
-    modelling, oracle = sys.modules[type(model).__module__], QueryOracle()
-    with pytest.MonkeyPatch.context() as patch, oracle:
-        if hasattr(modelling, "eager_attention_forward"):
-            eager = modelling.eager_attention_forward
+    modelling, queries = sys.modules[type(model).__module__], []
+    eager = getattr(modelling, "eager_attention_forward", None)
 
-            def noting(module, query, *args, **kwargs):
-                oracle.queries.append(query)
-                return eager(module, query, *args, **kwargs)
+    def noting(module, query, *args, **kwargs):
+        queries.append(query)
+        return eager(module, query, *args, **kwargs)
 
+    with pytest.MonkeyPatch.context() as patch, QueryOracle(queries):
+        if eager:
             patch.setattr(modelling, "eager_attention_forward", noting)
         logits(model)
-    return oracle.queries
+    return queries
 
 
 def fingerprint(model):
     """Hooks, plain attributes and attention implementation of every module, and the registries."""
-    return (
-        [
-            (
-                name,
-                len(module._forward_hooks),
-                len(module._forward_pre_hooks),
-                module.training,
-                sorted(vars(module)),
-                vars(module).get("forward"),
-                getattr(getattr(module, "config", None), "_attn_implementation", None),
-            )
-            for name, module in model.named_modules()
-        ],
-        dict(AttentionInterface._global_mapping),
-        dict(AttentionMaskInterface._global_mapping),
-    )
+    registries = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    held = []
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks), vars(module).get("forward")
+        config = getattr(module, "config", None)
+        implementation = getattr(config, "_attn_implementation", None)
+        held.append((name, hooks, module.training, sorted(vars(module)), implementation))
+    return held, registries
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,10 +158,8 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
         assert torch.equal(query, expected)
         assert torch.equal(key, layer.keys)
         assert torch.equal(value, layer.values)
-        assert (mapped.cached[name].head_dim, mapped.cached[name].v_head_dim) == (
-            key.shape[3],
-            value.shape[3],
-        )
+        module = mapped.cached[name]
+        assert (module.head_dim, module.v_head_dim) == (key.shape[3], value.shape[3])
     assert wrong_layers(model, caches) == ([], 3)
     assert torch.equal(watched, plain)
     assert torch.equal(logits(model), plain)
@@ -183,8 +181,13 @@ def test_what_is_measured_is_what_the_cache_of_the_whole_model_holds(family):
 
 
 @pytest.mark.parametrize("family", LATENT)
-def test_of_latent_attention_the_latent_and_k_pe_are_measured_as_they_are_cached(family):
-    model = with_large_k_pe(tiny_model(family, **LATENT[family]))
+def test_of_latent_attention_what_is_cached_is_measured_and_no_bit_changed(family):
+    model = tiny_model(family, **LATENT[family])
+    *others, last = (m for m in model.modules() if hasattr(m, "kv_a_proj_with_mqa"))
+    with torch.no_grad():  # k_pe is larger than the latent in the last layer alone
+        for attention in others:
+            attention.kv_a_proj_with_mqa.weight[16:] /= 64
+        last.kv_a_proj_with_mqa.weight[16:] *= 4096
     caching = list(map_attention(model).cached.values())
     caches = cached(model, DynamicCache(config=model.config))
     seen, _ = observed(model)
@@ -202,39 +205,19 @@ def test_of_latent_attention_the_latent_and_k_pe_are_measured_as_they_are_cached
         assert layer.latent
         assert torch.equal(layer.k, layer.v)
         assert layer.k.item() == pytest.approx(largest.item() / 448, rel=1e-6)
-
-
-def with_large_k_pe(model):
-    """Make k_pe larger than the latent in the last of the layers, and smaller in the others."""
-    *others, last = (m for m in model.modules() if hasattr(m, "kv_a_proj_with_mqa"))
-    with torch.no_grad():
-        for attention in others:
-            attention.kv_a_proj_with_mqa.weight[16:] /= 64
-        last.kv_a_proj_with_mqa.weight[16:] *= 4096
-    return model
-
-
-@pytest.mark.parametrize("family", LATENT)
-def test_while_latents_are_watched_a_model_computes_the_same_bits(family):
-    model = tiny_model(family, **LATENT[family])
     padded_left = MASK.flip(1)
     for implementation in ("eager",) if family == "hy_v4" else ("sdpa", "eager"):  # Hy-V4 has no SDPA
         model.set_attn_implementation(implementation)
         plain = logits(model, padded_left)
         with observe_qkv(model, lambda *_: None):
-            watched = logits(model, padded_left)
-        assert torch.equal(plain, watched), implementation
+            assert torch.equal(logits(model, padded_left), plain), implementation
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon"])
-def test_nothing_is_changed_after_an_exception_either(family):
-    def fail(*_):
-        raise ZeroDivisionError
-
-    model = tiny_model(family, **FAMILIES[family])
+def test_nothing_is_changed_after_an_exception_either():
+    model = tiny_model("falcon", **FAMILIES["falcon"])
     before = fingerprint(model)
-    with pytest.raises(ZeroDivisionError), observe_qkv(model, fail):
+    with pytest.raises(ZeroDivisionError), observe_qkv(model, lambda *_: 1 / 0):
         assert fingerprint(model) != before
         model(TOKENS)
     assert fingerprint(model) == before
@@ -245,3 +228,70 @@ def test_what_cannot_be_observed_is_refused(family):
     with pytest.raises(UnsupportedModelError) as refused:
         map_attention(tiny_model(family))
     assert REFUSED[family] in str(refused.value)
+
+
+def test_a_layer_that_shares_kv_is_left_out_and_its_owner_named():
+    mapped = map_attention(tiny_model("gemma3n_text", **SHARED_KV))
+    assert [*mapped.cached] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    owner = SharedAttention(layer_idx=2, owner="model.layers.1.self_attn")
+    assert mapped.shared == {"model.layers.2.self_attn": owner}
+
+
+def test_latent_attention_that_caches_k_and_v_of_heads_is_refused():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = torch.nn.Linear(16, 64)
+    with pytest.raises(UnsupportedModelError, match=r"latent attention \(MLA\) of a kind .* no expand"):
+        map_attention(model)
+
+
+def test_a_model_that_takes_its_head_for_its_decoder_is_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("modernbert-decoder", pad_token_id=0, **sizes)
+    with pytest.raises(UnsupportedModelError, match="does not say which part of it is the decoder"):
+        map_attention(AutoModelForCausalLM.from_config(config))
+
+
+def test_the_decoder_reads_for_a_model_that_takes_no_text_alone(monkeypatch):
+    model = tiny_vision_language_model("llava", model_type="llama")
+    assert map_attention(model).reader == "model"
+
+    def needing_an_image(self, input_ids, pixel_values, **kwargs):
+        raise AssertionError("an image is missing before anything runs")
+
+    monkeypatch.setattr(LlavaModel, "forward", needing_an_image)
+    assert map_attention(model).reader == "model.language_model"
+
+    def failing(self, input_ids, **kwargs):
+        raise RuntimeError("a meta tensor, though all weights are here")
+
+    monkeypatch.setattr(LlavaModel, "forward", failing)
+    with pytest.raises(Exception, match="a meta tensor, though all weights are here"):
+        map_attention(model)
+
+
+def test_a_reader_with_a_head_computes_the_logits_of_one_token():
+    model, shapes = tiny_vision_language_model("llama4"), []
+    assert map_attention(model).reader == ""
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape[:2]))
+    map_attention(model).read(model, torch.tensor([[3, 1, 4], [1, 5, 9]]))
+    assert shapes == [(1, 1), (2, 1)]
+
+
+class _OnAnotherGPU(torch.Tensor):
+    """A tensor that must be moved before it is compared."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.to:
+            return torch.Tensor(args[0].tolist())
+        assert function is not torch.equal, "Expected all tensors to be on the same device"
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_keys_on_different_gpus_are_compared():
+    first, second = torch.randn(2, 1, 2, 3, 4)
+    moved = second.clone().as_subclass(_OnAnotherGPU)
+    assert _is_equal(moved, second)
+    assert not _is_equal(moved, first)

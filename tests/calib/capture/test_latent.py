@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
+from calib.files.names import STATS_FILE
 from calib.job import run
 from calib.recipe import load_recipe
 from calib.scales.stats import derive_scales
@@ -20,53 +21,17 @@ from calib.scales.stats_file import load_stats, save_stats
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 24, 23, 11, 7)]
+BATCHES = make_batches(SAMPLES, 2, pad_id=0)
 MSE = load_recipe(None, {"observer.name": "mse"})
-JOB = load_recipe(
-    None,
-    {
-        "data.dataset": "random",
-        "data.samples": 6,
-        "data.seq_len": 24,
-        "device": "cpu",
-        "observer.name": "mse",
-        "export.formats": ("fp8kv",),
-    },
-)
-
-
-def batches():
-    return make_batches(SAMPLES, 2, pad_id=0)
-
-
-def test_a_latent_is_what_its_weights_say():
-    """From the hidden state, by hand: project, normalise, and turn what is shared."""
-    model = tiny_model("deepseek_v2", **LATENT["deepseek_v2"], num_hidden_layers=1)
-    sample = torch.tensor([SAMPLES[0]])
-    stats = calibrate(model, make_batches(SAMPLES[:1], 1, pad_id=0), load_recipe(None))
-    (layer,) = stats.layers.values()
-    block = model.model.layers[0]
-    norm, attention = block.input_layernorm, block.self_attn
-    with torch.inference_mode():
-        hidden = model.model.embed_tokens(sample)[0]
-        hidden = hidden * (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-        both = (hidden * norm.weight) @ attention.kv_a_proj_with_mqa.weight.T
-        latent, pe = both[:, :16], both[:, 16:]
-        eps = attention.kv_a_layernorm.variance_epsilon
-        latent = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt()
-        latent = latent * attention.kv_a_layernorm.weight
-        theta = model.config.rope_parameters["rope_theta"]
-        angles = torch.arange(len(pe))[:, None] * theta ** (-torch.arange(0, 8, 2) / 8)
-        turned = torch.view_as_complex(pe.reshape(-1, 4, 2)) * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(layer.k.amax[0], latent.abs().amax(0), rtol=1e-6, atol=0)
-    k_pe = torch.view_as_real(turned).flatten(1).abs().amax(0)
-    torch.testing.assert_close(layer.v.amax[0], k_pe, rtol=1e-5, atol=0)  # sines of two libraries
+RANDOM = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 24}
+JOB = load_recipe(None, {**RANDOM, "device": "cpu", "observer.name": "mse", "export.formats": ("fp8kv",)})
 
 
 def test_an_observer_sees_latent_and_k_pe_as_one(tmp_path):
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     with torch.no_grad():  # of the last layer k_pe is the larger one
         model.model.layers[-1].self_attn.kv_a_proj_with_mqa.weight[16:] *= 4096
-    stats = calibrate(model, batches(), MSE)
+    stats = calibrate(model, BATCHES, MSE)
     for layer in stats.layers.values():
         both = layer.join_latent()
         assert both.amax.max() == max(layer.k.amax.max(), layer.v.amax.max())
@@ -79,7 +44,7 @@ def test_an_observer_sees_latent_and_k_pe_as_one(tmp_path):
         derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
     save_stats(stats, tmp_path / "stats.safetensors")
     assert load_stats(tmp_path / "stats.safetensors").latent
-    halves = [calibrate(model, part, MSE) for part in (batches()[:1], batches()[1:])]
+    halves = [calibrate(model, part, MSE) for part in (BATCHES[:1], BATCHES[1:])]
     assert halves[0].merge(halves[1]).latent
 
 
@@ -91,11 +56,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(saved, tmp_path_factory):
-    """A calibration of the DeepSeek-V3."""
-    out = tmp_path_factory.mktemp("measured") / "out"
-    run(str(saved), JOB, out)
-    return out
+def measured(saved):
+    run(str(saved), JOB, saved.with_name("out"))
+    return saved.with_name("out")
 
 
 def test_a_model_that_sees_caches_latents_of_its_text(tmp_path):
@@ -107,14 +70,11 @@ def test_a_model_that_sees_caches_latents_of_its_text(tmp_path):
 
 
 def test_layers_with_k_and_v_beside_latents_have_two_scales():
-    model = mixed_model()
-    stats = calibrate(model, batches(), load_recipe(None))
+    stats = calibrate(mixed_model(), BATCHES, load_recipe(None))
     assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
     first, plain, _ = derive_scales(stats, load_recipe(None)).layers.values()
     assert torch.equal(first.k, first.v)
-    cached = [layer.v.amax.max() / 448 for layer in stats.layers.values()]
-    assert plain.v == cached[1]
-    assert plain.k != plain.v
+    assert plain.k != plain.v == [*stats.layers.values()][1].v.amax.max() / 448
 
 
 @pytest.mark.parametrize(
@@ -140,38 +100,25 @@ def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, measured, tmp_path):
     run(str(tmp_path / "kimi"), JOB, tmp_path / "out")
     kimi, deepseek = load_stats(tmp_path / "out"), load_stats(measured)
     assert kimi.latent
-    amax = deepseek.amax_by_head()
+    by_head = deepseek.amax_by_head()
     for name, layer in deepseek.layers.items():
-        assert torch.equal(kimi.layers[name].join_latent().amax, layer.join_latent().amax)
-        largest = float(layer.join_latent().amax.max())
-        assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
-
-
-def renamed(directory, out):
-    """A calibration of latents whose statistics call them K and V."""
-    shutil.copytree(directory, out)
-    path = out / "fp8kv_stats.safetensors"
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
-    names = {n: n.replace(".latent.", ".k.").replace(".k_pe.", ".v.") for n in tensors}
-    assert set(names.values()).isdisjoint(set(tensors) - {n for n in tensors if ".q." in n})
-    save_file({names[n]: tensor for n, tensor in tensors.items()}, path, metadata)
-    return out
+        amax = layer.join_latent().amax
+        assert torch.equal(kimi.layers[name].join_latent().amax, amax)
+        assert by_head[layer.layer_idx, "k"] == by_head[layer.layer_idx, "v"] == (float(amax.max()),)
 
 
 def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, measured, tmp_path):
-    wrong = renamed(measured, tmp_path / "wrong")
+    wrong = tmp_path / "wrong"
+    shutil.copytree(measured, wrong)
+    with safe_open(measured / STATS_FILE, framework="pt") as file:
+        tensors = {
+            name.replace(".latent.", ".k.").replace(".k_pe.", ".v."): file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+        }
+        save_file(tensors, wrong / STATS_FILE, file.metadata())
     assert not load_stats(wrong).latent
     done = fp8kv("generate", saved, "w4 w5", "--scales", wrong)
     one_line_error(done, "layer 0 has a cache of K and V, and latents in", status=2)
-
-
-def test_formats_that_drop_scales_are_refused_before_anything_is_loaded(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.job.load_model", None)
-    done = calibrate_command(saved, "--format", "sglang", "-o", tmp_path / "out")
-    one_line_error(done, "stores latents", "bake", status=2)
-    assert not (tmp_path / "out").exists()
 
 
 def test_what_convert_refuses_names_a_command_that_there_is(saved, tmp_path):

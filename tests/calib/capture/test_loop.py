@@ -1,85 +1,51 @@
-"""The measurement: exact, blind to padding, and precise about bad numbers."""
+"""The measurement: exact, place by place, blind to padding, and precise about bad numbers."""
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from families import tiny_model
-from transformers import DynamicCache
+from families import FAMILIES, LATENT, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from calib.capture.attention import map_attention
-from calib.capture.loop import calibrate
+from calib.capture.loop import calibrate, singles
+from calib.capture.running_amax import count_tokens
 from calib.data import make_batches
 from calib.errors import CalibrationError, InputError
 from calib.recipe import load_recipe
 from calib.scales.observers import NUM_BINS, magnitude_histogram
+from calib.scales.places import BUCKETS, POSITION_BUCKETS
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 24, 23, 11, 7)]
 RECIPE = load_recipe(None)
 
 
-def batches(size=2):
-    return make_batches(SAMPLES, size, pad_id=0)
+def batches(size=2, skip_first=0):
+    return make_batches(SAMPLES, size, pad_id=0, skip_first=skip_first)
 
 
-def test_padding_is_excluded():
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[0] = 1e4  # token 0 is padding
-        model.model.norm.weight.fill_(1)
-    padded = make_batches([SAMPLES[0], SAMPLES[2]], 2, pad_id=0)
-    assert [bool(batch.attention_mask.all()) for batch in padded] == [False]
-    alone = make_batches([SAMPLES[0], SAMPLES[2]], 1, pad_id=0)
-    together, apart = (calibrate(model, b, RECIPE) for b in (padded, alone))
-    for one, other in zip(together.layers.values(), apart.layers.values(), strict=True):
-        # float32 kernels differ by rounding between batch shapes, padding would differ by far more
-        torch.testing.assert_close(one.v.amax, other.v.amax, rtol=1e-4, atol=0)
-    assert together.tokens == 47
+@torch.inference_mode()
+def cached(model, batches, cache_config=None):
+    """Of each sample as it is read, K and V [H, T, D] of each layer, without padding."""
+    for batch in batches:
+        # without a config a cache holds all tokens, also of layers with a window
+        cache = DynamicCache(config=cache_config)
+        model(batch.input_ids, attention_mask=batch.attention_mask, past_key_values=cache)
+        for row, length in enumerate(batch.attention_mask.sum(1).tolist()):
+            yield [(layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in cache.layers]
 
 
-def rotated(model, hidden, layer):
-    """Queries [T, H, D] of one sample, by the formula: projected, then RoPE in its two halves."""
-    q = layer.self_attn.q_proj(layer.input_layernorm(hidden)).unflatten(-1, (4, 16))
-    first, second = q.chunk(2, -1)
-    positions = torch.arange(len(hidden))[:, None]
-    angles = (positions * model.config.rope_parameters["rope_theta"] ** (-torch.arange(8) / 8))[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def test_q_is_recomputed_by_hand():
-    model = tiny_model("llama")
-    recipe = load_recipe(None, {"observer.name": "mse", "targets": "qkv"})
-    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    assert stats.tokens == sum(map(len, SAMPLES))
-    with torch.inference_mode():
-        inputs = [
-            model(torch.tensor([sample]), output_hidden_states=True).hidden_states for sample in SAMPLES
-        ]
-        for i, (layer, seen) in enumerate(zip(model.model.layers, stats.layers.values(), strict=True)):
-            q = torch.cat([rotated(model, hidden[i][0], layer) for hidden in inputs])
-            # float32: angles and products are rounded in another order
-            torch.testing.assert_close(seen.q.amax, q.abs().amax(0), rtol=1e-5, atol=0)
-            expected = magnitude_histogram(q)
-            # such a difference may move a value to the bin beside its own
-            moved = (seen.q.histogram - expected).cumsum(-1).abs().sum()
-            assert moved <= 1e-2 * q.numel()
-            assert torch.equal(seen.q.histogram.sum(-1), expected.sum(-1))
-
-
-def test_histograms_and_means_are_those_of_the_cache():
+def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_skipped():
     model = tiny_model("llama")
     recipe = load_recipe(None, {"observer.name": "mse", "means": True, "targets": "qkv"})
-    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    held = []
-    for sample in SAMPLES:
-        held.append(cache := DynamicCache())
-        with torch.inference_mode():
-            model(torch.tensor([sample]), past_key_values=cache, use_cache=True)
+    stats = calibrate(model, batches(skip_first=4), recipe)
+    held = [*cached(model, batches())]
     for i, layer in enumerate(stats.layers.values()):
-        keys = torch.cat([cache.layers[i].keys for cache in held], dim=2)[0].transpose(0, 1)
+        keys, values = (torch.cat([x[i][n][:, 4:] for x in held], dim=1).transpose(0, 1) for n in (0, 1))
+        assert (layer.tokens, layer.tokens_read) == (len(keys), len(keys) + 5 * 4) == (69, 89)
+        assert torch.equal(layer.k.amax, keys.abs().amax(0))
         assert torch.equal(layer.k.histogram, magnitude_histogram(keys))
-        assert torch.equal(layer.k.histogram.sum(-1), torch.tensor([89 * 16] * 2))
+        assert torch.equal(layer.v.histogram, magnitude_histogram(values))
         # every batch's sum is rounded to a multiple of 2**-20
         atol = len(SAMPLES) * 2**-21
         torch.testing.assert_close(layer.k.total, keys.double().sum(0), rtol=0, atol=atol)
@@ -87,18 +53,86 @@ def test_histograms_and_means_are_those_of_the_cache():
         assert torch.equal(layer.k.high, keys.amax(0))
         assert layer.q.low is None
         assert layer.q.histogram.shape == (4, NUM_BINS)
+        assert {x.histogram.sum(-1).unique().item() for x in (layer.k, layer.v, layer.q)} == {69 * 16}
+
+
+def bucket(index):
+    """How often index + 1 can be halved."""
+    return (index + 1).bit_length() - 1
+
+
+def check_places(model, batches, cache_config=None, skip_first=0):
+    """The curve and the positions of K and of V are those of the caches, token by token."""
+    stats, tables, read = calibrate(model, batches, RECIPE), {}, 0
+    for sample in cached(model, batches, cache_config):
+        for i, layer in enumerate(sample):
+            for letter, x in zip("kv", layer, strict=True):
+                made = [torch.zeros(len(x), count) for count in (BUCKETS, POSITION_BUCKETS)]
+                curve, positions = tables.setdefault((i, letter), made)
+                for t in range(skip_first, x.shape[1]):
+                    largest = x[:, t].abs().amax(-1).float()
+                    for table, at in ((curve, bucket(read + t)), (positions, bucket(t))):
+                        table[:, at] = torch.maximum(table[:, at], largest)
+        read += sample[0][0].shape[1]
+    for i, layer in enumerate(stats.layers.values()):
+        assert layer.tokens_read == read
+        assert layer.q.curve is layer.q.positions is None
+        for letter in "kv":
+            found, (curve, positions) = getattr(layer, letter), tables[i, letter]
+            repeat = len(curve) // len(found.curve)
+            assert torch.equal(found.curve, curve[::repeat])
+            assert torch.equal(found.positions, positions[::repeat])
+            assert torch.equal(found.curve.amax(1), found.amax.amax(1))
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "skip_first"),
+    [("llama", 1, 0), ("gemma2", 2, 0), ("falcon", 2, 5), ("deepseek_v3", 2, 5)],
+)
+def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
+    model = tiny_model(family, **(FAMILIES | LATENT)[family])
+    config = model.config if family in LATENT else None
+    stats = check_places(model, batches(size, skip_first), config, skip_first)
+    assert stats.tokens == sum(len(sample) - skip_first for sample in SAMPLES)
+    if family in LATENT:
+        both = next(iter(stats.layers.values())).join_latent()
+        assert torch.equal(both.positions.amax(1), both.amax.amax(1))
+
+
+def test_smollm2_in_its_own_precision(smollm2_directory):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.bfloat16)
+    samples = [[1 + (7 * i + j * j) % 900 for j in range(60 - 9 * i)] for i in range(4)]
+    check_places(model, make_batches(samples, 2, pad_id=0))
+
+
+def test_the_samples_of_a_batch_keep_their_places():
+    for batch in batches(skip_first=3):
+        starts = [single.first_token for single in singles(batch)]
+        lengths = batch.attention_mask.sum(1).tolist()
+        assert starts == [batch.first_token + sum(lengths[:i]) for i in range(len(lengths))]
+        counts = [len(count_tokens(single).buckets) for single in singles(batch)]
+        assert sum(counts) == len(count_tokens(batch).buckets)
+        assert {single.skip_first for single in singles(batch)} == {3}
 
 
 def fail_if_run(module):
     module.register_forward_hook(lambda *_: pytest.fail("it ran for nothing"))
 
 
-def test_neither_the_lm_head_nor_anything_behind_the_last_k_and_v_is_computed():
-    model = tiny_model("llama")
-    mapped = map_attention(model)
+def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_back():
+    model, seen = tiny_model("llama").train(), []
+    model.model.norm.eval()
+    mapped, modes = map_attention(model), [module.training for module in model.modules()]
     fail_if_run(model.lm_head)
     fail_if_run(model.model.layers[-1].self_attn.o_proj)
-    calibrate(model, batches(), RECIPE, attention=mapped)
+    calibrate(model, batches(), RECIPE, attention=mapped, on_batch=lambda b, _: seen.append(b.num_tokens))
+    # the largest first, the others in any order
+    assert (seen[0], sorted(seen)) == (48, [7, 11, 23, 48])
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(InputError, match="no token was read"):
+        calibrate(model, [], RECIPE, attention=mapped)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_a_model_with_offloaded_weights_runs_to_its_end():
@@ -110,36 +144,15 @@ def test_a_model_with_offloaded_weights_runs_to_its_end():
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_training_modes_come_back_after_success_and_failure():
-    model = tiny_model("llama").train()
-    model.model.norm.eval()
-    modes = [module.training for module in model.modules()]
-    calibrate(model, batches(), RECIPE)
-    assert [module.training for module in model.modules()] == modes
-    with pytest.raises(InputError, match="no token was read"):
-        calibrate(model, [], RECIPE)
-    assert [module.training for module in model.modules()] == modes
-
-
-def test_nan_names_layer_tensor_and_sample():
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[77] = float("nan")
-    samples = [[5, 6, 7], [8, 9, 10], [11, 77, 12], [13, 14, 15]]
-    with pytest.raises(CalibrationError, match=r"model.layers.0.self_attn: K .* in sample 2;"):
-        calibrate(model, make_batches(samples, 4, pad_id=0), RECIPE)
-
-
-def test_infinity_in_v_of_a_later_layer_is_named():
+def test_bad_numbers_are_named_by_layer_tensor_and_sample():
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = 3e38
     with pytest.raises(CalibrationError, match=r"model.layers.1.self_attn: V .* in sample 0;"):
-        calibrate(model, make_batches(SAMPLES, 1, pad_id=0), RECIPE)
-
-
-def test_each_batch_is_reported():
-    seen = []
-    calibrate(tiny_model("llama"), batches(), RECIPE, on_batch=lambda b, _: seen.append(b.num_tokens))
-    # the largest first, the others in any order
-    assert (seen[0], sorted(seen)) == (48, [7, 11, 23, 48])
+        calibrate(model, batches(1), RECIPE)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = float("nan")
+        model.model.layers[1].self_attn.v_proj.weight[0] = 0
+    samples = [[5, 6, 7], [8, 9, 10], [11, 77, 12], [13, 14, 15]]
+    with pytest.raises(CalibrationError, match=r"model.layers.0.self_attn: K .* in sample 2;"):
+        calibrate(model, make_batches(samples, 4, pad_id=0), RECIPE)

@@ -20,28 +20,13 @@ DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size",
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--set", "data.skip_first=3")
 
 
-@pytest.fixture(scope="module")
-def plain(model, tmp_path_factory):
-    """The statistics of one process that nothing disturbed."""
-    out = tmp_path_factory.mktemp("plain") / "out"
-    assert fp8kv("calibrate", model, "-o", out, *DATA, *COLLECTED).exit_code == 0
-    return statistics(out)
-
-
-def test_processes_of_torchrun_share_the_work_and_change_no_bit(model, plain, tmp_path):
+def test_processes_of_torchrun_share_the_work_and_change_no_bit(model, tmp_path):
     done = launched(2, model, "-o", tmp_path / "out", *DATA, *COLLECTED)
     assert done.returncode == 0, done.stderr
-    assert_same(statistics(tmp_path / "out"), plain)
     assert done.stdout.count("written to") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-
-
-def test_four_processes_change_no_bit_either(model, plain, tmp_path):
-    done = calibrate_forked(4, model, "-o", tmp_path / "out", *DATA, *COLLECTED)
-    assert [rank.exit_code for rank in done] == [0] * 4, done
-    assert_same(statistics(tmp_path / "out"), plain)
-    assert ["written to" in rank.stdout for rank in done] == [True, False, False, False]
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    ran("calibrate", model, "-o", tmp_path / "plain", *DATA, *COLLECTED)
+    assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "plain"))
 
 
 def test_more_processes_than_batches_of_a_size_that_was_typed_is_one_clear_line(model, tmp_path):
@@ -91,19 +76,15 @@ def train(path, rank):
     distributed.init_process_group("gloo")
     rows = torch.arange(3, 127).repeat(2).view(4, 62)
     mine = [*rows[rank::2]]
-    options = {
-        "recipe": Recipe(targets="qkv", observer={"name": "mse"}, headroom=1.25),
-        "strategy": "attn_head",
-    }
+    recipe = Recipe(targets="qkv", observer={"name": "mse"}, headroom=1.25, strategy="attn_head")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        together = scales_for(DistributedDataParallel(model), mine, **options)
-    alone = scales_for(model, mine, **options, gather=False)
-    everything = scales_for(model, [*rows], **options, gather=False)
+        together = scales_for(DistributedDataParallel(model), mine, recipe=recipe)
+    alone, everything = (scales_for(model, part, recipe=recipe, gather=False) for part in (mine, [*rows]))
     refusals = []
-    for batches, other in (([] if rank else mine, {}), (mine, {"recipe": Recipe(headroom=1 + rank)})):
+    for batches, headroom in (([] if rank else mine, 1), (mine, 1 + rank)):
         with pytest.raises(InputError) as refused:
-            scales_for(model, batches, **other)
+            scales_for(model, batches, recipe=Recipe(headroom=headroom))
         refusals.append(str(refused.value))
     with surrounding_world() as world:
         timeout = world.group._get_backend(torch.device("cpu")).options._timeout

@@ -3,11 +3,7 @@
 import pytest
 import torch
 from families import FAMILIES, LATENT, tiny_model
-from realistic import SINK, TOKENS, is_norm, multiplies_by_one_plus, rows_of_keys, weight_by_rows
-
-from calib.capture.loop import calibrate
-from calib.data import make_batches
-from calib.recipe import Recipe
+from realistic import SINK, TOKENS, is_norm, multiplies_by_one_plus, rows_of_keys
 
 # one family of each way to make keys and norms
 MADE = ("llama", "gemma2", "phi3", "gpt_neox", "falcon", "cohere2", "gpt_oss")
@@ -29,12 +25,11 @@ def test_a_family_has_realistic_weights(family):
     others = torch.cat([embedding[:SINK], embedding[SINK + 1 :]])
     assert embedding[SINK] >= 20 * others.max()
     check_outliers(model)
-    check_rows(model)
 
 
 def check_outliers(model):
     """Measure the outputs of all layers that make K, norms of K not yet applied."""
-    ratios, hooks = [], []
+    ratios = []
     for module in model.modules():
         keys, rows = rows_of_keys(module)
         if keys is not None:
@@ -43,33 +38,8 @@ def check_outliers(model):
                 amax = output.flatten(0, -2)[:, list(rows)].abs().amax(0)
                 ratios.append(float(amax.max() / amax.median()))
 
-            hooks.append(keys.register_forward_hook(measure))
+            keys.register_forward_hook(measure)
     with torch.inference_mode():
         model.get_decoder()(input_ids=TOKENS, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     assert ratios
     assert all(50 <= ratio <= 500 for ratio in ratios), ratios
-
-
-def check_rows(model):
-    """Rows of K are those without which K of the first layer is zero, and V as it was."""
-    (name, first), *others = measured(model)
-    keys, rows = rows_of_keys(model.get_submodule(name))
-    for other, _ in others:
-        assert rows_of_keys(model.get_submodule(other))[0] is not None
-    with torch.no_grad():
-        weight_by_rows(keys)[list(rows)] = 0
-        if keys.bias is not None:
-            keys.bias[list(rows)] = 0
-    (_, without), *_ = measured(model)
-    assert not without.k.amax.any()
-    if first.latent:
-        assert not without.v.amax.any()
-    else:
-        assert torch.equal(without.v.amax, first.v.amax)
-
-
-def measured(model):
-    batches = make_batches(TOKENS.tolist(), 1, pad_id=0)
-    return [*calibrate(model, batches, Recipe(device="cpu")).layers.items()]

@@ -23,10 +23,9 @@ from calib.recipe import load_recipe
 from calib.scales.stats import STATISTICS, KVStats
 from calib.scales.stats_file import save_stats
 
-SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]
 RECIPE = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
 RUN = {"model": "m", "recipe": {"seed": 1}}
-BATCHES = make_batches(SAMPLES, 1, pad_id=0)
+BATCHES = make_batches([list(range(3 + i, 40 + i)) for i in range(6)], 1, pad_id=0)
 # eight batches, after each of which progress is saved
 COMMAND = (
     *("--dataset", "random", "--samples", 16, "--seq-len", 24, "--batch-size", 2, "--device", "cpu"),
@@ -44,10 +43,6 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def measured(batches, model):
-    return calibrate(model, batches, RECIPE)
-
-
 def bits(stats):
     """Everything that was measured, by place."""
     return {name: tensor.numpy().tobytes() for name, tensor in stats.tensors().items()} | {"n": stats.tokens}
@@ -56,7 +51,7 @@ def bits(stats):
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_statistics_add_up_to_the_same_bits_in_any_order_and_after_a_stop(family, tmp_path):
     model = tiny_model(family, **LATENT.get(family, {}))
-    whole, parts = measured(BATCHES, model), [measured([batch], model) for batch in BATCHES]
+    whole, *parts = (calibrate(model, read, RECIPE) for read in (BATCHES, *([batch] for batch in BATCHES)))
     assert len(bits(whole)) == 1 + 3 * (2 * len(STATISTICS) + 2)  # of K and V all, of Q two
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
         assert bits(reduce(KVStats.merge, [parts[i] for i in order])) == bits(whole)
@@ -64,27 +59,22 @@ def test_statistics_add_up_to_the_same_bits_in_any_order_and_after_a_stop(family
     path = progress_file(tmp_path / "out", 0)
     saved = SavedProgress(path, RUN, every_seconds=0)
     assert saved.load() == (None, 0)
-    first = measured(BATCHES[:4], model)
+    first, rest = (calibrate(model, read, RECIPE) for read in (BATCHES[:4], BATCHES[4:]))
     saved.save_sometimes(lambda: first, 4)
     found, batches = SavedProgress(path, RUN, every_seconds=0).load()
     assert batches == 4
-    assert bits(found.merge(measured(BATCHES[4:], model))) == bits(whole)
+    assert bits(found.merge(rest)) == bits(whole)
     assert found.latent == (family in LATENT)
+    later = SavedProgress(progress_file(tmp_path / "out", 3), RUN, every_seconds=3600)
+    later.save_sometimes(lambda: pytest.fail("statistics were taken before it was time"), 1)
     assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
     remove_progress(path)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_nothing_is_saved_before_its_time(tmp_path):
-    path = progress_file(tmp_path / "out", 3)
-    saved = SavedProgress(path, RUN, every_seconds=3600)
-    saved.save_sometimes(lambda: pytest.fail("statistics were taken"), 1)
-    assert not path.exists()
-
-
 def test_a_damaged_file_is_refused(tmp_path, tiny_llama):
     path = progress_file(tmp_path / "out", 0)
-    one = measured(BATCHES[:1], tiny_llama)
+    one = calibrate(tiny_llama, BATCHES[:1], RECIPE)
     SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: one, 7)
     saved = SavedProgress(path, RUN, every_seconds=0)
     with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):

@@ -13,9 +13,9 @@ from calib.recipe import Recipe
 
 # little text does for this
 pytestmark = pytest.mark.filterwarnings("ignore:only .* tokens:UserWarning")
-FEW = Recipe(data={"allow_few_tokens": True})
 ROWS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(1))
-LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), ROWS[:1, :18]], 1)
+TEXT = ROWS[:1, :18]
+LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), TEXT], 1)
 SHAPES = (
     r"token ids must be whole numbers \[B, T\], a list of rows \[T\], or a mapping of input_ids and "
     "attention_mask"
@@ -24,56 +24,36 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
 POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        ROWS[0, :18],
-        ROWS[:1, :18].int(),
-        ROWS[0, :18].tolist(),
-        ROWS[:1, :18].tolist(),
-        {"input_ids": ROWS[:1, :18], "labels": ROWS},
-        UserDict(input_ids=ROWS[:1, :18].tolist(), attention_mask=None),
-        {"input_ids": LEFT, "attention_mask": REAL},
-        {"input_ids": LEFT, "attention_mask": REAL, "position_ids": POSITIONS, "rewards": [1.0]},
-        {"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()},
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
-def test_forms_of_a_batch(batch):
-    model = tiny_model("llama")
-    found = scales_for(model, [batch], recipe=FEW)
-    assert found == scales_for(model, [ROWS[:1, :18]], recipe=FEW)
+class Rows:
+    """A dataset without an iterator."""
+
+    def __getitem__(self, index):
+        return {"input_ids": ROWS[index]}  # an IndexError ends it
 
 
 @pytest.mark.parametrize(
-    "batch",
+    "batches",
     [
-        ROWS.numpy(),
-        [*ROWS.numpy()],
-        {"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]},
+        [TEXT[0]],
+        [TEXT.int()],
+        [TEXT[0].tolist()],
+        [TEXT.tolist()],
+        [{"input_ids": TEXT, "labels": ROWS}],
+        [UserDict(input_ids=TEXT.tolist(), attention_mask=None)],
+        [{"input_ids": LEFT, "attention_mask": REAL}],
+        [{"input_ids": LEFT, "attention_mask": REAL, "position_ids": POSITIONS, "rewards": [1.0]}],
+        [{"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()}],
+        [Batch(TEXT, torch.ones_like(TEXT), sample_ids=(0,), first_token=0)],
+        [ROWS.numpy()],
+        [[*ROWS.numpy()]],
+        [{"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]}],
+        Rows(),
     ],
-    ids=["numpy", "rows of numpy", "one row of positions"],
 )
-def test_forms_of_many_rows(batch):
-    model = tiny_model("llama")
-    assert scales_for(model, [batch]) == scales_for(model, [ROWS])
-
-
-def test_datasets_without_an_iterator():
-    class Rows:
-        def __getitem__(self, index):
-            return {"input_ids": ROWS[index]}  # an IndexError ends it
-
-    model = tiny_model("llama")
-    assert scales_for(model, Rows()) == scales_for(model, [ROWS])
-
-
-def test_a_wrapped_forward_hides_nothing():
-    model = tiny_model("llama")
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(InputError, match="inputs_embeds can change"):
-        scales_for(model, [{"input_ids": ROWS, "inputs_embeds": ROWS.float()}])
+def test_forms_of_batches(batches):
+    model, few = tiny_model("llama"), Recipe(data={"allow_few_tokens": True})
+    found = scales_for(model, batches, recipe=few)
+    assert found in [scales_for(model, [rows], recipe=few) for rows in (TEXT, ROWS)]
 
 
 def test_zeros_that_say_that_all_is_text():
@@ -91,12 +71,6 @@ def test_rows_that_are_skipped_whole_are_left_out():
     assert found == scales_for(model, [ROWS], recipe=recipe)
     with pytest.raises(InputError, match="no token was read that counts"):
         scales_for(model, [ROWS[:, :3]], recipe=recipe)
-
-
-def test_a_batch_of_a_calibration_stays_as_it_is():
-    model, ids = tiny_model("llama"), ROWS[:1, :18]
-    batch = Batch(ids, torch.ones_like(ids), sample_ids=(0,), first_token=0)
-    assert scales_for(model, [batch], recipe=FEW) == scales_for(model, [ids], recipe=FEW)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +99,9 @@ def test_a_batch_of_a_calibration_stays_as_it_is():
     ],
 )
 def test_what_would_be_misread_is_one_line(batches, words):
+    model = tiny_model("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # which hides no argument
     with pytest.raises(InputError, match=words) as refused:
-        scales_for(tiny_model("llama"), batches)
+        scales_for(model, batches)
     assert "\n" not in str(refused.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import calibrate, succeeded
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, save_model, tiny_model
+from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model
 from families import tiny_vision_language_model as tiny_seeing_model
 from safetensors.torch import load_file
 from torch import nn
@@ -69,9 +69,9 @@ def test_the_scales_are_the_commands_bit_for_bit(
     assert_same(found, load_file(tmp_path / "out" / SCALES_SHARD))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "phi3", "qwen3_next", "gemma3n_text", "gemma3", "llama4"])
+@pytest.mark.parametrize("family", ["mixtral", "phi3", "gemma3n_text", "gemma3", "llama4"])
 def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
-    kinds = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV}
+    kinds = {**FAMILIES, "gemma3n_text": SHARED_KV}
     made = tiny_model(family, **kinds[family]) if family in kinds else tiny_seeing_model(family)
     save_model(made, tmp_path / "saved")
     loaded = type(made).from_pretrained(tmp_path / "saved")
@@ -133,21 +133,12 @@ def assert_as_before(model, before):
     assert after.grad_mode == before.grad_mode
 
 
-LONG = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 8,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    }
-}
-
-
-@pytest.fixture(params=["llama", "longrope"])
+@pytest.fixture(params=["default", "longrope"])
 def in_training(request):
     """A model between two steps of a trainer."""
-    model = tiny_model("llama", **(LONG if request.param == "longrope" else {})).train()
+    rope = {"rope_type": request.param, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = tiny_model("llama", rope_parameters=rope).train()
     model.model.norm.eval()
     # which transformers calls otherwise since 5.2x
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -161,25 +152,22 @@ def in_training(request):
     return model
 
 
-def drawing(rows):
-    """Batches of a loader that draws random numbers."""
-    for row in rows:
+def drawing(error=None):
+    """Batches of a loader that draws random numbers, and may break."""
+    for row in ROWS:
         torch.rand(3)
         yield row[None]
-
-
-def failing(rows):
-    yield from drawing(rows)
-    raise OSError("the loader broke")
+    if error:
+        raise error
 
 
 def test_the_model_is_left_as_it_was_also_after_errors(in_training):
     before = Held(in_training)
-    first = scales_for(in_training, drawing(ROWS))
+    first = scales_for(in_training, drawing())
     assert_as_before(in_training, before)
-    assert_same(first, scales_for(in_training, drawing(ROWS)))
+    assert_same(first, scales_for(in_training, drawing()))
     with pytest.raises(OSError, match="the loader broke"):
-        scales_for(in_training, failing(ROWS))
+        scales_for(in_training, drawing(OSError("the loader broke")))
     assert_as_before(in_training, before)
     with pytest.raises(InputError, match="token id 128"):
         scales_for(in_training, [ROWS, ROWS + 128 - ROWS.max()])
@@ -194,38 +182,24 @@ def test_the_model_is_left_as_it_was_also_after_errors(in_training):
     assert_as_before(in_training, before)
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_what_a_generator_of_batches_keeps_can_be_trained_on(gradients):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_surrounding_mode_of_gradients_does_not_matter_and_is_that_of_a_generator(mode):
     model, kept = tiny_model("llama").train(), []
 
     def made():
         for row in ROWS:
-            loss_weights = torch.ones(1, len(row), 64)
-            kept.append((loss_weights, torch.is_grad_enabled()))
+            kept.append((torch.ones(1, len(row), 64), torch.is_grad_enabled()))
             yield row[None]
 
-    with torch.set_grad_enabled(gradients):
-        scales_for(model, made())
-    assert [(made.is_inference(), mode) for made, mode in kept] == [(False, gradients)] * len(ROWS)
-    hidden = model.model(input_ids=ROWS[:1]).last_hidden_state
-    (hidden * kept[0][0]).sum().backward()
-
-
-def test_a_model_that_has_never_run_is_left_as_it_was():
-    model = tiny_model("llama", **LONG)
-    before = Held(model)
-    scales_for(model, [ROWS])
-    assert_as_before(model, before)
-
-
-def test_the_surrounding_mode_of_gradients_does_not_matter():
-    model = tiny_model("llama").train()
-    expected = scales_for(model, [ROWS])
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            found = scales_for(model, [ROWS])
-        assert_same(found, expected)
-        assert not any(scale.is_inference() or scale.requires_grad for scale in found.values())
+    with mode():
+        found, gradients = scales_for(model, made()), torch.is_grad_enabled()
+    assert not any(scale.is_inference() or scale.requires_grad for scale in found.values())
+    assert_same(scales_for(model, [row[None] for row in ROWS]), found)
+    is_inference = mode is torch.inference_mode
+    assert [(made.is_inference(), mode) for made, mode in kept] == [(is_inference, gradients)] * len(ROWS)
+    if not is_inference:
+        hidden = model.model(input_ids=ROWS[:1]).last_hidden_state
+        (hidden * kept[0][0]).sum().backward()
 
 
 def test_little_text_is_a_warning_and_next_to_none_is_refused():
@@ -272,8 +246,8 @@ def test_the_docstring_names_the_keys_of_recipes_that_count(monkeypatch):
 
 
 def test_another_thread_with_the_same_model_is_refused():
-    model = tiny_model("llama")
-    expected, refused = scales_for(model, [ROWS]), []
+    model, refused = tiny_model("llama"), []
+    expected, before = scales_for(model, [ROWS]), Held(model)
 
     def other():
         with pytest.raises(InputError, match="another thread measures this model"):
@@ -286,7 +260,6 @@ def test_another_thread_with_the_same_model_is_refused():
         thread.start()
         thread.join()
 
-    before = Held(model)
     assert_same(scales_for(model, batches()), expected)
     assert refused
     assert_as_before(model, before)
@@ -317,41 +290,28 @@ def test_wrapped_models(wrap):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_code_is_not_run():
-    model = tiny_model("llama")
-    expected = scales_for(model, [ROWS])
-    ran = []
+    model, ran = tiny_model("llama"), []
     torch.compiler.reset()
-
-    def backend(graph, inputs):
-        ran.append(graph)
-        return graph.forward
-
     for layer in model.model.layers:
-        layer.compile(backend=backend)
-    assert_same(scales_for(model, [ROWS]), expected)
+        layer.compile(backend=lambda graph, _: ran.append(graph) or graph.forward)
+    found = scales_for(model, [ROWS])
     assert ran == []
+    assert_same(found, scales_for(tiny_model("llama"), [ROWS]))
     with torch.no_grad():
         model(ROWS)
     assert ran
 
 
-def attending(model, implementation):
-    model.config._attn_implementation_internal = implementation
+def spread_out():
+    model = tiny_model("llama")
+    model.lm_head.weight.ds_id = 0
     return model
 
 
-def spread_out(model, attribute):
-    setattr(model.lm_head.weight, attribute, 0)
+def configured(**changes):
+    model = tiny_model("llama")
+    vars(model.config).update(changes)
     return model
-
-
-def quantised(model):
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    return model
-
-
-def llama():
-    return tiny_model("llama")
 
 
 def deepseek():
@@ -362,14 +322,14 @@ def deepseek():
     ("make", "options", "words"),
     [
         (lambda: nn.Linear(2, 2), {}, "Linear is neither a transformers model"),
-        (lambda: llama().model, {}, "not a causal language model"),
-        (lambda: llama().to("meta"), {}, "are on device meta"),
-        (lambda: attending(llama(), "mine"), {}, "no attention .* 'mine'"),
-        (lambda: quantised(llama()), {}, "are quantised"),
-        (lambda: spread_out(llama(), "ds_id"), {}, "spread over processes"),
-        (llama, {"format": "json"}, "use format='vllm'"),
-        (llama, {"format": "tgi", "strategy": "attn_head"}, "reads tensor scales"),
-        (llama, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
+        (lambda: configured().model, {}, "not a causal language model"),
+        (lambda: configured().to("meta"), {}, "are on device meta"),
+        (lambda: configured(_attn_implementation_internal="mine"), {}, "no attention .* 'mine'"),
+        (lambda: configured(quantization_config={"quant_method": "bitsandbytes"}), {}, "are quantised"),
+        (spread_out, {}, "spread over processes"),
+        (configured, {"format": "json"}, "use format='vllm'"),
+        (configured, {"format": "tgi", "strategy": "attn_head"}, "reads tensor scales"),
+        (configured, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
         (deepseek, {}, "MLA"),
         (deepseek, {"strategy": "attn_head"}, "one latent per token and layer"),
     ],
@@ -381,11 +341,8 @@ def test_refusals_are_one_line(make, options, words):
 
 
 def test_what_is_not_known_of_the_engine_is_a_warning():
-    class LlamaOfMineForCausalLM(type(tiny_model("llama"))):
-        pass
-
     model = tiny_model("llama")
-    model.__class__ = LlamaOfMineForCausalLM
+    model.__class__ = type("LlamaOfMineForCausalLM", (type(model),), {})
     with pytest.warns(UserWarning, match="whether vLLM loads these scales is not known"):
         scales_for(model, [ROWS])
 

@@ -35,38 +35,25 @@ DATA = (
 )
 
 
-@pytest.fixture(scope="module")
-def stopped(model, tmp_path_factory):
-    """One process that stopped at its second look or later."""
-    out = tmp_path_factory.mktemp("stopped") / "out"
-    done = ran("calibrate", model, "-o", out, *DATA, SHARE)
-    return out, done.stdout
-
-
 def random_batches(samples=SAMPLES, seq_len=SEQ_LEN, batch=BATCH):
     ids = torch.randint(64, (samples, seq_len), generator=torch.Generator().manual_seed(1))
     return make_batches(ids.tolist(), batch, pad_id=0)
 
 
 def test_the_first_look_is_after_tokens_and_samples_enough_and_the_last_at_the_end():
-    batches = random_batches()
-    found = decision_points(batches)
-    assert found[0] == -(-FIRST_TOKENS // (BATCH * SEQ_LEN))
-    assert found[-1] == len(batches)
+    found = decision_points(random_batches())
+    assert (found[0], found[-1]) == (-(-FIRST_TOKENS // (BATCH * SEQ_LEN)), SAMPLES // BATCH)
     assert found == sorted({*found})
-    few_and_long = random_batches(samples=40, seq_len=2048, batch=1)
-    assert decision_points(few_and_long)[0] == FIRST_SAMPLES
+    assert decision_points(random_batches(samples=40, seq_len=2048, batch=1))[0] == FIRST_SAMPLES
     assert decision_points(random_batches(samples=3)) == [1]
     # tokens that are not counted bring no look nearer
-    ids = torch.randint(64, (SAMPLES, SEQ_LEN)).tolist()
-    plain, skipping = (make_batches(ids, BATCH, pad_id=0, skip_first=n) for n in (0, 50))
-    assert decision_points(plain)[0] < decision_points(skipping)[0]
-    counted = sum(50 * len(batch.sample_ids) for batch in skipping[: decision_points(skipping)[0]])
-    assert FIRST_TOKENS <= counted < FIRST_TOKENS + 50 * BATCH
+    skipping = make_batches([[7] * SEQ_LEN] * SAMPLES, BATCH, pad_id=0, skip_first=50)
+    assert decision_points(skipping)[0] == -(-FIRST_TOKENS // (BATCH * 50)) > found[0]
 
 
-def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
-    out, printed = stopped
+def test_it_stops_where_what_is_expected_is_held_and_not_before_in_any_number_of_processes(model, tmp_path):
+    out = tmp_path / "alone"
+    printed = ran("calibrate", model, "-o", out, *DATA, SHARE).stdout
     stats, report = load_stats(out), json.loads((out / "fp8kv_calibration.json").read_text())
     recipe = Recipe.model_validate(report["recipe"])
     read, available = stats.tokens, SAMPLES * SEQ_LEN
@@ -75,12 +62,9 @@ def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
     assert covered_share(stats, derive_scales(stats, recipe), LOOKAHEAD, SHARE) >= 0.95
     assert (report["dataset"]["tokens"], report["dataset"]["samples"]) == (read, read // SEQ_LEN)
     assert recipe.data.until == SHARE
-
-
-def test_several_processes_stop_at_the_same_batch_with_the_same_bits(model, stopped, tmp_path):
     done = calibrate_forked(3, model, "-o", tmp_path / "out", *DATA, SHARE)
     assert [rank.exit_code for rank in done] == [0, 0, 0], done
-    assert_same(statistics(tmp_path / "out"), statistics(stopped[0]))
+    assert_same(statistics(tmp_path / "out"), statistics(out))
 
 
 def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
