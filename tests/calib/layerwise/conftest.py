@@ -17,7 +17,6 @@ from calib.recipe import load_recipe
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 23, 23, 11, 7)]
-PLENTY = 1 << 40
 
 
 @dataclass
@@ -43,10 +42,21 @@ class Saved:
         skeleton = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
         return open_layers(skeleton, checkpoint, recipe)
 
-    def by_layer(self, recipe, batches, limit=PLENTY, **options):
+    def by_layer(self, recipe, batches, limit=1 << 40, **options):
         source = self.open(recipe)
         self.scratch.mkdir(exist_ok=True)
         return calibrate_layerwise(source, batches, recipe, limit=limit, directory=self.scratch, **options)
+
+    def check(self, recipe, batches):
+        """Both ways agree in every bit; return the statistics."""
+        found, expected = self.by_layer(recipe, batches), self.in_memory(recipe, batches)
+        assert (found.shared, found.counts()) == (expected.shared, expected.counts())
+        assert bits(found) == bits(expected)
+        return found
+
+
+def bits(stats):
+    return {name: (x.dtype, x.shape, x.numpy().tobytes()) for name, x in stats.tensors().items()}
 
 
 @pytest.fixture(autouse=True)
@@ -59,44 +69,22 @@ def _one_thread():
 
 
 @pytest.fixture
-def save(tmp_path):
-    """Save a model in shards of 100 KB."""
-
-    def save(model):
-        model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
-        return Saved(tmp_path / "model", tmp_path / "scratch")
-
-    return save
-
-
-@pytest.fixture
 def saved_at(tmp_path):
     """A model that was saved before."""
     return lambda directory: Saved(directory, tmp_path / "scratch")
 
 
 @pytest.fixture
-def llama(save, tiny_llama):
-    return save(tiny_llama)
+def save(saved_at, tmp_path):
+    """Save a model in shards of 100 KB."""
+
+    def save(model):
+        model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+        return saved_at(tmp_path / "model")
+
+    return save
 
 
 @pytest.fixture
-def assert_same():
-    """Check that two statistics agree in every bit."""
-
-    def check(one, other):
-        assert one.layers.keys() == other.layers.keys()
-        assert one.shared == other.shared
-        for name, layer in one.layers.items():
-            assert bits(layer) == bits(other.layers[name]), name
-
-    return check
-
-
-def bits(value):
-    """Nested statistics with their tensors as bytes."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.numpy().tobytes()
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: bits(getattr(value, name)) for name in value.__dataclass_fields__}
-    return value
+def llama(save, tiny_llama):
+    return save(tiny_llama)

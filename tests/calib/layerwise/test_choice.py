@@ -26,10 +26,8 @@ def resolve(tiny_directory, monkeypatch):
 
     def resolve(weights, config=None, **changes):
         monkeypatch.setattr(memory, "_weight_bytes", lambda *_: weights)
-        recipe = load_recipe(None, {"device": "cpu", **changes})
-        checkpoint = find_model(str(tiny_directory))
-        config = config or load_config(checkpoint)
-        return memory.resolve_offload(checkpoint, config, recipe)
+        recipe, checkpoint = load_recipe(None, {"device": "cpu", **changes}), find_model(str(tiny_directory))
+        return memory.resolve_offload(checkpoint, config or load_config(checkpoint), recipe)
 
     return resolve
 
@@ -50,16 +48,11 @@ def test_auto_is_layerwise_where_the_weights_do_not_fit(weights, changes, expect
     assert resolve(weights, **changes) == expected
 
 
-@pytest.mark.parametrize(
-    ("weights", "changes", "message"),
-    [
-        (5, {"offload": "none", "max_memory": "4GiB"}, "take 5.00GiB, too much for --max-memory 4GiB"),
-        (50, {"data.dataset": "self"}, "dataset 'self'.*builtin:python-docs"),
-    ],
-)
-def test_what_cannot_stay_in_memory_and_must_is_refused(weights, changes, message, resolve):
-    with pytest.raises(InputError, match=message):
-        resolve(weights * GIB, **changes)
+def test_what_cannot_stay_in_memory_and_must_is_refused(resolve):
+    with pytest.raises(InputError, match="take 5.00GiB, too much for --max-memory 4GiB"):
+        resolve(5 * GIB, offload="none", max_memory="4GiB")
+    with pytest.raises(InputError, match="dataset 'self'.*builtin:python-docs"):
+        resolve(50 * GIB, **{"data.dataset": "self"})
 
 
 def test_quantised_weights_stay_in_memory_unless_told_otherwise(resolve, tiny_directory):
@@ -94,23 +87,17 @@ def test_converting_weights_needs_both(tiny_directory):
     assert needed("bfloat16") == stored + stored // 2
 
 
-def test_sizes():
+def test_sizes_are_read_and_shown_large_enough():
     texts = {"8GiB": 8 << 30, "500MB": 500_000_000, "1.5 gb": 1_500_000_000, "7B": 7}
     assert {text: parse_size(text) for text in texts} == texts
-
-
-@pytest.mark.parametrize("text", ["8", "GiB", "-1GiB", "8 elephants", "0GiB", "1e9B", "8GiB!"])
-def test_nonsense_is_no_size(text):
-    with pytest.raises(InputError, match=r"is not an amount of memory; .* such as 8GiB") as raised:
-        parse_size(text)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(InputError, match="max_memory"):
-        load_recipe(None, {"max_memory": text})
-
-
-def test_a_size_is_shown_large_enough():
     shown = [show_size(size) for size in (1, 5 << 20, GIB + 1, 3 * GIB // 2)]
     assert shown == ["1MiB", "5MiB", "1.01GiB", "1.50GiB"]
+    for text in ("8", "GiB", "-1GiB", "8 elephants", "0GiB", "1e9B", "8GiB!"):
+        with pytest.raises(InputError, match=r"is not an amount of memory; .* such as 8GiB") as raised:
+            parse_size(text)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match="max_memory"):
+        load_recipe(None, {"max_memory": "8"})
 
 
 def test_memory_that_is_held_is_resident():
@@ -124,17 +111,15 @@ def test_memory_that_is_held_is_resident():
 
 
 def test_a_containers_limit_counts_on_every_level(tmp_path, monkeypatch):
-    inner = tmp_path / "cgroup" / "job" / "step"
+    inner = tmp_path / "job" / "step"
     inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (inner / "memory.stat").write_text("anon 0\nfile 9\n")
-    (inner.parent / "memory.max").write_text("5000\n")
-    (inner.parent / "memory.stat").write_text("anon 2000\nfile 2500\n")
+    for group, limit, usage in ((inner, "max", "0\nfile 9"), (inner.parent, 5000, "2000\nfile 2500")):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.stat").write_text(f"anon {usage}\n")
     (tmp_path / "self").write_text("0::/job/step\n")
-    free = SimpleNamespace(available=8192)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8192))
     monkeypatch.setattr(memory, "_GROUP", tmp_path / "self")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
     assert available_bytes() == 3000
     (inner.parent / "memory.max").write_text("50000\n")
     assert available_bytes() == 8192

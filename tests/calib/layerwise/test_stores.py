@@ -1,6 +1,5 @@
 """Reading single tensors, and keeping outputs in memory and on disk."""
 
-import json
 import resource
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
-from calib.layerwise.hidden import HiddenStates, nbytes, to_meta
+from calib.layerwise.hidden import HiddenStates, to_meta
 from calib.models.sources import find_model
 
 CPU = torch.device("cpu")
@@ -42,33 +41,20 @@ def test_tensors_are_read_as_safetensors_reads_them(checkpoint):
             # float32 matrix products differ in their last bits between alignments
             mapped = file.get_slice(name)[...] if tensor.dim() else read
             assert not tensor.numel() or (read.data_ptr() - mapped.data_ptr()) % 64 == 0
-
-
-def test_tensors_are_read_into_memory_that_is_given(checkpoint):
-    stored = stored_tensors(checkpoint)["a"]
-    memory = torch.full((stored.room,), 7, dtype=torch.uint8)
-    read = stored.read(memory)
+    memory = torch.full((stored["a"].room,), 7, dtype=torch.uint8)  # that is given
+    read = stored["a"].read(memory)
     assert torch.equal(read, TENSORS["a"])
     assert read.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def test_a_file_that_ends_early_is_an_error_of_one_line(checkpoint):
-    stored = stored_tensors(checkpoint)
-    path = checkpoint.path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-20])
+def test_a_file_that_ends_early_or_holds_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
+    path, stored = checkpoint.path / "model.safetensors", stored_tensors(checkpoint)
+    data = path.read_bytes()
+    path.write_bytes(data[:-20])
     with pytest.raises(InputError, match="ends early; download the model again"):
         for tensor in stored.values():
             tensor.read()
-
-
-def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
-    path = checkpoint.path / "model.safetensors"
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["b"]["dtype"] = "U16"
-    changed = json.dumps(header).encode()
-    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    path.write_bytes(data.replace(b'"dtype":"BF16"', b'"dtype": "U16"'))
     with pytest.raises(InputError, match=r"holds 'b' as U16.*--offload none"):
         stored_tensors(open_model_directory(checkpoint.path))
 
@@ -120,6 +106,8 @@ def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):
 
 def test_room_in_memory_is_used_again(tmp_path):
     kilobyte = torch.zeros(1024, dtype=torch.uint8)
+    form, nothing = to_meta((kilobyte, None))
+    assert (form.is_meta, form.shape, nothing) == (True, kilobyte.shape, None)
     with HiddenStates(tmp_path, 1500) as store:
         store.put(("hidden", 0), kilobyte)
         store.put(("hidden", 1), kilobyte)
@@ -127,12 +115,3 @@ def test_room_in_memory_is_used_again(tmp_path):
         store.take(("hidden", 0), CPU)
         store.put(("hidden", 2), kilobyte)
         assert len(list(tmp_path.rglob("hidden-*"))) == 1
-
-
-def test_the_form_of_an_output_takes_no_memory():
-    output = torch.zeros(2, 3), None
-    form = to_meta(output)
-    assert form[0].is_meta
-    assert form[0].shape == (2, 3)
-    assert form[1] is None
-    assert nbytes(output) == 24

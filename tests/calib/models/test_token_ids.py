@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import fp8kv, one_line_error, succeeded
 from families import edit_json
 
 FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu", "--allow-few-tokens"]
@@ -16,8 +16,7 @@ def extended(tiny_directory):
     file = tiny_directory / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["vocab"]["w128"] = 128
-    new = {**tokenizer["added_tokens"][0], "id": 129, "content": "<new>"}
-    tokenizer["added_tokens"].append(new)
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 129, "content": "<new>"})
     file.write_text(json.dumps(tokenizer))
     return tiny_directory
 
@@ -35,15 +34,6 @@ def run(extended, tmp_path):
     return run
 
 
-@pytest.fixture
-def _computes_nothing(monkeypatch):
-    def fail(*_, **__):
-        pytest.fail("the model ran")
-
-    monkeypatch.setattr(torch.nn.functional, "embedding", fail)
-
-
-@pytest.mark.usefixtures("_computes_nothing")
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
@@ -54,7 +44,10 @@ def _computes_nothing(monkeypatch):
     ],
     ids=["calibrate", "layerwise", "generate", "eval"],
 )
-def test_text_with_tokens_that_have_no_row_is_refused(command, rows, run, tmp_path):
+def test_text_with_tokens_that_have_no_row_is_refused_before_the_model_runs(
+    command, rows, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
     output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
     done = run(*command, *output, rows=rows)
     one_line_error(done, "130 tokens", "128 rows", "token id")
@@ -67,22 +60,13 @@ def test_tokens_that_the_data_never_uses_do_no_harm(run, offload, tmp_path):
     succeeded(run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows))
 
 
-def test_samples_that_the_model_writes_start_where_it_can(extended, run, tmp_path):
-    edit_json(extended / "tokenizer_config.json", bos_token="<new>")
-    done = run("calibrate", "-o", tmp_path / "out", "--dataset", "self", *FLAGS)
-    one_line_error(done, "130 tokens", "128 rows", "token id")
-
-
-def test_samples_that_the_model_writes_need_no_row_for_padding(extended, run, tmp_path):
-    outputs = []
+def test_samples_that_the_model_writes_need_a_row_to_start_with_and_none_for_padding(extended, run, tmp_path):
+    outputs, flags = [], [*FLAGS, "--dataset", "self", "--samples", "20", "--batch-size", "10"]
     for pad in ("<pad>", "<new>"):
         edit_json(extended / "tokenizer_config.json", pad_token=pad)
-        out = tmp_path / pad.strip("<>")
-        flags = [*FLAGS, "--samples", "20", "--batch-size", "10"]
-        succeeded(run("calibrate", "-o", out, "--dataset", "self", *flags))
-        outputs.append(json.loads((out / "fp8kv_calibration.json").read_text())["dataset"])
+        succeeded(run("calibrate", "-o", tmp_path / pad, *flags))
+        outputs.append(json.loads((tmp_path / pad / "fp8kv_calibration.json").read_text())["dataset"])
     assert outputs[0] == outputs[1]
-
-
-def test_random_token_ids_have_rows(extended, tmp_path):
-    assert calibrate(extended, "-o", tmp_path / "out").exit_code == 0
+    edit_json(extended / "tokenizer_config.json", bos_token="<new>")
+    done = run("calibrate", "-o", tmp_path / "out", *flags)
+    one_line_error(done, "130 tokens", "128 rows", "token id")

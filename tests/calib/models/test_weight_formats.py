@@ -33,15 +33,19 @@ FP8KV = ("--format", "fp8kv", "--weights", "none")
 NOTE = "were dequantised, and activations were not quantised"
 
 
+def same(model, expected):
+    loaded = model.state_dict()
+    for name, values in expected.items():
+        assert torch.equal(loaded[name], values.float()), name
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_what_their_codes_stand_for_rounded_once(form, tiny_directory, tmp_path):
     FORMS[form].quantise(tiny_directory, tmp_path / "plain")
-    plain = load_file(tmp_path / "plain/model.safetensors")
-    loaded = load(tiny_directory, dtype="float32").state_dict()
-    checkpoint = find_model(str(tiny_directory))
+    plain, checkpoint = load_file(tmp_path / "plain/model.safetensors"), find_model(str(tiny_directory))
+    same(load(tiny_directory, dtype="float32"), plain)
     halves = weight_sources(checkpoint, load_config(checkpoint), "bfloat16")
     for name, values in plain.items():
-        assert torch.equal(loaded[name], values), name
         if name.endswith("_proj.weight"):
             assert torch.equal(halves[name].read(), values.bfloat16()), name
 
@@ -51,9 +55,7 @@ def test_weights_are_what_the_tool_itself_makes_of_them(case):
     if case.name in REFUSED:
         refused(case, "quant_algo.*give the model it was made from")
         return
-    loaded = load(case, dtype="float32").state_dict()
-    for name, values in load_file(case / "dequantized.safetensors").items():
-        assert torch.equal(loaded[name], values.float()), name
+    same(load(case, dtype="float32"), load_file(case / "dequantized.safetensors"))
 
 
 @pytest.mark.parametrize("tool", ["gptqmodel", "llmcompressor-0.14", "amd-quark"])
@@ -109,9 +111,7 @@ def test_layer_by_layer_gives_the_same_bits_and_reads_codes_once(form, tiny_dire
 
 def same_both_ways(directory, plain, tmp_path):
     """Weights are those of `plain`, in memory, and layer by layer gives the same statistics."""
-    loaded, expected = (load(path, dtype="float32").state_dict() for path in (directory, plain))
-    for name, values in expected.items():
-        assert torch.equal(loaded[name], values), name
+    same(load(directory, dtype="float32"), load(plain, dtype="float32").state_dict())
     for offload in ("none", "layerwise"):
         succeeded(calibrate(directory, "-o", tmp_path / offload, "--offload", offload, *FP8KV))
     by_layer = load_stats(tmp_path / "layerwise").layers
@@ -120,17 +120,15 @@ def same_both_ways(directory, plain, tmp_path):
         assert torch.equal(layer.v.amax, by_layer[name].v.amax)
 
 
-def test_experts_of_gpt_oss(tmp_path):
-    directory = save_model(tiny_model("gpt_oss", head_dim=16, num_local_experts=4), tmp_path / "m")
-    GPT_OSS.quantise(directory, tmp_path / "plain")
-    same_both_ways(directory, tmp_path / "plain", tmp_path)
-
-
-@pytest.mark.parametrize("name", ["gptq-4", "compressed-fp8", "modelopt-nvfp4"])
-def test_experts_that_are_fused_while_they_are_loaded(name, tmp_path):
-    directory = save_model(tiny_model("mixtral", num_local_experts=2), tmp_path / "m")
-    FORMS[name].quantise(directory, tmp_path / "plain")
-    assert any("experts.1.w2." in name for name in load_file(directory / "model.safetensors"))
+@pytest.mark.parametrize("name", ["gptq-4", "compressed-fp8", "modelopt-nvfp4", "gpt-oss"])
+def test_experts_that_are_fused_or_fused_while_they_are_loaded(name, tmp_path):
+    if name == "gpt-oss":
+        model, form, part = tiny_model("gpt_oss", head_dim=16, num_local_experts=4), GPT_OSS, "experts.down_"
+    else:
+        model, form, part = tiny_model("mixtral", num_local_experts=2), FORMS[name], "experts.1.w2."
+    directory = save_model(model, tmp_path / "m")
+    form.quantise(directory, tmp_path / "plain")
+    assert any(part in name for name in load_file(directory / "model.safetensors"))
     same_both_ways(directory, tmp_path / "plain", tmp_path)
 
 
@@ -145,10 +143,11 @@ def test_a_config_inside_text_config(tmp_path):
 
 
 def test_modules_that_are_left_alone_and_several_schemes(tiny_directory, tmp_path):
-    form = replace(FORMS["modelopt-fp8"], weights=r"layers.0.*_proj\.weight$")
-    form.quantise(tiny_directory, tmp_path / "half")
-    form = replace(FORMS["modelopt-nvfp4"], weights=r"layers.1.*mlp.*_proj\.weight$")
-    form.quantise(tiny_directory, tmp_path / "coded")
+    for name, weights, place in [
+        ("modelopt-fp8", r"layers.0.*_proj\.weight$", "half"),
+        ("modelopt-nvfp4", r"layers.1.*mlp.*_proj\.weight$", "coded"),
+    ]:
+        replace(FORMS[name], weights=weights).quantise(tiny_directory, tmp_path / place)
     stored = load_file(tiny_directory / "model.safetensors")
     layers = {
         name.removesuffix(".weight"): {"quant_algo": "NVFP4" if "layers.1" in name else "FP8"}
@@ -158,16 +157,13 @@ def test_modules_that_are_left_alone_and_several_schemes(tiny_directory, tmp_pat
     document = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     (tiny_directory / "hf_quant_config.json").write_text(json.dumps({"quantization": document}))
     edit_json(tiny_directory / "config.json", quantization_config=None)
-    loaded = load(tiny_directory, dtype="float32").state_dict()
-    half = load_file(tmp_path / "half/model.safetensors")
-    coded = load_file(tmp_path / "coded/model.safetensors")
-    for name in half:
-        expected = coded if "layers.1" in name else half
-        assert torch.equal(loaded[name], expected[name]), name
+    half, coded = (load_file(tmp_path / place / "model.safetensors") for place in ("half", "coded"))
+    same(load(tiny_directory, dtype="float32"), {n: (coded if "layers.1" in n else half)[n] for n in half})
 
 
 def test_groups_of_compressed_tensors_by_name_pattern_and_class(tiny_directory, tmp_path):
     groups, module = {}, "model.layers.0.self_attn.q_proj"
+    parts = {"compressed-int8": module, "compressed-fp8-channel": "self_attn.k_proj", "compressed-w4": "mlp"}
     for name, weights, target in [
         ("compressed-int8", r"layers.0.self_attn.q_proj\.weight$", module),
         ("compressed-fp8-channel", r"layers.*self_attn.[kvo]_proj\.weight$", "re:.*self_attn.*"),
@@ -180,14 +176,10 @@ def test_groups_of_compressed_tensors_by_name_pattern_and_class(tiny_directory, 
     says = {**says, "format": "mixed-precision", "config_groups": groups}
     edit_json(tiny_directory / "config.json", quantization_config=says)
     loaded = load(tiny_directory, dtype="float32").state_dict()
-    for name, part in [
-        ("compressed-int8", "layers.0.self_attn.q_proj"),
-        ("compressed-fp8-channel", "self_attn.k_proj"),
-        ("compressed-w4", "mlp"),
-    ]:
-        for weight, values in load_file(tmp_path / name / "model.safetensors").items():
-            if part in weight:
-                assert torch.equal(loaded[weight], values), weight
+    for name, part in parts.items():
+        plain = load_file(tmp_path / name / "model.safetensors")
+        for weight in [weight for weight in plain if part in weight]:
+            assert torch.equal(loaded[weight], plain[weight]), weight
 
 
 def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
