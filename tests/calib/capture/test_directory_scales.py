@@ -16,10 +16,6 @@ from calib.scales.stats_file import load_scales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
-def load_directory_scales(directory, model):
-    return open_scales(directory)(model)
-
-
 def assert_same_scales(one, other):
     assert [*one.layers] == [*other.layers]
     for name, layer in one.layers.items():
@@ -49,16 +45,20 @@ def test_our_own_exports_are_read_like_anyones(layout, flags, saved_llama, model
     expected = load_scales(out)
     for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (out / file).unlink()
-    found = load_directory_scales(out, model)
+    found = open_scales(out)(model)
     assert (found.strategy, found.fp8_dtype) == (expected.strategy, expected.fp8_dtype)
     assert_same_scales(found, expected)
 
 
+def write_json(directory, dtype, ranks):
+    text = {"model_type": "llama", "kv_cache": {"dtype": dtype, "scaling_factor": ranks}}
+    (directory / "kv_cache_scales.json").write_text(json.dumps(text))
+
+
 def test_json_has_one_scale_for_both(model, tmp_path):
     ranks = {"0": {"0": 0.5, "1": 0.25, "2": 1}, "1": {"0": 0.125, "1": 0.75, "2": 1}}
-    text = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": ranks}}
-    (tmp_path / "kv_cache_scales.json").write_text(json.dumps(text))
-    layers = load_directory_scales(tmp_path, model).layers.values()
+    write_json(tmp_path, "float8_e4m3fn", ranks)
+    layers = open_scales(tmp_path)(model).layers.values()
     assert [layer.k.item() for layer in layers] == [layer.v.item() for layer in layers] == [0.5, 0.75, 1.0]
 
 
@@ -81,13 +81,13 @@ def write(directory, layers=3, **scales):
 )
 def test_scales_of_other_tools_have_other_names_and_forms(scales, k, v, model, tmp_path):
     write(tmp_path, **scales)
-    layers = load_directory_scales(tmp_path, model).layers.values()
+    layers = open_scales(tmp_path)(model).layers.values()
     assert [(layer.k.tolist(), layer.v.tolist()) for layer in layers] == [([k], [v])] * 3
 
 
 def refused(directory, model, message):
     with pytest.raises(InputError) as caught:
-        load_directory_scales(directory, model)
+        open_scales(directory)(model)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -111,22 +111,16 @@ def test_what_does_not_fit_gets_one_line(scales, message, model, tmp_path):
     refused(tmp_path, model, message)
 
 
-def say(directory, config, dtype):
-    """Write scales, and what files beside them say of the FP8 type."""
-    write(directory, kv_scale=0.5)
-    if config is not None:
-        (directory / "config.json").write_text(json.dumps(config))
-    if dtype is not None:
-        cache = {"dtype": dtype, "scaling_factor": {"0": {str(i): 0.5 for i in range(3)}}}
-        text = json.dumps({"model_type": "llama", "kv_cache": cache})
-        (directory / "kv_cache_scales.json").write_text(text)
-
-
-FLOAT8 = {"type": "float", "num_bits": 8}
-
-
 def quantized(method="compressed-tensors", **fields):
     return {"quantization_config": {"quant_method": method, **fields}}
+
+
+def float8(**changes):
+    return quantized(kv_cache_scheme={"type": "float", "num_bits": 8, **changes})
+
+
+def modelopt(algorithm):
+    return quantized("modelopt", quantization={"kv_cache_quant_algo": algorithm})
 
 
 def quark(dtype):
@@ -142,36 +136,33 @@ FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
         ({}, None, "e4m3fn"),
         (FNUZ, None, "e4m3fnuz"),
         ({"kv_cache_torch_dtype": "float8_e5m2"}, None, "e5m2"),
-        (FNUZ | quantized(kv_cache_scheme=FLOAT8), None, "e4m3fnuz"),
-        (quantized("modelopt", quantization={"kv_cache_quant_algo": "FP8"}), None, "e4m3fn"),
+        (FNUZ | float8(), None, "e4m3fnuz"),
+        (modelopt("FP8"), None, "e4m3fn"),
         (quark("fp8_e4m3"), None, "e4m3fn"),
         (quark("fp8_e5m2"), None, "e5m2"),
         (None, "float8_e4m3fnuz", "e4m3fnuz"),
         (FNUZ, "float8_e4m3fnuz", "e4m3fnuz"),
-    ],
-)
-def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, model, tmp_path):
-    say(tmp_path, config, dtype)
-    assert load_directory_scales(tmp_path, model).fp8_dtype == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "message"),
-    [
         ({"kv_cache_torch_dtype": "bfloat16"}, None, "of config.json is 'bfloat16'"),
         ({"kv_cache_torch_dtype": 8}, None, "of config.json is '8'"),
         (None, "int8", "dtype of kv_cache_scales.json is 'int8'"),
         (FNUZ, "float8_e4m3fn", "float8_e4m3fnuz and dtype of kv_cache_scales.json float8_e4m3fn"),
-        (quantized(kv_cache_scheme=FLOAT8 | {"num_bits": 4}), None, "NVFP4 cache"),
-        (quantized(kv_cache_scheme=FLOAT8 | {"type": "int"}), None, "is 'int of 8 bits'"),
-        (quantized("modelopt", quantization={"kv_cache_quant_algo": "NVFP4"}), None, "NVFP4 cache"),
+        (float8(num_bits=4), None, "NVFP4 cache"),
+        (float8(type="int"), None, "is 'int of 8 bits'"),
+        (modelopt("NVFP4"), None, "NVFP4 cache"),
         (quark("int8"), None, "is 'int8'"),
         (quark("fp8_e5m2") | FNUZ, None, "contradict"),
     ],
 )
-def test_an_fp8_type_that_is_not_known_is_refused(config, dtype, message, model, tmp_path):
-    say(tmp_path, config, dtype)
-    refused(tmp_path, model, message)
+def test_the_fp8_type_is_read_from_where_it_is_said_or_refused(config, dtype, expected, model, tmp_path):
+    write(tmp_path, kv_scale=0.5)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if dtype is not None:
+        write_json(tmp_path, dtype, {"0": {str(i): 0.5 for i in range(3)}})
+    if expected in FP8_DTYPES:
+        assert open_scales(tmp_path)(model).fp8_dtype == expected
+    else:
+        refused(tmp_path, model, expected)
 
 
 def test_the_largest_values_are_those_of_the_runtime():
@@ -186,20 +177,18 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
     scales = load_file(out / "model-fp8kv-scales.safetensors")
     named = {name: t for name, t in scales.items() if int(name.split(".")[2]) in kept}
     save_file(named, tmp_path / "model.safetensors")
-    found, expected = load_directory_scales(tmp_path, model), load_scales(out)
+    found, expected = open_scales(tmp_path)(model), load_scales(out)
     assert found.shared == expected.shared
     assert len(found.shared) == 1
     assert_same_scales(found, expected)
 
 
 def test_what_is_served_is_taken_and_not_what_was_measured(saved_llama, model, tmp_path):
-    out = tmp_path / "out"
-    assert calibrate(saved_llama, "-o", out).exit_code == 0
-    path = out / "model-fp8kv-scales.safetensors"
-    served = {name: torch.full_like(scale, 100.0) for name, scale in load_file(path).items()}
-    save_file(served, path, {"format": "pt"})
-    layers = load_directory_scales(out, model).layers.values()
+    assert calibrate(saved_llama, "-o", tmp_path / "out").exit_code == 0
+    path = tmp_path / "out" / "model-fp8kv-scales.safetensors"
+    names = load_file(path)
+    save_file({name: torch.full((1,), 100.0) for name in names}, path, {"format": "pt"})
+    layers = open_scales(tmp_path / "out")(model).layers.values()
     assert {layer.k.item() for layer in layers} == {layer.v.item() for layer in layers} == {100.0}
-    save_file({n: torch.zeros_like(scale) for n, scale in served.items()}, path, {"format": "pt"})
-    with pytest.raises(InputError, match="finite and positive"):
-        load_directory_scales(out, model)
+    save_file({name: torch.zeros(1) for name in names}, path, {"format": "pt"})
+    refused(tmp_path / "out", model, "finite and positive")

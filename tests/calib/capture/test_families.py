@@ -1,10 +1,13 @@
 """What is measured of every family is what its cache holds, bit for bit, and leaves no trace."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
+from realistic import SINK, is_norm, multiplies_by_one_plus, rows_of_keys
+from realistic import TOKENS as READ
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -279,19 +282,35 @@ def test_a_reader_with_a_head_computes_the_logits_of_one_token():
     assert shapes == [(1, 1), (2, 1)]
 
 
-class _OnAnotherGPU(torch.Tensor):
-    """A tensor that must be moved before it is compared."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.to:
-            return torch.Tensor(args[0].tolist())
-        assert function is not torch.equal, "Expected all tensors to be on the same device"
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
 def test_keys_on_different_gpus_are_compared():
     first, second = torch.randn(2, 1, 2, 3, 4)
-    moved = second.clone().as_subclass(_OnAnotherGPU)
+    # which must be moved before it is compared
+    moved = SimpleNamespace(shape=second.shape, to=lambda device: second.clone())
     assert _is_equal(moved, second)
     assert not _is_equal(moved, first)
+
+
+# one family of each way to make keys and norms
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "phi3", "gpt_neox", "falcon", "cohere2", "gpt_oss", "deepseek_v3"]
+)
+def test_tiny_models_have_what_trained_ones_have(family):
+    model, ratios = tiny_model(family, **(FAMILIES | LATENT)[family]), []
+    for module in model.modules():
+        if is_norm(module):
+            factor = module.weight.detach() + multiplies_by_one_plus(module)
+            assert factor.max() == pytest.approx(60, rel=2**-7)
+            assert factor.std() / factor.mean() > 0.5
+        keys, rows = rows_of_keys(module)
+        if keys is not None:  # whose outputs are measured with norms of K not yet applied
+
+            def measure(module, args, output, rows=rows):
+                amax = output.flatten(0, -2)[:, list(rows)].abs().amax(0)
+                ratios.append(float(amax.max() / amax.median()))
+
+            keys.register_forward_hook(measure)
+    embedding = model.get_input_embeddings().weight.abs().amax(1)
+    assert embedding[SINK] == embedding.max() >= 20 * embedding.sort()[0][-2]
+    with torch.inference_mode():
+        model.get_decoder()(input_ids=READ, use_cache=False)
+    assert 50 <= min(ratios) <= max(ratios) <= 500

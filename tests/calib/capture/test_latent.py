@@ -77,19 +77,12 @@ def test_layers_with_k_and_v_beside_latents_have_two_scales():
     assert plain.k != plain.v == [*stats.layers.values()][1].v.amax.max() / 448
 
 
-@pytest.mark.parametrize(
-    ("flags", "phrase"),
-    [
-        (("--strategy", "attn_head"), "--strategy attn_head: this model caches one latent"),
-        (("--targets", "qkv"), "--targets qkv: this model caches one latent"),
-        (("--center-keys",), "--center-keys: this model caches one latent"),
-    ],
-)
-def test_more_than_one_scale_is_refused_before_anything_is_measured(flags, phrase, saved, tmp_path):
-    out = ("--format", "fp8kv", "-o", tmp_path / "out")
-    done = calibrate_command(saved, *out, *flags)
-    one_line_error(done, phrase, "use --strategy tensor", status=2)
-    assert not (tmp_path / "out").exists()
+def test_more_than_one_scale_is_refused_before_anything_is_measured(saved, tmp_path):
+    for flags in (("--strategy", "attn_head"), ("--targets", "qkv"), ("--center-keys",)):
+        done = calibrate_command(saved, "--format", "fp8kv", "-o", tmp_path / "out", *flags)
+        said = f"{' '.join(flags)}: this model caches one latent"
+        one_line_error(done, said, "use --strategy tensor", status=2)
+        assert not (tmp_path / "out").exists()
 
 
 def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, measured, tmp_path):
@@ -122,8 +115,7 @@ def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, m
 
 
 def test_what_convert_refuses_names_a_command_that_there_is(saved, tmp_path):
-    out = ("--format", "modelopt", "-o", tmp_path / "scaled")
-    done = succeeded(calibrate_command(saved, *out))
+    done = succeeded(calibrate_command(saved, "--format", "modelopt", "-o", tmp_path / "scaled"))
     assert "serve with vLLM:" in done.stdout
     assert "for vLLM; strategy" in (tmp_path / "scaled" / "README.md").read_text()
     done = fp8kv("convert", tmp_path / "scaled", "--to", "vllm", "-o", tmp_path / "no")

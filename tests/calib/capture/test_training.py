@@ -1,22 +1,21 @@
-"""Scales of a model in memory: the command's, bit for bit, and the model is left as it was."""
+"""Scales of a model in memory: the command's, bit for bit, for all forms of batches; nothing is changed."""
 
 import re
 import runpy
 import threading
-import warnings
+from collections import UserDict
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import calibrate, succeeded
-from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model
-from families import tiny_vision_language_model as tiny_seeing_model
+from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
 from safetensors.torch import load_file
 from torch import nn
 
 from calib.capture.attention import map_attention
 from calib.capture.training import scales_for
-from calib.data import load_data, make_batches
+from calib.data import Batch, load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.names import SCALES_SHARD
@@ -27,11 +26,20 @@ from calib.strict_yaml import StrictModel
 
 # little text does for this
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:only .* tokens were read:UserWarning"),
+    pytest.mark.filterwarnings("ignore:only .* tokens:UserWarning"),
     pytest.mark.filterwarnings("ignore:the 160 samples are alike:UserWarning"),
 ]
 GENERATOR = torch.Generator().manual_seed(1)
 ROWS = torch.randint(3, 128, (4, 24), generator=GENERATOR)
+FEW = Recipe(data={"allow_few_tokens": True})
+TEXT = ROWS[:1, :18]
+LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), TEXT], 1)
+SHAPES = (
+    r"token ids must be whole numbers \[B, T\], a list of rows \[T\], or a mapping of input_ids and "
+    "attention_mask"
+)
+REAL = torch.tensor([[0] * 6 + [1] * 18])
+POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "training_loop.py"
 
 
@@ -69,68 +77,49 @@ def test_the_scales_are_the_commands_bit_for_bit(
     assert_same(found, load_file(tmp_path / "out" / SCALES_SHARD))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "phi3", "gemma3n_text", "gemma3", "llama4"])
-def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
-    kinds = {**FAMILIES, "gemma3n_text": SHARED_KV}
-    made = tiny_model(family, **kinds[family]) if family in kinds else tiny_seeing_model(family)
-    save_model(made, tmp_path / "saved")
-    loaded = type(made).from_pretrained(tmp_path / "saved")
-    units = map_attention(loaded).unit_scales()
-    checkpoint = open_model_directory(tmp_path / "saved")
-    for format in ("vllm", "sglang"):
-        wanted = names_or_refusal(lambda f=format: export(units, checkpoint, f).tensors)
-        for model in (made, loaded):
-            with warnings.catch_warnings(record=True):
-                warnings.simplefilter("always")
-                found = names_or_refusal(lambda f=format, m=model: scales_for(m, [ROWS], format=f))
-            assert found == wanted
-
-
 def names_or_refusal(make):
     try:
-        return {*make()}
+        return {*make().keys()}
     except Fp8kvError as error:
         return re.sub(r"'\S+'", "", str(error))
 
 
-class Held:
-    """All that can be seen of a model, and of torch's state."""
-
-    def __init__(self, model):
-        self.objects = {
-            (name, *place): value
-            for name, module in model.named_modules()
-            for place, value in objects(vars(module))
-        }
-        weights = dict(model.named_parameters())
-        self.flags = {n: (w.requires_grad, w.dtype, w.device) for n, w in weights.items()}
-        self.grads = {name: weight.grad for name, weight in weights.items()}
-        self.config = (model.config.to_dict(), model.config._attn_implementation)
-        tensors = {**model.state_dict(), **dict(model.named_buffers())}
-        self.values = {name: tensor.clone() for name, tensor in tensors.items()}
-        self.generator, self.grad_mode = torch.get_rng_state(), torch.is_grad_enabled()
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("family", ["mixtral", "phi3", "gemma3n_text", "gemma3", "llama4"])
+def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
+    kinds = {**FAMILIES, "gemma3n_text": SHARED_KV}
+    made = tiny_model(family, **kinds[family]) if family in kinds else tiny_vision_language_model(family)
+    save_model(made, tmp_path / "saved")
+    loaded = type(made).from_pretrained(tmp_path / "saved")
+    units, checkpoint = map_attention(loaded).unit_scales(), open_model_directory(tmp_path / "saved")
+    for format in ("vllm", "sglang"):
+        wanted = names_or_refusal(lambda f=format: export(units, checkpoint, f).tensors)
+        for model in (made, loaded):
+            assert names_or_refusal(lambda f=format, m=model: scales_for(m, [ROWS], format=f)) == wanted
 
 
-def objects(attributes):
-    """What a module holds: in its own attributes, and in its tables of weights, buffers, hooks."""
-    for key, value in attributes.items():
-        if isinstance(value, dict):
-            yield from (((key, inner), each) for inner, each in value.items())
-        else:
-            yield (key,), value
+def held(model):
+    """All that can be seen of a model, and of torch's state: objects, settings and values."""
+    objects, weights = {}, dict(model.named_parameters())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():  # its own attributes, and tables of weights, buffers, hooks
+            inner = value.items() if isinstance(value, dict) else [("", value)]
+            objects |= {(name, key, place): each for place, each in inner}
+    objects |= {(name, "grad"): weight.grad for name, weight in weights.items()}
+    flags = {name: (w.requires_grad, w.dtype, w.device) for name, w in weights.items()}
+    settings = flags, model.config.to_dict(), model.config._attn_implementation, torch.is_grad_enabled()
+    values = {**model.state_dict(), **dict(model.named_buffers()), "random": torch.get_rng_state()}
+    return objects, settings, {name: tensor.clone() for name, tensor in values.items()}
 
 
 def assert_as_before(model, before):
-    after = Held(model)
-    for one, other in ((after.objects, before.objects), (after.grads, before.grads)):
-        assert one.keys() == other.keys()
-        # compared by identity: what was replaced by its equal has been changed too
-        assert [key for key in one if one[key] is not other[key]] == []
-    assert (after.flags, after.config) == (before.flags, before.config)
-    assert after.values.keys() == before.values.keys()
-    assert all(torch.equal(x, before.values[name]) for name, x in after.values.items())
-    assert torch.equal(after.generator, before.generator)
-    assert after.grad_mode == before.grad_mode
+    (objects, settings, values), (old_objects, old_settings, old_values) = held(model), before
+    assert objects.keys() == old_objects.keys()
+    # compared by identity: what was replaced by its equal has been changed too
+    assert [key for key in objects if objects[key] is not old_objects[key]] == []
+    assert settings == old_settings
+    assert values.keys() == old_values.keys()
+    assert all(torch.equal(value, old_values[name]) for name, value in values.items())
 
 
 @pytest.fixture(params=["default", "longrope"])
@@ -162,7 +151,7 @@ def drawing(error=None):
 
 
 def test_the_model_is_left_as_it_was_also_after_errors(in_training):
-    before = Held(in_training)
+    before = held(in_training)
     first = scales_for(in_training, drawing())
     assert_as_before(in_training, before)
     assert_same(first, scales_for(in_training, drawing()))
@@ -175,7 +164,7 @@ def test_the_model_is_left_as_it_was_also_after_errors(in_training):
     in_training(input_ids=ROWS, labels=ROWS).loss.backward()
     with torch.no_grad():
         in_training.get_input_embeddings().weight[2] = float("inf")
-    before, bad = Held(in_training), ROWS.clone()
+    before, bad = held(in_training), ROWS.clone()
     bad[1, 5] = 2
     with pytest.raises(CalibrationError, match="model.layers.0.self_attn: K .* in sample 5;"):
         scales_for(in_training, [ROWS, bad])
@@ -216,38 +205,24 @@ def test_little_text_is_a_warning_and_next_to_none_is_refused():
         with pytest.raises(InputError, match=f"{words}.*data.allow_few_tokens"):
             scales_for(model, few)
         with pytest.warns(UserWarning, match="tokens") as said:
-            scales_for(model, few, recipe=Recipe(data={"allow_few_tokens": True}))
+            scales_for(model, few, recipe=FEW)
         assert any("tokens were read" in str(each.message) for each in said)
 
 
 def test_the_docstring_names_the_keys_of_recipes_that_count(monkeypatch):
-    read = set()
-
-    def recording(at, given):
-        class Recording(type(given)):
-            def __getattribute__(self, name):
-                value = super().__getattribute__(name)
-                if name not in type(given).model_fields:
-                    return value
-                if not isinstance(value, StrictModel):
-                    read.add(at + name)
-                    return value
-                return recording(f"{at}{name}.", value)
-
-        return Recording.model_construct(**dict(given))
-
-    made = load_recipe(None, {"headroom": "auto"})
-    monkeypatch.setattr(Recipe, "model_copy", lambda *_, **__: recording("", made))
-    scales_for(tiny_model("llama"), [ROWS] * 40, recipe=made)
+    read, recipe, get = set(), Recipe(headroom="auto"), StrictModel.__getattribute__
+    fields = {name for part in (recipe, recipe.data, recipe.export) for name in type(part).model_fields}
+    monkeypatch.setattr(StrictModel, "__getattribute__", lambda self, key: read.add(key) or get(self, key))
+    scales_for(tiny_model("llama"), [ROWS] * 40, recipe=recipe)
     listed = re.search("these count: (.*?)\\. `", scales_for.__doc__, re.DOTALL)[1]
-    named = set(re.split(r",\s+|\s+and\s+", listed))
-    # the observer counts as a whole; means are collected and make no scale
-    assert {re.sub(r"observer\..*", "observer", key) for key in read - {"means"}} == named
+    # means are collected and make no scale; a check of the whole recipe reads formats
+    found = read & fields - {"data", "export", "means", "formats"}
+    assert found == {key.split(".")[-1] for key in re.split(r",\s+|\s+and\s+", listed)}
 
 
 def test_another_thread_with_the_same_model_is_refused():
     model, refused = tiny_model("llama"), []
-    expected, before = scales_for(model, [ROWS]), Held(model)
+    expected, before = scales_for(model, [ROWS]), held(model)
 
     def other():
         with pytest.raises(InputError, match="another thread measures this model"):
@@ -266,15 +241,11 @@ def test_another_thread_with_the_same_model_is_refused():
     assert_same(scales_for(model, [ROWS]), expected)
 
 
-class Adapters(nn.Module):
+class Adapters(nn.Sequential):
     """As PEFT's models show what is inside."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = model
-
     def get_base_model(self):
-        return self.base_model
+        return self[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # which torch.compile imports
@@ -283,7 +254,7 @@ def test_wrapped_models(wrap):
     model = tiny_model("llama")
     expected = scales_for(model, [ROWS])
     wrapped = wrap(nn.DataParallel(model))
-    before = Held(model)
+    before = held(model)
     assert_same(scales_for(wrapped, [ROWS]), expected)
     assert_as_before(model, before)
 
@@ -302,15 +273,10 @@ def test_compiled_code_is_not_run():
     assert ran
 
 
-def spread_out():
+def changed(mark=None, **config):
     model = tiny_model("llama")
-    model.lm_head.weight.ds_id = 0
-    return model
-
-
-def configured(**changes):
-    model = tiny_model("llama")
-    vars(model.config).update(changes)
+    vars(model.lm_head.weight).update(mark or {})
+    vars(model.config).update(config)
     return model
 
 
@@ -322,14 +288,14 @@ def deepseek():
     ("make", "options", "words"),
     [
         (lambda: nn.Linear(2, 2), {}, "Linear is neither a transformers model"),
-        (lambda: configured().model, {}, "not a causal language model"),
-        (lambda: configured().to("meta"), {}, "are on device meta"),
-        (lambda: configured(_attn_implementation_internal="mine"), {}, "no attention .* 'mine'"),
-        (lambda: configured(quantization_config={"quant_method": "bitsandbytes"}), {}, "are quantised"),
-        (spread_out, {}, "spread over processes"),
-        (configured, {"format": "json"}, "use format='vllm'"),
-        (configured, {"format": "tgi", "strategy": "attn_head"}, "reads tensor scales"),
-        (configured, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
+        (lambda: changed().model, {}, "not a causal language model"),
+        (lambda: changed().to("meta"), {}, "are on device meta"),
+        (lambda: changed(_attn_implementation_internal="mine"), {}, "no attention .* 'mine'"),
+        (lambda: changed(quantization_config={"quant_method": "bitsandbytes"}), {}, "are quantised"),
+        (lambda: changed({"ds_id": 0}), {}, "spread over processes"),
+        (changed, {"format": "json"}, "use format='vllm'"),
+        (changed, {"format": "tgi", "strategy": "attn_head"}, "reads tensor scales"),
+        (changed, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
         (deepseek, {}, "MLA"),
         (deepseek, {"strategy": "attn_head"}, "one latent per token and layer"),
     ],
@@ -353,3 +319,85 @@ def test_the_example_runs(capsys):
     held, scales = found["engine"].weights, found["scales"]
     assert_same({name: held[name] for name in scales}, scales)
     assert held.keys() - scales.keys() == dict(found["model"].named_parameters()).keys()
+
+
+class Rows:
+    """A dataset without an iterator."""
+
+    def __getitem__(self, index):
+        return {"input_ids": ROWS[index]}  # an IndexError ends it
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [TEXT[0]],
+        [TEXT.int()],
+        [TEXT[0].tolist()],
+        [TEXT.tolist()],
+        [{"input_ids": TEXT, "labels": ROWS}],
+        [UserDict(input_ids=TEXT.tolist(), attention_mask=None)],
+        [{"input_ids": LEFT, "attention_mask": REAL}],
+        [{"input_ids": LEFT, "attention_mask": REAL, "position_ids": POSITIONS, "rewards": [1.0]}],
+        [{"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()}],
+        [Batch(TEXT, torch.ones_like(TEXT), sample_ids=(0,), first_token=0)],
+        [ROWS.numpy()],
+        [[*ROWS.numpy()]],
+        [{"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]}],
+        Rows(),
+    ],
+)
+def test_forms_of_batches(batches):
+    model = tiny_model("llama")
+    found = scales_for(model, batches, recipe=FEW)
+    assert found in [scales_for(model, [rows], recipe=FEW) for rows in (TEXT, ROWS)]
+
+
+def test_zeros_that_say_that_all_is_text():
+    model = tiny_vision_language_model()
+    text = {"input_ids": ROWS, "token_type_ids": torch.zeros_like(ROWS)}
+    assert scales_for(model, [text]) == scales_for(model, [ROWS])
+    text["token_type_ids"][0, 3] = 1
+    with pytest.raises(InputError, match="token_type_ids can change"):
+        scales_for(model, [text])
+
+
+def test_rows_that_are_skipped_whole_are_left_out():
+    model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
+    found = scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe)
+    assert found == scales_for(model, [ROWS], recipe=recipe)
+    with pytest.raises(InputError, match="no token was read that counts"):
+        scales_for(model, [ROWS[:, :3]], recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([], "no token was read that counts"),
+        ([[]], rf"{SHAPES}, got \[\]"),
+        ([[[], [1, 2]]], rf"{SHAPES}, got \[\[\], \[1, 2"),
+        ([[ROWS, ROWS > 0]], rf"{SHAPES}, got a list of int64 \[4, 24\], bool \[4, 24\]"),
+        ([(ROWS, ROWS)], rf"{SHAPES}, got a tuple of int64 \[4, 24\], int64"),
+        ([ROWS > 0], rf"{SHAPES}, got bool \[4, 24\]; give a mask under attention_mask"),
+        ({"input_ids": ROWS}, "batches must be a list or loader of batches, also for a single one"),
+        (None, "batches must be a list or loader .* got None"),
+        ([ROWS.float()], f"{SHAPES}, got float32"),
+        ([{"labels": ROWS}], f"{SHAPES}, got None"),
+        ([{"input_ids": ROWS, "attention_mask": 2 * ROWS}], "attention_mask must be"),
+        ([{"input_ids": ROWS, "attention_mask": ROWS[:, 1:]}], "attention_mask must be"),
+        ([{"input_ids": ROWS, "position_ids": ROWS[:1]}], "position_ids can change K and V"),
+        ([{"input_ids": ROWS, "seq_idx": ROWS}], "seq_idx can change K and V"),
+        ([ROWS[None]], rf"{SHAPES}, got int64 \[1, 4, 24\]"),
+        ([{"input_ids": ROWS, "inputs_embeds": ROWS.float()}], "inputs_embeds can change K and V"),
+        ([ROWS, ROWS + 120], "batch 1: token id 2.. is not one of"),
+        ([-ROWS], "batch 0: token id -"),
+        ([torch.ones(300).int()], "300 tokens is longer than the model's 256"),
+    ],
+)
+def test_what_would_be_misread_is_one_line(batches, words):
+    model = tiny_model("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # which hides no argument
+    with pytest.raises(InputError, match=words) as refused:
+        scales_for(model, batches)
+    assert "\n" not in str(refused.value)

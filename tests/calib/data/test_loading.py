@@ -1,4 +1,4 @@
-"""The whole way from a recipe to fingerprinted samples: one source, in an order of the seed alone."""
+"""From a recipe to batches of samples: of one source, in an order of the seed alone, with little padding."""
 
 import hashlib
 import json
@@ -11,18 +11,21 @@ from pydoc_data.topics import topics
 
 import datasets
 import pytest
+import torch
+from transformers import GenerationConfig
 
-from calib.data import CalibrationData, check_dataset, load_data
+from calib.data import CalibrationData, check_dataset, load_data, make_batches, resolve_batch_size
+from calib.data.batches import shared_batch_size
 from calib.data.builtin import BUILTIN, LONG_CHARACTERS, builtin_rows
+from calib.data.generated import sample_at_random, sample_from_model
 from calib.data.loading import open_source
 from calib.data.samples import Piece
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
+BOS, EOS, PAD = 0, 1, 99
 DOCS = "builtin:python-docs"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-SCRIPTS = {"ARABIC", "CJK", "CYRILLIC", "DEVANAGARI", "HIRAGANA"}
-JAPANESE = {"KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC"}  # besides
 
 
 def fingerprint(*samples):
@@ -59,15 +62,15 @@ def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
 @pytest.mark.parametrize(
     ("dataset", "warning"),
     [
-        ("self", "dataset 'self' is text that the model made up"),
-        ("random", "dataset 'random' is uniform random token ids, what vLLM's removed on-the-fly"),
+        ("self", "'self' is text that the model made up"),
+        ("random", "'random' is uniform random token ids, what vLLM's removed on-the-fly"),
     ],
 )
 def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama, dataset, warning):
     recipe = DataRecipe(dataset=dataset, column="text", samples=3, seq_len=8)
     loaded = load_data(recipe, tokenizer, lambda: tiny_llama)
     assert (len(loaded.samples), loaded.source) == (3, dataset)
-    assert loaded.warnings[0].startswith(warning)
+    assert loaded.warnings[0].startswith(f"dataset {warning}")
     assert loaded.warnings[1] == f"data.column 'text' is ignored: dataset '{dataset}' has none"
     assert loaded == load_data(recipe, tokenizer, lambda: tiny_llama)
 
@@ -150,16 +153,14 @@ def test_a_chat_asks_about_a_topic_twice_and_gets_parts_of_it():
     assert asked >= {"for", "with"}
 
 
-def test_every_script_is_there_in_pieces_of_its_own():
+def test_every_script_is_there_in_pieces_without_latin_letters():
     found = Counter()
     for piece in texts("script"):
         kinds = Counter(unicodedata.name(c, "").split()[0] for c in piece if c.isalpha())
-        # Japanese is written in three scripts
-        kind = "HIRAGANA" if kinds["HIRAGANA"] else kinds.most_common(1)[0][0]
         assert kinds["LATIN"] == 0
-        assert sum(n for k, n in kinds.items() if k in SCRIPTS | JAPANESE) == kinds.total()
-        found[kind] += len(piece)
-    assert set(found) == SCRIPTS
+        # Japanese is written in three scripts
+        found["HIRAGANA" if kinds["HIRAGANA"] else kinds.most_common(1)[0][0]] += len(piece)
+    assert set(found) == {"ARABIC", "CJK", "CYRILLIC", "DEVANAGARI", "HIRAGANA"}
     assert min(found.values()) > 2000
 
 
@@ -173,3 +174,154 @@ def test_names_of_datasets_are_checked_without_reading_them(tmp_path):
         check_dataset("./gone.txt")
     with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly in it"):
         check_dataset(str(tmp_path))
+
+
+def recipe_of(**settings):
+    return DataRecipe(**({"samples": 40, "seq_len": 64, "seed": 3, "batch_size": 16} | settings))
+
+
+def test_self_samples_start_at_bos_and_end_at_eos_or_seq_len_and_depend_on_the_seed(tokenizer, tiny_llama):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    samples = sample_from_model(recipe_of(), tokenizer, tiny_llama)
+    assert torch.equal(torch.rand(3), expected)  # the random state is left alone
+    assert len(samples) == 40
+    for sample in samples:
+        assert sample[0] == BOS
+        assert EOS not in sample[1:-1]
+        assert len(sample) == 64 or sample[-1] == EOS
+    assert min(map(len, samples)) < max(map(len, samples)) == 64
+    assert sample_from_model(recipe_of(), tokenizer, tiny_llama) == samples
+    assert sample_from_model(recipe_of(seed=4), tokenizer, tiny_llama) != samples
+
+
+def test_self_draws_from_the_whole_distribution_of_the_model(tokenizer, tiny_llama):
+    # nearly uniform whatever came before, but without ties, which top-k would keep
+    tiny_llama.lm_head = torch.nn.Linear(16, 200)
+    with torch.no_grad():
+        tiny_llama.lm_head.weight.zero_()
+        tiny_llama.lm_head.bias.copy_(torch.linspace(0, 1e-3, 200))
+    samples = sample_from_model(recipe_of(samples=100), tokenizer, tiny_llama)
+    counts = torch.bincount(torch.tensor([i for s in samples for i in s[1:]]), minlength=200)
+    # about 25 draws of each of 200 ids are expected; 60 would be 7 sigma away
+    assert 0 < counts.min() <= counts.max() < 60
+
+
+def test_self_ignores_how_a_model_prefers_to_be_sampled(tokenizer, tiny_llama):
+    few = recipe_of(samples=8, seq_len=32)
+    plain = sample_from_model(few, tokenizer, tiny_llama)
+    unchanged = tiny_llama.generation_config.to_dict()
+    for name, value in {
+        "top_k": 2, "top_p": 0.1, "min_p": 0.9, "typical_p": 0.1, "temperature": 0.1, "epsilon_cutoff": 0.05,
+        "eta_cutoff": 0.99, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1,
+    }.items():  # fmt: skip
+        tiny_llama.generation_config = GenerationConfig(**{**unchanged, name: value})
+        assert sample_from_model(few, tokenizer, tiny_llama) == plain, name
+
+
+def test_self_draws_again_when_the_model_ends_at_once_and_gives_up_where_it_always_does(
+    tokenizer, tiny_llama
+):
+    # 190 of 200 ids end a sample
+    tiny_llama.generation_config.eos_token_id = list(range(10, 200))
+    samples = sample_from_model(recipe_of(samples=5), tokenizer, tiny_llama)
+    assert len(samples) == 5
+    assert all(1 < sample[1] < 10 or sample[1] == BOS for sample in samples)
+    tiny_llama.generation_config.eos_token_id = list(range(200))
+    with pytest.raises(InputError, match="ends every sample at its first token; use real text"):
+        sample_from_model(recipe_of(), tokenizer, tiny_llama)
+
+
+def test_self_without_bos_starts_at_eos_and_without_either_at_random(byte_tokenizer, tiny_llama):
+    samples = sample_from_model(recipe_of(), byte_tokenizer(bos_token=None), tiny_llama)
+    assert {sample[0] for sample in samples} == {EOS}
+    # the EOS at the start does not end the sample
+    assert min(map(len, samples)) > 1
+    neither = byte_tokenizer(bos_token=None, eos_token=None)
+    samples = sample_from_model(recipe_of(), neither, tiny_llama)
+    assert len({s[0] for s in samples}) > 20
+    assert sample_from_model(recipe_of(), neither, tiny_llama) == samples
+
+
+def test_random_covers_the_whole_vocabulary_and_nothing_else(tokenizer, tiny_llama):
+    samples = sample_at_random(recipe_of(samples=100), tokenizer, tiny_llama)
+    assert [len(sample) for sample in samples] == [64] * 100
+    # the tokenizer knows 261 ids, the model 200
+    assert {i for sample in samples for i in sample} == set(range(200))
+    assert sample_at_random(recipe_of(samples=100), tokenizer, tiny_llama) == samples
+    assert sample_at_random(recipe_of(samples=100, seed=4), tokenizer, tiny_llama) != samples
+    tiny_llama.config.vocab_size = 1000  # embeddings that no token has are left out
+    samples = sample_at_random(recipe_of(samples=100), tokenizer, tiny_llama)
+    assert {i for sample in samples for i in sample} == set(range(len(tokenizer)))
+
+
+def samples_of(*lengths):
+    return [[i + 1] * length for i, length in enumerate(lengths)]
+
+
+def test_rows_are_padded_on_the_right_and_masked():
+    (batch,) = make_batches([[1] * 19, [2] * 20, [3] * 20], batch_size=3, pad_id=PAD)
+    assert (batch.sample_ids, batch.num_tokens) == ((1, 2, 0), 59)
+    expected = torch.tensor([[2] * 20, [3] * 20, [1] * 19 + [PAD]])
+    assert torch.equal(batch.input_ids, expected)
+    assert torch.equal(batch.attention_mask, (expected != PAD).long())
+    assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.int64
+
+
+def test_every_sample_is_in_one_batch_and_padding_stays_below_five_percent():
+    assert make_batches([], batch_size=7, pad_id=PAD) == []
+    for short, groups in ((19, [(0, 1)]), (18, [(0,), (1,)])):  # 1/40 and 2/40 = 5 % are padding
+        batches = make_batches(samples_of(20, short), batch_size=8, pad_id=PAD)
+        assert [batch.sample_ids for batch in batches] == groups
+    rng, read = random.Random(0), 0
+    samples = samples_of(*(rng.randint(1, 300) for _ in range(200)))
+    batches = make_batches(samples, batch_size=7, pad_id=PAD)
+    assert sorted(i for batch in batches for i in batch.sample_ids) == list(range(200))
+    assert max(len(batch.sample_ids) for batch in batches) == 7
+    for batch in batches:
+        assert 1 - batch.num_tokens / batch.input_ids.numel() < 0.05
+        assert batch.first_token == read
+        read += batch.num_tokens
+        for row, i in enumerate(batch.sample_ids):
+            assert batch.input_ids[row][batch.attention_mask[row].bool()].tolist() == samples[i]
+
+
+def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
+    first, other, again = (
+        [batch.sample_ids[0] for batch in make_batches(samples_of(*range(30, 60)), 1, PAD, seed=seed)]
+        for seed in (1, 2, 1)
+    )
+    assert first == again != other
+    for order in (first, other):
+        assert order[0] == 29
+        assert sorted(order) == [*range(30)]
+        assert order[1:] != sorted(order[1:], reverse=True)
+
+
+def test_samples_that_are_skipped_whole_are_not_read():
+    batches = make_batches(samples_of(3, 2, 8, 4), 1, PAD, skip_first=3)
+    assert sorted(batch.sample_ids for batch in batches) == [(2,), (3,)]
+    assert {batch.skip_first for batch in batches} == {3}
+    with pytest.raises(InputError, match=r"data.skip_first 8 leaves nothing.* has 8 tokens; set"):
+        make_batches(samples_of(3, 8), 1, PAD, skip_first=8)
+
+
+def test_auto_reads_as_many_tokens_at_once_as_the_device_likes():
+    def size(batch_size, seq_len, device_type):
+        return resolve_batch_size(DataRecipe(batch_size=batch_size, seq_len=seq_len), device_type)
+
+    assert [size("auto", 512, "cpu"), size("auto", 512, "cuda"), size("auto", 100_000, "cuda")] == [8, 32, 1]
+    assert size(3, 512, "cuda") == 3
+
+
+@pytest.mark.parametrize("processes", [1, 3, 8, 40])
+@pytest.mark.parametrize("lengths", [[512] * 40, [512] * 9, [*range(20, 400, 7)]])
+def test_auto_gives_every_process_a_batch_and_is_left_alone_where_it_does(lengths, processes):
+    samples, auto = samples_of(*lengths), DataRecipe(seq_len=512)
+    size = shared_batch_size(auto, "cpu", samples, processes)
+    assert len(make_batches(samples, size, PAD)) >= min(processes, len(samples))
+    if len(make_batches(samples, 8, PAD)) >= processes:
+        assert size == 8
+    # what the user typed is obeyed, whatever follows from it
+    assert shared_batch_size(DataRecipe(batch_size=7), "cpu", samples, processes) == 7

@@ -3,7 +3,6 @@
 import json
 from itertools import pairwise
 
-import datasets
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -38,40 +37,17 @@ def test_all_of_a_long_document_is_read(loaded, tokenizer):
     assert data.warnings == (said,)
 
 
-def test_rows_of_the_hub_are_read_no_further_than_needed(monkeypatch, tokenizer):
-    count, read = 5000, []
-
-    def rows():
-        for number in range(count):
-            read.append(number)
-            yield {"text": f"{number}{TEXT}"}
-
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *args: ["train"])
-    made = datasets.IterableDataset.from_generator
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made(rows))
-    monkeypatch.setattr("calib.data.hub_rows.SHUFFLE_BUFFER", 10)
-    few = load_data(DataRecipe(dataset="o/d", samples=4, seq_len=100), tokenizer, None)
-    assert (len(few.samples), few.documents) == (4, 4)
-    assert len(read) < 20
-    count = 2
-    both = load_data(DataRecipe(dataset="o/d", samples=18, seq_len=100), tokenizer, None)
-    assert (len(both.samples), both.documents) == (18, 2)
-
-
-@pytest.mark.parametrize(
-    ("characters", "lengths"),
-    [
+def test_lengths_about_that_of_a_sample(loaded):
+    for characters, lengths in (
         (63, [64]),  # and the one in front
         (63 + 7, [64]),
         (63 + 8, [64, 9]),
         (126, [64, 64]),
         (127, [64, 64]),
-    ],
-)
-def test_lengths_about_that_of_a_sample(loaded, characters, lengths):
-    data, _ = loaded(TEXT[:characters])
-    assert [len(ids) for ids in data.samples] == lengths
-    assert data.unread == characters - sum(length - 1 for length in lengths)
+    ):
+        data, _ = loaded(TEXT[:characters])
+        assert [len(ids) for ids in data.samples] == lengths
+        assert data.unread == characters - sum(length - 1 for length in lengths)
 
 
 def test_documents_enough_give_their_beginnings_alone(loaded):
@@ -90,30 +66,25 @@ def test_documents_share_samples_by_their_length(loaded):
 
 
 def chat_of(*lengths):
-    roles = ("user", "assistant")
     texts = (f"{i:02}{TEXT[:length]}"[:length] for i, length in enumerate(lengths))
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def rendered(messages):
-    marks = {"user": QUESTION, "assistant": ANSWER}
-    return [marks[message["role"]] + message["content"] for message in messages]
+    return "".join(f"<|{message['role']}|>{message['content']}" for message in messages)
 
 
 def test_a_long_chat_keeps_turns_whole(loaded, tokenizer):
     messages = chat_of(*(3 + 7 * i % 40 for i in range(40)))
-    turns = rendered(messages)
     data, texts = loaded({"messages": messages}, samples=40)
-    texts.sort(key="".join(turns).index)
-    assert "".join(texts) == "".join(turns)
-    ends = {len("".join(turns[:i])) for i in range(41)}
-    at = 0
-    for text, following in pairwise([*texts, ""]):
-        at += len(text)
-        assert at in ends
-        turn = following[: min(end for end in ends if end > at) - at] if following else ""
+    whole = rendered(messages)
+    texts.sort(key=whole.index)
+    assert "".join(texts) == whole
+    for text, following in pairwise(texts):
+        assert following.startswith((QUESTION, ANSWER))
         # <s> and one turn more would be too much
-        assert not turn or len(encode(text + turn, tokenizer)) > 64
+        turn = following[: following.find("<|", 1) if "<|" in following[1:] else None]
+        assert len(encode(text + turn, tokenizer)) > 64
     assert all(ids[0] == tokenizer.bos_token_id and len(ids) <= 64 for ids in data.samples)
     assert (data.documents, data.unread) == (1, 0)
 
@@ -121,7 +92,7 @@ def test_a_long_chat_keeps_turns_whole(loaded, tokenizer):
 def test_a_turn_that_fits_no_sample_is_cut_as_text(loaded):
     messages = chat_of(20, 200, 30, 10)
     _, texts = loaded({"messages": messages})
-    texts.sort(key="".join(rendered(messages)).index)
+    texts.sort(key=rendered(messages).index)
     # beside <s>: a mark is one token, and 21 and 42 of 201 are 63, then 63, 63 and 33 with no 31 behind
     marked = [text.replace(QUESTION, "?").replace(ANSWER, "!") for text in texts]
     assert [len(text) for text in marked] == [63, 63, 63, 33, 42]
@@ -141,11 +112,9 @@ def test_what_a_beginning_alone_holds_comes_last(loaded):
 
 
 def test_a_template_that_tells_no_turns_is_cut_as_text(loaded, byte_tokenizer):
-    otherwise = (  # all turns before the last are written in another way
-        "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-        "{{ m.content if loop.last else m.content[1:] }}{% endfor %}"
-    )
-    tokenizer = byte_tokenizer(chat_template=otherwise)
+    # all turns before the last are written in another way
+    written = "{{ '<|' + m.role + '|>' + (m.content if loop.last else m.content[1:]) }}"
+    tokenizer = byte_tokenizer(chat_template="{% for m in messages %}" + written + "{% endfor %}")
     data, _ = loaded({"messages": chat_of(40, 40, 40)}, tokenizer=tokenizer, seq_len=50)
     assert [len(ids) for ids in data.samples] == [50, 21, 50]  # the last third comes second
     assert data.unread == 0

@@ -60,18 +60,10 @@ def text_parts(*texts):
     return [{"type": "text", "text": text, "image_url": None} for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ("", 0),
-        ("one two\nthree", 3),
-        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], 0),
-        ([{"role": "user", "content": text_parts(" ", "a b")}], 2),
-        ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], 1),
-    ],
-)
-def test_words_are_counted_and_a_blank_document_has_none(document, words):
-    assert count_words(document) == words
+def test_words_are_counted_and_a_blank_document_has_none():
+    assert [count_words(text) for text in ("", "one two\nthree", [])] == [0, 3, 0]
+    for contents, words in (((" ", None), 0), ((text_parts(" ", "a b"), ""), 2), (("", "a"), 1)):
+        assert count_words([{"role": "user", "content": content} for content in contents]) == words
 
 
 def recipe_of(**settings):
@@ -108,12 +100,6 @@ def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>b"]
     assert warnings == ()
     assert list(rows) == ["c"]
-
-
-@pytest.mark.parametrize("rows", [[], ["", " \n"], [{"text": None}], [{"messages": []}]])
-def test_no_usable_document_is_an_error(tokenizer, rows):
-    with pytest.raises(InputError, match=r"^dataset 'd' is empty: no row holds any text; use "):
-        tokenize(rows, tokenizer, recipe_of())
 
 
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
@@ -165,24 +151,28 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, 
     assert reason in warning
 
 
+EMPTY = r"^dataset 'd' is empty: no row holds any text; use "
+TOO_MANY = MAX_REFUSALS + 5
+ALL_REFUSED = r"refused every chat of dataset 'd' \(System role not supported\); use another datas"
+HALF = r"^a\.jsonl, line 2: .*surrogate.*remove the row$"
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("rows", "message", "left"),
     [
-        ({"a": 1}, r"^a\.jsonl, line 1: cannot tell which column holds the"),
-        (
-            {"messages": SYSTEM},
-            r"refused every chat of dataset 'd' \(System role not supported\); use another datas",
-        ),
+        ([], EMPTY, 0),
+        (["", " \n"], EMPTY, 0),
+        ([{"text": None}], EMPTY, 0),
+        ([{"messages": []}], EMPTY, 0),
+        ([{"a": 1}] * TOO_MANY, r"^a\.jsonl, line 1: cannot tell which column holds the", 5),
+        ([{"messages": SYSTEM}] * TOO_MANY, ALL_REFUSED, 5),
+        (["a", "\ud800", "b"], HALF, 1),
+        (["a", {"messages": [{"role": "user", "content": "x\udfff"}]}, "b"], HALF, 1),
     ],
+    ids=range(8),
 )
-def test_rows_of_which_none_can_be_read_end_the_search(tokenizer, row, message):
-    rows = iter([row] * (MAX_REFUSALS + 5))
+def test_data_without_text_or_with_damage_is_an_error_and_read_no_further(tokenizer, rows, message, left):
+    rows = iter(rows)
     with pytest.raises(InputError, match=message):
         tokenize(rows, tokenizer, recipe_of())
-    assert len(list(rows)) == 5
-
-
-@pytest.mark.parametrize("row", ["\ud800", {"messages": [{"role": "user", "content": "x\udfff"}]}])
-def test_half_a_surrogate_pair_is_damage(tokenizer, row):
-    with pytest.raises(InputError, match=r"^a\.jsonl, line 2: .*surrogate.*remove the row$"):
-        tokenize(["a", row, "b"], tokenizer, recipe_of())
+    assert len(list(rows)) == left

@@ -1,25 +1,30 @@
-"""Layer by layer: the same bits, each byte read once, and nothing left behind."""
+"""Layer by layer: the same bits, each byte read once, nothing left behind; or refused before any is read."""
 
 import re
 import threading
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
+from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, edit_json, save_model, tiny_model
+from families import tiny_vision_language_model as tiny_seeing_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3n import modeling_gemma3n
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from calib.capture.attention import map_attention
+from calib.capture.attention import AttentionMap, map_attention
 from calib.errors import CalibrationError, InputError, UnsupportedModelError
-from calib.files import tensors as file_tensors
+from calib.files.tensors import StoredTensor
 from calib.job import run
 from calib.layerwise import loop, weights
 from calib.layerwise.memory import MemoryPlan
+from calib.layerwise.probe import find_layers, random_bytes, random_weights
+from calib.layerwise.weights import plan_stages
 from calib.progress import Progress
 from calib.recipe import load_recipe
 
@@ -55,7 +60,7 @@ CHOSEN = [
 @pytest.mark.parametrize("family", [*CHOSEN, *SEEING])
 def test_statistics_are_those_of_the_model_in_memory_bit_for_bit(family, save):
     if family in SEEING:
-        saved = save(tiny_vision_language_model(family, **SEEING[family]))
+        saved = save(tiny_seeing_model(family, **SEEING[family]))
     else:
         saved = save(tiny_model(family, **MODELS[family]))
     everything = {"observer.name": "mse", "means": True, "targets": "qkv"}
@@ -85,53 +90,38 @@ def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save):
     saved.check(saved.recipe(), saved.batches())
 
 
-def test_each_weight_is_read_once_and_the_head_never_and_none_stays_in_the_model(llama, monkeypatch):
-    reads = []
-    read = file_tensors.StoredTensor.read
-
-    def counting(self, memory=None):
-        reads.append((self.path, self.offset))
-        return read(self, memory)
-
-    monkeypatch.setattr(file_tensors.StoredTensor, "read", counting)
-    recipe = llama.recipe()
-    source = llama.open(recipe)
-    loop.calibrate_layerwise(source, llama.batches(size=1), recipe, limit=1 << 40, directory=llama.path)
-    assert len(reads) == len(set(reads)) == 3 * 9 + 2  # layers, norm and embedding
+def test_each_weight_is_read_once_and_stays_nowhere_and_progress_names_layer_and_batch(llama):
+    labels, tokens, recipe = [], [], llama.recipe()
+    progress, source = Progress(on_detail=labels.append, on_advance=tokens.append), llama.open(recipe)
+    given = {"limit": 1 << 40, "directory": llama.path, "progress": progress}
+    with patch.object(StoredTensor, "read", autospec=True, side_effect=StoredTensor.read) as read:
+        loop.calibrate_layerwise(source, llama.batches(), recipe, **given)
+    reads = [(call.args[0].path, call.args[0].offset) for call in read.call_args_list]
+    assert len(reads) == len(set(reads)) == 3 * 9 + 2  # layers, norm and embedding, and never the head
     assert {parameter.device.type for parameter in source.model.parameters()} == {"meta"}
     assert not any("forward" in vars(module) for module in source.model.modules())
+    assert sum(tokens) == pytest.approx(88)
+    assert (labels[0], labels[-1]) == ("layer 1 of 3, batch 1 of 4", "layer 3 of 3, batch 4 of 4")
+    assert len(labels) == len(set(labels)) == 12
+    with pytest.raises(InputError, match="no token was read"):
+        llama.by_layer(recipe, [])
 
 
 def test_the_next_layer_is_read_while_one_computes(llama, monkeypatch):
-    begun = [threading.Event() for _ in range(3)]
-    load = weights.WeightLoader.load
+    begun, waited, load = [threading.Event() for _ in range(3)], [], weights.WeightLoader.load
 
     def announcing(self, stage, slab=None):
         if slab is not None:
             begun[sum(event.is_set() for event in begun)].set()
         load(self, stage, slab)
 
-    monkeypatch.setattr(weights.WeightLoader, "load", announcing)
-    waited = []
-
     def wait_for_next(label):
         if label.startswith(("layer 1 of 3, batch 1 ", "layer 2 of 3, batch 1 ")):
             waited.append(begun[int(label.split()[1])].wait(timeout=60))
 
+    monkeypatch.setattr(weights.WeightLoader, "load", announcing)
     llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=wait_for_next))
-    assert waited == [True] * len(waited) != []
-
-
-def test_progress_names_layer_and_batch(llama):
-    labels, tokens = [], []
-    progress = Progress(on_detail=labels.append, on_advance=tokens.append)
-    llama.by_layer(llama.recipe(), llama.batches(), progress=progress)
-    assert sum(tokens) == pytest.approx(88)
-    assert labels[0] == "layer 1 of 3, batch 1 of 4"
-    assert labels[-1] == "layer 3 of 3, batch 4 of 4"
-    assert len(labels) == len(set(labels)) == 12
-    with pytest.raises(InputError, match="no token was read"):
-        llama.by_layer(llama.recipe(), [])
+    assert waited == [True] * 2
 
 
 TOKEN = "embed_tokens", 77, float("nan")
@@ -157,18 +147,15 @@ def test_non_finite_numbers_are_blamed_as_in_memory(poison, save):
     assert re.search(r"model\.layers\.\d\.self_attn: [KVQ] holds NaN or Inf in sample \d;", errors[0])
 
 
-def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save, monkeypatch):
-    model = tiny_model("llama")
+def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save):
+    model, loader = tiny_model("llama"), weights.WeightLoader
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
-    saved, loaded = save(model), []
-    load = weights.WeightLoader.load
-    counted = lambda self, *args: (loaded.append(args), load(self, *args))  # noqa: E731
-    monkeypatch.setattr(weights.WeightLoader, "load", counted)
-    with pytest.raises(CalibrationError, match="sample 0"):
+    saved, counted = save(model), patch.object(loader, "load", autospec=True, side_effect=loader.load)
+    with counted as load, pytest.raises(CalibrationError, match="sample 0"):
         saved.by_layer(saved.recipe(), saved.batches())
     # twice what is resident, the embeddings, the first layer and the one behind it
-    assert len(loaded) <= 2 * 4
+    assert load.call_count <= 2 * 4
 
 
 def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
@@ -239,7 +226,7 @@ def test_a_whole_model_that_needs_weights_around_its_decoder(save, monkeypatch):
 
 
 def test_a_model_is_refused_where_its_decoder_alone_caches_something_else(save, monkeypatch):
-    saved = save(tiny_vision_language_model("idefics3", model_type="llama"))
+    saved = save(tiny_seeing_model("idefics3", model_type="llama"))
     forward = Idefics3Model.forward
 
     def moved(self, input_ids, attention_mask, **kwargs):
@@ -253,7 +240,7 @@ def test_a_model_is_refused_where_its_decoder_alone_caches_something_else(save, 
 
 @pytest.mark.parametrize("offload", ["none", "layerwise"])
 def test_a_note_says_that_the_decoder_alone_was_measured(offload, tmp_path, monkeypatch):
-    save_model(tiny_vision_language_model("llava", model_type="llama"), tmp_path / "model")
+    save_model(tiny_seeing_model("llava", model_type="llama"), tmp_path / "model")
 
     def forward(self, input_ids, pixel_values=None, **kwargs):
         raise ValueError("pixel_values are missing")
@@ -264,3 +251,66 @@ def test_a_note_says_that_the_decoder_alone_was_measured(offload, tmp_path, monk
     result = run(str(tmp_path / "model"), recipe, tmp_path / "out")
     said = "the decoder alone was measured, as the whole model takes no text alone: pixel_values are missing"
     assert said in result.warnings
+
+
+@pytest.fixture
+def _reads_nothing(monkeypatch):
+    monkeypatch.setattr(StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
+
+
+def leave_behind(self, forward, left, hidden_states, **kwargs):
+    # what the second layer finds there is that of the last batch, not of its own
+    if self.self_attn.layer_idx == 0:
+        left["behind"] = hidden_states[:1, :1].clone()
+    return forward(self, hidden_states + left["behind"], **kwargs)
+
+
+def hand_over(self, forward, left, hidden_states, position_embeddings, **kwargs):
+    cos, _ = position_embeddings  # made anew by each forward pass
+    if self.self_attn.layer_idx == 0:
+        cos.handed_over = hidden_states
+    return forward(self, hidden_states + cos.handed_over, position_embeddings=position_embeddings, **kwargs)
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+@pytest.mark.parametrize("exchange", [leave_behind, hand_over])
+def test_layers_that_exchange_more_than_hidden_states_are_refused(exchange, llama, monkeypatch):
+    forward, left = LlamaDecoderLayer.forward, {}
+    changed = lambda self, *args, **kwargs: exchange(self, forward, left, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match=r"exchange more .* use --offload none"):
+        llama.open(llama.recipe())
+
+
+def test_a_decoder_without_one_list_of_layers_is_refused(tiny_llama):
+    attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {}, "model")
+    with pytest.raises(UnsupportedModelError, match="not in one list of decoder layers"):
+        find_layers(tiny_llama, attention)
+
+
+def test_weights_shared_between_layers_are_refused(llama):
+    model = llama.open(llama.recipe()).model
+    layers = model.model.layers
+    layers[2].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
+    with pytest.raises(UnsupportedModelError, match=r"layers.2.mlp.up_proj.weight' is shared"):
+        plan_stages(model, list(layers), [], {}, [])
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_quantised_weights_are_refused(llama):
+    edit_json(llama.path / "config.json", quantization_config={"quant_method": "hqq"})
+    with pytest.raises(InputError, match=r"are quantised.*--offload none"):
+        llama.open(llama.recipe())
+
+
+def test_random_weights_are_one_layers_and_go_again(llama):
+    model = llama.open(llama.recipe()).model
+    decoder = model.get_decoder()
+    one_layer = sum(p.nbytes for p in decoder.layers[0].parameters())
+    assert random_bytes(decoder) == one_layer + decoder.norm.weight.nbytes
+    with random_weights(decoder, torch.device("cpu")):
+        first, second = (layer.mlp.up_proj.weight for layer in decoder.layers[:2])
+        assert first.data_ptr() == second.data_ptr()
+        assert not any(p.is_meta for p in decoder.parameters())
+        assert torch.isfinite(decoder.embed_tokens.weight[:64]).all()
+    assert all(p.is_meta for p in decoder.parameters())

@@ -83,8 +83,7 @@ def test_outputs_come_back_as_they_were(room, tmp_path):
 
 def assert_equal(one, other):
     assert type(one) is type(other)
-    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
-    for x, y in pairs:
+    for x, y in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
         assert (x is None) == (y is None)
         assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
         assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
@@ -96,7 +95,7 @@ def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):
     try:
         with (
             HiddenStates(tmp_path, 0) as store,
-            pytest.raises(InputError, match=r"File too large; set TMPDIR"),
+            pytest.raises(InputError, match="File too large; set TMPDIR"),
         ):
             store.put(("hidden", 0), torch.zeros(1 << 20))
     finally:

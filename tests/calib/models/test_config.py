@@ -43,9 +43,8 @@ def edit(saved_llama, tmp_path):
 
 def refused(model, message, *, by_bench=True):
     """By whatever loads the model, and by `bench`, which reads no weight."""
-    calls = [lambda: load_config(find_model(str(model)))]
-    calls += [lambda: attention_heads(str(model))] if by_bench else []
-    for call in calls:
+    ways = (lambda: load_config(find_model(str(model))), lambda: attention_heads(str(model)))
+    for call in ways[: 1 + by_bench]:
         with pytest.raises(InputError, match=message) as error:
             call()
         assert "\n" not in str(error.value)
@@ -110,7 +109,6 @@ NONSENSE = [
     ('"num_hidden_layers": 4', "says num_hidden_layers 4, but the weights have 3 layers"),
     ('"num_hidden_layers": 1000000000', " num_hidden_layers 1000000000"),
     ('"rms_norm_eps": NaN', "NaN is not JSON"),
-    ('"num_hidden_layers": 2', "says num_hidden_layers 2, but the weights have 3 layers"),
     ('"rms_norm_eps": Infinity', "Infinity is not JSON"),
     ('"rms_norm_eps": 1e999', "beyond any float"),
     ('"vocab_size": 128', "the key 'vocab_size' is there twice"),
@@ -134,11 +132,14 @@ NONSENSE = [
     ids=lambda command: " ".join(command[:1] + command[-1:]),
 )
 def test_every_command_refuses(command, edit, calibration, tmp_path):
-    for text, said in NONSENSE if command[0] == "bench" else NONSENSE[:3]:
+    nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:3]
+    if command[0] in ("calibrate", "eval", "generate", "stress"):
+        nonsense = [*nonsense, ('"quantization_config": {"quant_method": "petit"}', "give the model it was")]
+    for text, said in nonsense:
         model = edit()
         document = json.loads((model / "config.json").read_text())
         if "twice" not in said:
-            document.pop(text.split('"')[1])
+            document.pop(text.split('"')[1], None)
         inner = json.dumps(document).removesuffix("}")
         (model / "config.json").write_text(f"{inner}, {text}}}")
         names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}

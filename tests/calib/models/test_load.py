@@ -1,10 +1,12 @@
-"""Models that cannot be calibrated are refused early; models that can be load completely."""
+"""Models that cannot be calibrated, or read these token ids, are refused early; others load completely."""
 
+import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from families import FAMILIES, edit_json, save_model, tiny_model
 from huggingface_hub import errors
 from loaded import load, refused
@@ -50,19 +52,13 @@ def test_what_is_no_directory(name, said):
         find_model(name)
 
 
-def test_what_is_no_decoder(tmp_path, tiny_directory):
-    bert = save_model(tiny_model("bert", is_decoder=False), tmp_path / "bert")
-    edit_json(bert / "config.json", architectures=["BertForMaskedLM"])
-    refused(bert, "BertForMaskedLM is not a causal language model", error=UnsupportedModelError)
-    edit_json(tiny_directory / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
-    said = "T5ForConditionalGeneration is an encoder-decoder"
-    refused(tiny_directory, said, error=UnsupportedModelError)
-
-
-def test_a_sequence_longer_than_the_models_positions(tiny_llama):
-    check_positions(tiny_llama.config, 256, "--seq-len")
-    with pytest.raises(InputError, match="--seq-len 257 is longer than the model's 256"):
-        check_positions(tiny_llama.config, 257, "--seq-len")
+def test_what_is_no_decoder(tiny_directory):
+    for kind, name, said in (
+        ("bert", "BertForMaskedLM", "not a causal language model"),
+        ("t5", "T5ForConditionalGeneration", "an encoder-decoder"),
+    ):
+        edit_json(tiny_directory / "config.json", model_type=kind, architectures=[name])
+        refused(tiny_directory, f"{name} is {said}", error=UnsupportedModelError)
 
 
 def test_an_unknown_model_type_whose_code_stays_off(tiny_directory):
@@ -72,6 +68,12 @@ def test_an_unknown_model_type_whose_code_stays_off(tiny_directory):
     auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     edit_json(tiny_directory / "config.json", model_type="own", auto_map=auto_map)
     refused(tiny_directory, "trust_remote_code")
+
+
+def test_a_sequence_longer_than_the_models_positions(tiny_llama):
+    check_positions(tiny_llama.config, 256, "--seq-len")
+    with pytest.raises(InputError, match="--seq-len 257 is longer than the model's 256"):
+        check_positions(tiny_llama.config, 257, "--seq-len")
 
 
 def test_missing_weights_are_never_made_up(tiny_directory):
@@ -146,11 +148,9 @@ def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
     ],
 )
 def test_what_the_hub_says_in_words(kind, message, monkeypatch):
-    def refuse_download(*_, **__):
-        response = SimpleNamespace(headers={}, request=None, status_code=403)
-        raise OSError("no route") if kind is OSError else kind("refused", response=response)
-
-    monkeypatch.setattr(sources, "snapshot_download", refuse_download)
+    response = SimpleNamespace(headers={}, request=None, status_code=403)
+    error = OSError("no route") if kind is OSError else kind("refused", response=response)
+    monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=error))
     with pytest.raises(InputError, match=message) as caught:
         find_model("org/name")
     assert "\n" not in str(caught.value)
@@ -197,3 +197,60 @@ def test_the_librarys_bar_of_gguf_is_hidden(capfd):
     with library_bars_hidden():
         assert bar() == ""
     assert "Converting" in bar()
+
+
+FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu", "--allow-few-tokens"]
+
+
+@pytest.fixture
+def run(tiny_directory, tmp_path):
+    """Run a command, with rows of text as its data, on a model of 128 tokens whose tokenizer has 130."""
+    file, path = tiny_directory / "tokenizer.json", tmp_path / "rows.jsonl"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["w128"] = 128
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 129, "content": "<new>"})
+    file.write_text(json.dumps(tokenizer))
+
+    def run(command, *arguments, rows=()):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        return fp8kv(command, tiny_directory, *arguments, *(["--dataset", path] if rows else []))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        (("calibrate", *FLAGS), ["w5 w6 w7", "w5 w128 w7"]),
+        (("calibrate", *FLAGS, "--offload", "layerwise"), ["w5 w6 w7", "w5 <new> w7"]),
+        (("generate", "w5 <new> w7", "--scales", "none", "--device", "cpu"), []),
+        (("eval", "--device", "cpu"), [f"w5 w{number} <new> " * 200 for number in range(3, 100)]),
+    ],
+    ids=["calibrate", "layerwise", "generate", "eval"],
+)
+def test_text_with_tokens_that_have_no_row_is_refused_before_the_model_runs(
+    command, rows, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
+    output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
+    done = run(*command, *output, rows=rows)
+    one_line_error(done, "130 tokens", "128 rows", "token id")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("offload", ["none", "layerwise"])
+def test_tokens_that_the_data_never_uses_do_no_harm(run, offload, tmp_path):
+    rows = ["w5 w6 w7", "w5 w127 w7"]
+    succeeded(run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows))
+
+
+def test_samples_that_the_model_writes_need_a_row_for_bos_and_none_for_padding(tiny_directory, run, tmp_path):
+    outputs, flags = [], [*FLAGS, "--dataset", "self", "--samples", "20", "--batch-size", "10"]
+    for pad in ("<pad>", "<new>"):
+        edit_json(tiny_directory / "tokenizer_config.json", pad_token=pad)
+        succeeded(run("calibrate", "-o", tmp_path / pad, *flags))
+        outputs.append(json.loads((tmp_path / pad / "fp8kv_calibration.json").read_text())["dataset"])
+    assert outputs[0] == outputs[1]
+    edit_json(tiny_directory / "tokenizer_config.json", bos_token="<new>")
+    done = run("calibrate", "-o", tmp_path / "out", *flags)
+    one_line_error(done, "130 tokens", "128 rows", "token id")
