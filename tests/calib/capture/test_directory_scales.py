@@ -111,16 +111,11 @@ def test_what_does_not_fit_gets_one_line(scales, message, model, tmp_path):
     refused(tmp_path, model, message)
 
 
+FLOAT8 = {"type": "float", "num_bits": 8}
+
+
 def quantized(method="compressed-tensors", **fields):
     return {"quantization_config": {"quant_method": method, **fields}}
-
-
-def float8(**changes):
-    return quantized(kv_cache_scheme={"type": "float", "num_bits": 8, **changes})
-
-
-def modelopt(algorithm):
-    return quantized("modelopt", quantization={"kv_cache_quant_algo": algorithm})
 
 
 def quark(dtype):
@@ -136,19 +131,18 @@ FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
         ({}, None, "e4m3fn"),
         (FNUZ, None, "e4m3fnuz"),
         ({"kv_cache_torch_dtype": "float8_e5m2"}, None, "e5m2"),
-        (FNUZ | float8(), None, "e4m3fnuz"),
-        (modelopt("FP8"), None, "e4m3fn"),
+        (FNUZ | quantized(kv_cache_scheme=FLOAT8), None, "e4m3fnuz"),
+        (quantized("modelopt", quantization={"kv_cache_quant_algo": "FP8"}), None, "e4m3fn"),
         (quark("fp8_e4m3"), None, "e4m3fn"),
         (quark("fp8_e5m2"), None, "e5m2"),
         (None, "float8_e4m3fnuz", "e4m3fnuz"),
         (FNUZ, "float8_e4m3fnuz", "e4m3fnuz"),
         ({"kv_cache_torch_dtype": "bfloat16"}, None, "of config.json is 'bfloat16'"),
-        ({"kv_cache_torch_dtype": 8}, None, "of config.json is '8'"),
         (None, "int8", "dtype of kv_cache_scales.json is 'int8'"),
         (FNUZ, "float8_e4m3fn", "float8_e4m3fnuz and dtype of kv_cache_scales.json float8_e4m3fn"),
-        (float8(num_bits=4), None, "NVFP4 cache"),
-        (float8(type="int"), None, "is 'int of 8 bits'"),
-        (modelopt("NVFP4"), None, "NVFP4 cache"),
+        (quantized(kv_cache_scheme=FLOAT8 | {"num_bits": 4}), None, "NVFP4 cache"),
+        (quantized(kv_cache_scheme=FLOAT8 | {"type": "int"}), None, "is 'int of 8 bits'"),
+        (quantized("modelopt", quantization={"kv_cache_quant_algo": "NVFP4"}), None, "NVFP4 cache"),
         (quark("int8"), None, "is 'int8'"),
         (quark("fp8_e5m2") | FNUZ, None, "contradict"),
     ],

@@ -50,7 +50,6 @@ def test_an_observer_sees_latent_and_k_pe_as_one(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A DeepSeek-V3 on disk."""
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     return save_model(model, tmp_path_factory.mktemp("models") / "deepseek")
 

@@ -56,11 +56,6 @@ def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_
         assert {x.histogram.sum(-1).unique().item() for x in (layer.k, layer.v, layer.q)} == {69 * 16}
 
 
-def bucket(index):
-    """How often index + 1 can be halved."""
-    return (index + 1).bit_length() - 1
-
-
 def check_places(model, batches, cache_config=None, skip_first=0):
     """The curve and the positions of K and of V are those of the caches, token by token."""
     stats, tables, read = calibrate(model, batches, RECIPE), {}, 0
@@ -71,7 +66,8 @@ def check_places(model, batches, cache_config=None, skip_first=0):
                 curve, positions = tables.setdefault((i, letter), made)
                 for t in range(skip_first, x.shape[1]):
                     largest = x[:, t].abs().amax(-1).float()
-                    for table, at in ((curve, bucket(read + t)), (positions, bucket(t))):
+                    for table, place in ((curve, read + t), (positions, t)):
+                        at = (place + 1).bit_length() - 1  # how often it can be halved, from 1
                         table[:, at] = torch.maximum(table[:, at], largest)
         read += sample[0][0].shape[1]
     for i, layer in enumerate(stats.layers.values()):
@@ -116,16 +112,12 @@ def test_the_samples_of_a_batch_keep_their_places():
         assert {single.skip_first for single in singles(batch)} == {3}
 
 
-def fail_if_run(module):
-    module.register_forward_hook(lambda *_: pytest.fail("it ran for nothing"))
-
-
 def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_back():
     model, seen = tiny_model("llama").train(), []
     model.model.norm.eval()
     mapped, modes = map_attention(model), [module.training for module in model.modules()]
-    fail_if_run(model.lm_head)
-    fail_if_run(model.model.layers[-1].self_attn.o_proj)
+    for unused in (model.lm_head, model.model.layers[-1].self_attn.o_proj):
+        unused.register_forward_hook(lambda *_: pytest.fail("it ran for nothing"))
     calibrate(model, batches(), RECIPE, attention=mapped, on_batch=lambda b, _: seen.append(b.num_tokens))
     # the largest first, the others in any order
     assert (seen[0], sorted(seen)) == (48, [7, 11, 23, 48])

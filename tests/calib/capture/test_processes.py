@@ -61,9 +61,7 @@ def test_processes_of_torchrun_share_the_work_and_change_no_bit(model, tmp_path)
     assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "plain"))
 
 
-def test_a_batch_size_that_is_left_open_gives_every_process_work_and_one_that_was_typed_may_not(
-    model, tmp_path
-):
+def test_an_open_batch_size_gives_every_process_work_and_one_that_was_typed_may_not(model, tmp_path):
     few = ("--dataset", "random", "--samples", 3, "--seq-len", 80, "--device", "cpu", *COLLECTED)
     for rank in calibrate_forked(2, model, "-o", tmp_path / "out", *few, "--batch-size", 4):
         assert rank.exit_code == 2

@@ -220,9 +220,7 @@ def test_self_ignores_how_a_model_prefers_to_be_sampled(tokenizer, tiny_llama):
         assert sample_from_model(few, tokenizer, tiny_llama) == plain, name
 
 
-def test_self_draws_again_when_the_model_ends_at_once_and_gives_up_where_it_always_does(
-    tokenizer, tiny_llama
-):
+def test_self_draws_again_when_the_model_ends_at_once_and_gives_up_at_last(tokenizer, tiny_llama):
     # 190 of 200 ids end a sample
     tiny_llama.generation_config.eos_token_id = list(range(10, 200))
     samples = sample_from_model(recipe_of(samples=5), tokenizer, tiny_llama)

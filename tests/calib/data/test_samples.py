@@ -76,9 +76,7 @@ def tokenize(rows, tokenizer, recipe):
     return [piece.ids for piece in pieces], warnings, words
 
 
-def test_a_text_gets_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template_alone(
-    tokenizer, byte_tokenizer
-):
+def test_a_text_has_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template(tokenizer, byte_tokenizer):
     assert tokenizer.decode(encode("hi", tokenizer)) == "<s>hi"
     ids = encode(CHAT, tokenizer)
     assert tokenizer.decode(ids) == "<s><|user|>hi<|assistant|>yo"
@@ -120,9 +118,7 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
         ("{% for part in m.content %}{% if part.text %}{{ part.text }}{% endif %}{% endfor %}", "qmore"),
     ],
 )
-def test_text_parts_are_joined_for_templates_that_take_strings_and_given_to_others(
-    byte_tokenizer, written, expected
-):
+def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, written, expected):
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + written + "{% endfor %}"
     tokenizer = byte_tokenizer(chat_template=template)
     chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]

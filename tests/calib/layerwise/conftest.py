@@ -70,14 +70,11 @@ def _one_thread():
 
 @pytest.fixture
 def saved_at(tmp_path):
-    """A model that was saved before."""
     return lambda directory: Saved(directory, tmp_path / "scratch")
 
 
 @pytest.fixture
 def save(saved_at, tmp_path):
-    """Save a model in shards of 100 KB."""
-
     def save(model):
         model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
         return saved_at(tmp_path / "model")

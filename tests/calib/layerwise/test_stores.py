@@ -18,7 +18,6 @@ TENSORS = {
     "a": torch.arange(35, dtype=torch.float32).view(5, 7),
     "b": torch.arange(-3, 3, dtype=torch.bfloat16),
     "c": torch.tensor(2.5, dtype=torch.float64),
-    "d": torch.arange(9, dtype=torch.int64).view(3, 3),
     "e": torch.zeros(0, 4),
     "f": torch.tensor([1, 2, 3], dtype=torch.uint8),
 }

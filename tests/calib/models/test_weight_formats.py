@@ -269,9 +269,7 @@ def test_other_tensors_that_are_left_over_do_no_harm(tiny_directory):
         *((None, name, "layerwise") for name in ("vllm", "modelopt")),
     ],
 )
-def test_an_output_of_each_format_is_calibrated_again_to_the_same(
-    form, name, offload, tiny_directory, tmp_path
-):
+def test_an_output_is_calibrated_again_to_the_same(form, name, offload, tiny_directory, tmp_path):
     once, twice = tmp_path / "once", tmp_path / "twice"
     if form:
         FORMS[form].quantise(tiny_directory, tmp_path / "plain")
