@@ -331,7 +331,7 @@ class Rows:
     [
         [TEXT[0]],
         [TEXT[0].tolist()],
-        [{"input_ids": TEXT, "labels": ROWS}],
+        [{"input_ids": TEXT, "labels": TEXT + 1}],
         [UserDict(input_ids=TEXT.tolist(), attention_mask=None)],
         [{"input_ids": LEFT, "attention_mask": REAL}],
         [{"input_ids": LEFT, "attention_mask": REAL, "position_ids": POSITIONS, "rewards": [1.0]}],
