@@ -98,7 +98,6 @@ QUOTED = "dataset 'o/d' cannot be read: ", "; use another dataset or a local fil
         (ConnectionError("Couldn't reach 'o/d' on the Hub (LocalEntryNotFoundError)"), UNREACHABLE),
         (LocalEntryNotFoundError("not on disk"), UNREACHABLE),
         (FileNotFoundError("Couldn't find any data file at /x. LocalEntryNotFoundError: no"), UNREACHABLE),
-        (httpx.ReadTimeout("timed out"), UNREACHABLE),
         (answer(HfHubHTTPError, 503), UNREACHABLE),
         (LOST, UNREACHABLE),
         (answer(GatedRepoError, 403), GATED),
