@@ -31,9 +31,9 @@ def with_tensors(made, values, *names):
     return made
 
 
-@pytest.mark.parametrize(
-    ("k", "v", "q", "problem"),
-    [
+def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
+    engines = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
+    for k, v, q, problem in (
         (KV, KV, QUERY, None),
         ([0.5], [0.25], None, None),
         (KV, [0.25], None, None),
@@ -41,65 +41,57 @@ def with_tensors(made, values, *names):
         (KV, [0.5, 0.25, 0.5], None, "V has 3 scales in layers 0, 1, but the model has 2 KV heads"),
         (KV, KV, KV, "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads"),
         (KV, KV, QUERY * 2, "Q has 8 scales in layers 0, 1, but the model has 4 query heads"),
-    ],
-)
-def test_wrong_counts_are_a_problem_with_every_engine(k, v, q, problem, tmp_path):
-    directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD)
-    if q:
-        with_tensors(directory, q, "q_scale")
-    done = fp8kv("verify", directory, "--json")
-    assert done.exit_code == bool(problem)
-    said = json.loads(done.stdout)["problems"]
-    assert [problem in each for each in said] == [True] * bool(problem)
-    if not problem:
-        engines = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
-        per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
-        assert [engine for engine in engines if simulated(directory, engine).is_good] == per_head
-    else:
-        assert problem in lines_of(fp8kv("inspect", directory))
-        command = ("convert", directory, "--to", "tgi", "--reduce", "max", "--without-q")
-        one_line_error(fp8kv(*command, "-o", tmp_path / "out"), problem, "calibrate")
+    ):
+        directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD)
+        if q:
+            with_tensors(directory, q, "q_scale")
+        done = fp8kv("verify", directory, "--json")
+        assert done.exit_code == bool(problem)
+        said = json.loads(done.stdout)["problems"]
+        assert [problem in each for each in said] == [True] * bool(problem)
+        if not problem:
+            per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
+            assert [engine for engine in engines if simulated(directory, engine).is_good] == per_head
+        else:
+            assert problem in lines_of(fp8kv("inspect", directory))
+            command = ("convert", directory, "--to", "tgi", "--reduce", "max", "--without-q")
+            one_line_error(fp8kv(*command, "-o", tmp_path / "out"), problem, "calibrate")
 
 
-@pytest.mark.parametrize(
-    ("case", "letter", "values"),
-    [
-        ("K scales of query heads", "k", (0.04, 0.05)),
-        ("three K scales", "k", (0.02, 0.03)),
-        ("V scales of query heads", "v", (0.04, 0.05)),
-        ("eight query scales", "q", (0.05, 0.07)),
-    ],
-)
-def test_what_vllm_takes_of_too_many_is_predicted_and_named(case, letter, values, tmp_path):
+def test_what_vllm_takes_of_too_many_is_predicted_and_named(tmp_path):
     """For two KV heads; `make interop` compares these cases with vLLM itself."""
-    directory = write_case(next(c for c in CASES if c.name == f"per head, {case}"), tmp_path / "model")
-    for ranks in (1, 2, 4):
-        found = simulated(directory, "vllm", ranks=ranks)
-        held = next(o.values for o in found.outcomes if o.letter == letter)
-        copies = max(1, ranks // 2)  # two ranks hold one head
-        assert held == pytest.approx([value for value in values for _ in range(copies)])
-    done = fp8kv("verify", directory, "--engine", "vllm", "--tensor-parallel-size", "4", "--json")
-    assert done.exit_code == 1
-    (problem,) = json.loads(done.stdout)["problems"]
-    assert problem.startswith(f"{letter.upper()} has ")
+    for name, letter, values in (
+        ("per head, K scales of query heads", "k", (0.04, 0.05)),
+        ("per head, three K scales", "k", (0.02, 0.03)),
+        ("per head, V scales of query heads", "v", (0.04, 0.05)),
+        ("per head, eight query scales", "q", (0.05, 0.07)),
+    ):
+        directory = write_case(next(case for case in CASES if case.name == name), tmp_path / name)
+        for ranks in (1, 2, 4):
+            found = simulated(directory, "vllm", ranks=ranks)
+            held = next(o.values for o in found.outcomes if o.letter == letter)
+            copies = max(1, ranks // 2)  # two ranks hold one head
+            assert held == pytest.approx([value for value in values for _ in range(copies)])
+        done = fp8kv("verify", directory, "--engine", "vllm", "--tensor-parallel-size", "4", "--json")
+        assert done.exit_code == 1
+        (problem,) = json.loads(done.stdout)["problems"]
+        assert problem.startswith(f"{letter.upper()} has ")
 
 
 def test_latents_have_one_scale(tmp_path):
     latent = {"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    directory = model(
-        tmp_path / "model", [QUERY] * 2, [QUERY] * 2, config=PER_HEAD, num_key_value_heads=4, **latent
-    )
-    said = "K has 4 scales in layers 0, 1 (one per query head), but the model caches latents (MLA)"
+    directory = model(tmp_path / "model", [QUERY] * 2, [QUERY] * 2, config=PER_HEAD, **latent)
     done = fp8kv("verify", directory)
     assert done.exit_code == 1
-    assert said in lines_of(done)
+    assert "K has 4 scales in layers 0, 1 (one per query head), but the model caches latents" in lines_of(
+        done
+    )
     command = ("convert", directory, "--to", "modelopt", "--reduce", "max", "-o", tmp_path / "out")
     one_line_error(fp8kv(*command), "caches latents (MLA), which have one scale")
 
 
-@pytest.mark.parametrize(
-    ("document", "good"),
-    [
+def test_heads_are_those_that_the_config_names(tmp_path):
+    for document, good in (
         # every other layer of Gemma 4 and MiMo-V2-Flash has other KV heads
         ({"num_global_key_value_heads": 1, "num_key_value_heads": 2}, {1, 2}),
         ({"swa_num_key_value_heads": 4, "num_key_value_heads": 2}, {1, 2, 4}),
@@ -114,13 +106,10 @@ def test_latents_have_one_scale(tmp_path):
         ({"num_key_value_heads": None, "model_type": "falcon", "multi_query": False}, {1, 4}),
         # nothing is known of its heads
         ({"num_key_value_heads": None, "num_attention_heads": None}, {1, 2, 3, 4}),
-    ],
-)
-def test_heads_are_those_that_the_config_names(document, good, tmp_path):
-    for count in range(1, 5):
-        directory = model(tmp_path / str(count), k=[[0.5] * count] * 2, config=PER_HEAD, **document)
-        problems = read_scales(directory).misread
-        assert bool(problems) == (count not in good), (count, problems)
+    ):
+        for count in range(1, 5):
+            directory = model(tmp_path, k=[[0.5] * count] * 2, config=PER_HEAD, **document)
+            assert (not read_scales(directory).misread) == (count in good), (document, count)
 
 
 def test_absent_is_not_null():

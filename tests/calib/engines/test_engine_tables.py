@@ -17,9 +17,8 @@ OWN = wanted(LLAMA, NAMINGS[0])
 ONES = ((1.0,), (1.0,))
 
 
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
+def test_the_fate_of_scales():
+    for held, expected in (
         (OWN, "loaded"),
         ([OWN[1], OWN[0], OWN[2]], "partly: 1 of 3 loaded, 2 of 3 with another layer's scales"),
         ([(v, k) for k, v in OWN], "partly: all with K and V crossed"),
@@ -31,11 +30,9 @@ ONES = ((1.0,), (1.0,))
         ([None, *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 without a place"),
         ([NOT_FP8] * 3, "dropped: the cache keeps 16 bits"),
         (OWN[:2], "partly: 2 attention layers for 3 pairs of scales"),
-    ],
-)
-def test_the_fate_of_scales(held, expected):
-    # in the order of layers, not of names: 10 comes after 2
-    assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
+    ):
+        # in the order of layers, not of names: 10 comes after 2
+        assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):

@@ -96,6 +96,17 @@ def test_linear_attention_caches_no_k_and_layers_that_guess_tokens_need_no_scale
     assert said(made, "vllm") == "refused"
 
 
+def quark(group, layers):
+    output = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    keys = {"layer_quant_config": layers and dict.fromkeys(layers, output)}
+    keys |= {"export": None if group is None else {"kv_cache_group": group}}
+    return {"config": {"quant_method": "quark", **keys}}
+
+
+def modelopt(**changes):
+    return {"config": MODELOPT | changes}
+
+
 @pytest.mark.parametrize(
     ("changes", "vllm", "sglang"),
     [
@@ -113,80 +124,49 @@ def test_linear_attention_caches_no_k_and_layers_that_guess_tokens_need_no_scale
         # the weights of a Llama
         ({"architectures": ["OPTForCausalLM"]}, "not known", "not known"),
         # settings of weights that were never run
-        ({"quantization_config": COMPRESSED | {"config_groups": [1]}}, "not known", "not known"),
-        ({"quantization_config": COMPRESSED | {"ignore": 3}}, "not known", "not known"),
+        ({"config": COMPRESSED | {"config_groups": [1]}}, "not known", "not known"),
+        ({"config": COMPRESSED | {"ignore": 3}}, "not known", "not known"),
+        ({"config": COMPRESSED | {"kv_cache_scheme": None}}, "loaded with a flag", "1.0"),
+        (modelopt(), "loaded", "loaded"),
+        (modelopt(kv_cache_scheme=None), "loaded with a flag", "1.0"),
+        (modelopt(kv_cache_scheme=None, kv_cache_quant_algo="FP8"), "loaded", "loaded"),
+        (modelopt(kv_cache_scheme=STATIC | {"type": "int"}), "loaded with a flag", "1.0"),
+        # with these vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it
+        (modelopt(kv_cache_scheme=STATIC | {"dynamic": True}), "loaded with a flag", "loaded"),
+        (modelopt(kv_cache_scheme=STATIC | {"dynamic": None}), "loaded with a flag", "loaded"),
+        (modelopt(quant_algo="NVFP4"), "loaded", "loaded"),
+        (modelopt(quant_algo="NVFP4_AWQ"), "not known", "loaded"),
+        (modelopt(quant_algo="FP8_PB_WO"), "loaded", "not known"),
+        (modelopt(quant_algo="nonsense"), "not known", "not known"),
+        (modelopt(quant_algo=["FP8"]), "not known", "not known"),
+        (modelopt(quant_algo=None), "refused", "refused"),
+        # vLLM reads it, SGLang does not
+        (modelopt(quant_algo=None, quantization=KV), "not known", "not known"),
+        (quark([], ["*k_proj"]), "loaded with a flag", "loaded with a flag"),
+        (quark([], None), "refused", "refused"),
+        (quark(None, ["*k_proj"]), "refused", "refused"),
+        # by pattern an entry is enough
+        (quark(["*k_proj", "*v_proj"], ["*k_proj"]), "loaded with a flag", "refused"),
     ],
 )
-def test_a_config_that_no_engine_starts_with_or_was_run_with(changes, vllm, sglang, tmp_path):
+def test_a_config_is_known_only_as_it_was_run(changes, vllm, sglang, tmp_path):
     directory = write(tmp_path, WEIGHTS, SCALES, **changes)
     assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-    if "quantization_config" not in changes:
+    if "config" not in changes:
         assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "vllm", "sglang"),
-    [
-        ({}, "loaded", "loaded"),
-        ({"kv_cache_scheme": None}, "loaded with a flag", "1.0"),
-        ({"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, "loaded", "loaded"),
-        ({"kv_cache_scheme": STATIC | {"type": "int"}}, "loaded with a flag", "1.0"),
-        # with these vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it
-        ({"kv_cache_scheme": STATIC | {"dynamic": True}}, "loaded with a flag", "loaded"),
-        ({"kv_cache_scheme": STATIC | {"dynamic": None}}, "loaded with a flag", "loaded"),
-        ({"quant_algo": "NVFP4"}, "loaded", "loaded"),
-        ({"quant_algo": "NVFP4_AWQ"}, "not known", "loaded"),
-        ({"quant_algo": "FP8_PB_WO"}, "loaded", "not known"),
-        ({"quant_algo": "nonsense"}, "not known", "not known"),
-        ({"quant_algo": ["FP8"]}, "not known", "not known"),
-        ({"quant_algo": None}, "refused", "refused"),
-        # vLLM reads it, SGLang does not
-        ({"quant_algo": None, "quantization": KV}, "not known", "not known"),
-    ],
-)
-def test_modelopt(changes, vllm, sglang, tmp_path):
-    directory = model(tmp_path, names=PROJ, config=MODELOPT | changes)
-    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-    if changes == {"quant_algo": "nonsense"}:  # it promises no cache
+    if changes == modelopt(quant_algo="nonsense"):  # it promises no cache
         printed = lines_of(fp8kv("verify", directory, "--engine", "vllm"))
         assert "│ not known │ not known │ 1.0 │ --kv-cache-dtype fp8 │" in printed
 
 
-@pytest.mark.parametrize(
-    ("producer", "algorithms", "vllm", "sglang"),
-    [
+def test_modelopts_own_file_is_read_by_its_producer(tmp_path):
+    directory = model(tmp_path, names=PROJ, config=None)
+    for producer, algorithms, *expected in (
         ("modelopt", KV, "loaded", "loaded"),
         ("modelopt", {"quant_algo": "FP8"}, "loaded with a flag", "1.0"),
         # vLLM does not start, SGLang loads
         ("other", KV, "not known", "not known"),
-    ],
-)
-def test_modelopts_own_file_is_read_by_its_producer(producer, algorithms, vllm, sglang, tmp_path):
-    directory = model(tmp_path, names=PROJ, config=None)
-    document = {"producer": {"name": producer}, "quantization": algorithms}
-    (directory / "hf_quant_config.json").write_text(json.dumps(document))
-    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-
-
-def test_compressed_tensors_without_a_scheme_need_the_flag(tmp_path):
-    directory = model(tmp_path, config=COMPRESSED | {"kv_cache_scheme": None})
-    assert (said(directory, "vllm"), said(directory, "sglang")) == ("loaded with a flag", "1.0")
-
-
-@pytest.mark.parametrize(
-    ("group", "layers", "vllm", "sglang"),
-    [
-        ([], {"*k_proj"}, "loaded with a flag", "loaded with a flag"),
-        ([], None, "refused", "refused"),
-        (None, {"*k_proj"}, "refused", "refused"),
-        # by pattern an entry is enough
-        (["*k_proj", "*v_proj"], {"*k_proj"}, "loaded with a flag", "refused"),
-    ],
-)
-def test_quark_needs_its_keys_and_all_entries_that_its_group_names(group, layers, vllm, sglang, tmp_path):
-    output = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
-    keys = {"layer_quant_config": layers and dict.fromkeys(layers, output)}
-    keys |= {"export": None if group is None else {"kv_cache_group": group}}
-    directory = model(tmp_path, config={"quant_method": "quark", **keys})
-    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-    assert said(directory, "aphrodite") in (vllm, sglang)
+    ):
+        document = {"producer": {"name": producer}, "quantization": algorithms}
+        (directory / "hf_quant_config.json").write_text(json.dumps(document))
+        assert [said(directory, "vllm"), said(directory, "sglang")] == expected

@@ -1,18 +1,23 @@
-"""What `verify` predicts of hand-made directories, and of every class, config and name in the tables."""
+"""What is predicted of hand-made directories, of every class, config and name in the tables, and of SGLang.
+
+`make interop` asks the engines' own code about all directories.
+"""
 
 import sys
 from pathlib import Path
 
 import pytest
-from scale_directories import simulated
+from command_line import fp8kv
+from scale_directories import COMPRESSED, lines_of, model, simulated
 
-from calib.engines.catalogue import load_catalogue
+from calib.engines.catalogue import find_engine, load_catalogue
 from calib.engines.model_classes import TRANSFORMERS
 from calib.engines.simulate_loading import simulate
 from calib.files.config import head_counts, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name
 from calib.files.scale_files import ScaleTensor
+from calib.formats import FORMATS
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from engine_cases import NAMINGS, QUANTIZATIONS, fixtures
@@ -88,3 +93,88 @@ def test_every_architecture_config_and_name(name):
                     wrong.append((fixture.name, kind, naming, fate, found))
     assert wrong == []
     assert cases > 3000
+
+
+OLD = "0.5.9"
+FP8 = {"quant_method": "fp8"}
+
+
+def statuses(directory, engine="sglang", version=None):
+    found = simulated(directory, engine, version)
+    return found.refused or {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
+
+
+def test_what_sglang_reads(tmp_path):
+    def of(version=None, **options):
+        return statuses(model(tmp_path, **options), version=version)
+
+    # a scheme that it does not know is ignored
+    for changes in ({"strategy": "attn_head"}, {"type": "int"}, {"dynamic": True}, {"symmetric": False}):
+        scheme = COMPRESSED["kv_cache_scheme"] | changes
+        assert of(config=COMPRESSED | {"kv_cache_scheme": scheme}) == {"default"}, changes
+    assert of() == {"loaded"}
+    assert of(OLD) == {"default"}
+    # zeros of both are as none
+    assert of(k=(0.0, 0.0), v=(0.0, 0.0), config=FP8) == {"default"}
+    assert of(k=(0.5, 0.5), v=(0.0, 0.0), config=FP8) == {"loaded"}
+    assert "K scale of 0" in of(k=(0.0, 0.0), v=(0.5, 0.5), config=FP8)
+    # classes do not matter without scales; to older versions Llama alone is known
+    assert of(k=None, v=None, architectures=["Qwen3ForCausalLM"]) == {"default"}
+    assert of(OLD, config=FP8) == {"loaded"}
+    assert of(OLD, config=FP8, architectures=["Gemma3ForCausalLM"]) == {"unknown"}
+
+
+def test_sglang_refuses_groups_without_weights(tmp_path):
+    group = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}
+    directory = model(tmp_path, config=COMPRESSED | {"config_groups": {"attention": group}})
+    assert "'attention' without weights" in statuses(directory)
+    assert statuses(directory, "vllm") == {"loaded"}
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    assert "write it again with fp8kv convert --to vllm" in lines_of(done)
+
+
+def test_the_table_says_why_nothing_arrives_in_sglang(tmp_path):
+    for family, shown, why in (
+        ("Qwen3", "no place", "the attention layers of the model's class have no place"),
+        ("Qwen2", "dropped", "the model's class drops it"),
+        ("Granite", "crashes", "the model's class does not start with 'model.layers.0.self_attn"),
+    ):
+        architecture = f"{family}ForCausalLM"
+        done = fp8kv("verify", model(tmp_path, architectures=[architecture]), "--engine", "sglang")
+        assert done.exit_code == 1
+        assert all(words in lines_of(done) for words in (f"│ {shown} │ {shown} │", why, architecture))
+
+
+def test_the_first_sglang_with_these_scales_has_one_home():
+    since = find_engine("sglang").since
+    assert find_engine("sglang", "0.5").until == since
+    assert since in FORMATS["sglang"].note
+    assert since in FORMATS["modelopt"].engine
+
+
+def test_sglang_reads_quark_and_mixed_precision_otherwise_than_vllm(tmp_path):
+    """What differs; `make interop` compares these with SGLang's own config classes."""
+
+    def of_case(name):
+        return write_case(next(case for case in CASES if case.name == name), tmp_path / name)
+
+    for name, expected in (
+        ("quark, attention left out", {"loaded"}),
+        ("mixed precision", {"loaded"}),
+        ("mixed precision, FP8 layers", {"default"}),
+        ("mixed precision, no cache", {"unknown"}),
+        ("mixed precision, word for the cache", {"loaded"}),
+    ):
+        assert statuses(of_case(name)) == expected, name
+    directory = of_case("mixed precision, no layers")
+    assert statuses(directory) == {"default"}
+    assert "no 'quantized_layers'" in statuses(directory, "vllm")
+    assert "has no such entry" in statuses(of_case("quark, kv_cache_group by pattern"))
+
+
+def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
+    case = next(case for case in CASES if case.name == "mixed precision")
+    directory = model(tmp_path, config=case.config, architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=8)
+    assert statuses(directory, "vllm") == {"default"}
+    assert "layers that cache latents" in simulated(directory, "vllm").ignored[0][1]
