@@ -1,11 +1,12 @@
-"""Output directories: weights are the source's bit for bit, and what lies beside them."""
+"""Output directories: exactly which files, names, shapes, dtypes, values and config each engine is given."""
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
-from engine_fixtures import make_scales
+from engine_fixtures import describe, make_scales
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -13,9 +14,17 @@ from calib.errors import InputError
 from calib.files.atomic import atomic_directory
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, SCALES_SHARD
-from calib.formats import export
-from calib.formats.directory import check_output, write_checkpoint
+from calib.formats import FORMATS, export
+from calib.formats.directory import check_output, write_checkpoint, write_documents
 
+GOLDEN = Path(__file__).parent / "golden"
+CASES = [
+    (name, strategy, targets)
+    for name, target in FORMATS.items()
+    for strategy in target.strategies
+    for targets in (("kv", "qkv") if target.reads_q else ("kv",))
+    if name != "fp8kv"  # statistics and recipe only: nothing engine-specific to pin
+]
 OLD = "model.layers.0.self_attn"
 RENAMED = "model-00001-of-00001.safetensors"
 
@@ -130,3 +139,24 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
     for near in (source, source / "sub", tmp_path):
         refused(near, True, "would mix with the model")
     refused(tmp_path / ("x" * 300), False, "File name too long; choose another -o")
+
+
+@pytest.mark.parametrize(("name", "strategy", "targets"), CASES)
+def test_output_matches_its_golden_file(name, strategy, targets, checkpoint, tmp_path, request):
+    made = export(make_scales(strategy, q=targets == "qkv"), checkpoint, name, tp_size=2)
+    out = tmp_path / "out"
+    out.mkdir()
+    if FORMATS[name].with_weights:
+        write_checkpoint(made, checkpoint, out, weights="link", readme="")
+    else:
+        write_documents(made, out)
+    golden = GOLDEN / f"{name}-{strategy}-{targets}.json"
+    found = describe(out)
+    if request.config.getoption("--update-golden"):
+        golden.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(golden.read_text())
+
+
+def test_every_golden_file_has_a_case():
+    held = {path.stem for path in GOLDEN.glob("*.json")}
+    assert held == {"-".join(case) for case in CASES}

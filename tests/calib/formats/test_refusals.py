@@ -44,22 +44,20 @@ def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(che
     assert made.config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
 
 
-@pytest.mark.parametrize(
-    ("command", "ways", "advice"),
-    [
+def test_a_way_out_has_the_verb_that_it_needs():
+    reduce, strategy = WayOut("reduce", ("max",)), WayOut("strategy", ("tensor",))
+    for command, ways, advice in (
         ("calibrate", [WayOut("center_keys")], "p. Leave out --center-keys"),
         ("convert", [WayOut("reduce"), WayOut("format", ("a",))], "p. Use --to a, or leave out --reduce"),
-        ("apply", [WayOut("reduce", ("max",)), WayOut("strategy", ("tensor",))], "p. Use --strategy tensor"),
-        ("repair", [WayOut("strategy", ("tensor",))], "p. Use fp8kv apply --strategy tensor"),
+        ("apply", [reduce, strategy], "p. Use --strategy tensor"),
+        ("repair", [strategy], "p. Use fp8kv apply --strategy tensor"),
         ("repair", [WayOut("center_keys")], "p. Calibrate the model again"),
         ("apply", [], "p"),
-    ],
-)  # fmt: skip
-def test_a_way_out_has_the_verb_that_it_needs(command, ways, advice):
-    assert FormatRefusal("p", *ways).words(command) == advice
+    ):
+        assert FormatRefusal("p", *ways).words(command) == advice
 
 
-def test_an_existing_compressed_tensors_config_keeps_everything_but_its_kv_part(make_checkpoint):
+def test_an_existing_quantization_config_keeps_everything_but_its_kv_part(make_checkpoint):
     kept = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
     kept |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}
     scheme = {"num_bits": 8, "strategy": "token"}
@@ -68,14 +66,17 @@ def test_an_existing_compressed_tensors_config_keeps_everything_but_its_kv_part(
     assert config.pop("kv_cache_scheme")["strategy"] == "tensor"
     assert config == kept
     assert checkpoint.config["quantization_config"]["kv_cache_scheme"] == scheme
-
-
-def test_a_quantization_config_inside_text_config_is_found(make_checkpoint):
+    # inside text_config it is found
     inner = {"model_type": "llama", "quantization_config": {"quant_method": "compressed-tensors"}}
     config = export(make_scales(), make_checkpoint({"text_config": inner}), "vllm").config
     assert "quantization_config" not in config
     assert config["text_config"]["quantization_config"]["config_groups"] == {}
     assert config["text_config"]["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    # that of ModelOpt gets its own scheme
+    weights = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    config = export(make_scales(), make_checkpoint({"quantization_config": weights}), "vllm").config
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert config["quantization_config"] == weights | {"kv_cache_scheme": scheme}
 
 
 @pytest.mark.parametrize("method", ["fp8", "quark"])
@@ -101,13 +102,6 @@ def test_attention_that_quark_leaves_out_has_no_place_in_vllm(make_checkpoint):
     assert export(make_scales(), checkpoint, "vllm").tensors
 
 
-def test_modelopt_weights_get_their_own_kv_scheme(make_checkpoint):
-    checkpoint = of_weights(make_checkpoint, "modelopt", quant_algo="FP8")
-    config = export(make_scales(), checkpoint, "vllm").config["quantization_config"]
-    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
-    assert config == {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
-
-
 def test_weights_that_rule_kv_scales_out_are_refused(make_checkpoint):
     for method, version in (("gptq", ", if any"), ("awq", ", which compressed-tensors' AutoAWQConverter")):
         message = f"no place for KV scales beside '{method}'.*{version}"
@@ -116,25 +110,18 @@ def test_weights_that_rule_kv_scales_out_are_refused(make_checkpoint):
     refuse(make_scales(), of_weights(make_checkpoint, "fp8"), "modelopt", kept)
 
 
-VLLM = "--format vllm for vLLM, or "
-
-
-@pytest.mark.parametrize(
-    ("architecture", "method", "name", "effect", "others"),
-    [
-        ("Qwen3ForCausalLM", None, "sglang", "compute with 1.0", VLLM),
-        ("Lfm2ForCausalLM", None, "vllm", "not start", ""),
-        ("FalconForCausalLM", "fp8", "vllm", "keep a 16-bit cache", ""),
-        ("FalconForCausalLM", None, "modelopt", "not start", VLLM),
-    ],
-)
-def test_a_class_that_loads_nothing_is_refused_with_what_becomes_of_it_and_the_way_out(
-    architecture, method, name, effect, others, make_checkpoint
-):
-    config = {"architectures": [architecture]}
-    weights = {"quantization_config": {"quant_method": method}} if method else {}
-    message = rf"\), so it would {effect}. Use {others}--format fp8kv for the bundled runtime$"
-    refuse(make_scales(), make_checkpoint(config | weights), name, message)
+def test_a_class_that_loads_nothing_is_refused_with_what_becomes_of_it_and_the_way_out(make_checkpoint):
+    vllm = "--format vllm for vLLM, or "
+    for family, method, name, effect, others in (
+        ("Qwen3", None, "sglang", "compute with 1.0", vllm),
+        ("Lfm2", None, "vllm", "not start", ""),
+        ("Falcon", "fp8", "vllm", "keep a 16-bit cache", ""),
+        ("Falcon", None, "modelopt", "not start", vllm),
+    ):
+        config = {"architectures": [f"{family}ForCausalLM"]}
+        config |= {"quantization_config": {"quant_method": method}} if method else {}
+        message = rf"\), so it would {effect}. Use {others}--format fp8kv for the bundled runtime$"
+        refuse(make_scales(), make_checkpoint(config), name, message)
 
 
 def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_checkpoint):
@@ -145,13 +132,17 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     assert "gpt_neox.layers.0.attention.k_scale" in export(scales, checkpoint, "vllm").tensors
 
 
-def test_json_lists_layers_without_a_cache_and_says_so(make_checkpoint):
+def test_json_says_what_it_cannot_hold(make_checkpoint):
     parts = ["self_attn.k_proj", "self_attn.k_proj", "mixer.in_proj", "mixer.in_proj"]
-    names = [f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)]
-    made = export(make_scales(), make_checkpoint(names=names), "json")
+    source = make_checkpoint(names=[f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)])
+    made = export(make_scales(), source, "json")
     assert factors_of(made)["0"] == {"0": 0.25, "1": 1.25, "2": 1.0, "3": 1.0}
-    said = "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
-    assert made.notes[0] == said
+    unused, larger = made.notes
+    assert unused == "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
+    assert "one number" in larger
+    assert "up to 2 times too large" in larger  # of the first layer, 0.25 and 0.125
+    layers = {name: replace(each, v=each.k) for name, each in make_scales().layers.items()}
+    assert export(replace(make_scales(), layers=layers), source, "json").notes == (unused,)
 
 
 def test_json_needs_what_its_loaders_compare(make_checkpoint):
@@ -159,24 +150,11 @@ def test_json_needs_what_its_loaders_compare(make_checkpoint):
     refuse(make_scales(), unnamed, "json", "needs model_type and the number of layers")
     said = r"says 0 layers, and there are scales of more; download the model again$"
     refuse(make_scales(), make_checkpoint({"num_hidden_layers": 0}), "json", said)
-    for key, factors in (
-        ("n_layer", {"0": 0.25, "1": 1.25}),
-        ("n_layers", {"0": 0.25, "1": 1.25}),
-        ("other", None),
-    ):
-        source = make_checkpoint({"num_hidden_layers": None, key: 2})
-        made = export(make_scales(), source, "sglang")
+    for key in ("n_layer", "n_layers", "other"):
         # SGLang needs no JSON beside the checkpoint
+        made = export(make_scales(), make_checkpoint({"num_hidden_layers": None, key: 2}), "sglang")
         assert "model.layers.0.self_attn.k_scale" in made.tensors
-        assert (factors_of(made)["0"] if made.documents else None) == factors
-
-
-def test_one_number_for_k_and_v_says_what_it_costs(checkpoint):
-    made = export(make_scales(), checkpoint, "json")
-    (said,) = (note for note in made.notes if "one number" in note)
-    assert "up to 2 times too large" in said  # of the first layer, 0.25 and 0.125
-    layers = {name: replace(each, v=each.k) for name, each in make_scales().layers.items()}
-    assert export(replace(make_scales(), layers=layers), checkpoint, "json").notes == ()
+        assert bool(made.documents) == (key != "other")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 2, 3), (4, 2, 8), (16, 4, 6), (6, 3, 2)])

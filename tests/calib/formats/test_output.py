@@ -1,0 +1,192 @@
+"""Outputs: in the model's own directory, all or nothing; of two runs at once, the second is refused."""
+
+import errno
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from command_line import fp8kv, one_line_error
+from engine_fixtures import make_scales
+
+from calib.errors import InputError
+from calib.files import atomic
+from calib.files.names import SCALES_SHARD, STATS_FILE
+from calib.formats import output
+from calib.job import run
+from calib.progress import Progress
+from calib.recipe import load_recipe
+
+SMALL = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
+PLACED = "model-00001-of-00001.safetensors"
+
+
+def calibrate(model, out=None, *, at=None, then=lambda: None, changes=(), **options):
+    """Calibrate, and call `then` when the stage `at` begins."""
+    progress = Progress(lambda name, total, unit: then() if name == at else None)
+    return run(str(model), load_recipe(None, SMALL | dict(changes)), out, progress=progress, **options)
+
+
+def seeded(seed):
+    return {"data.seed": seed}
+
+
+def seed_of(out):
+    return json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]["data"]["seed"]
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def model(tiny_directory):
+    """With a file in a hidden directory, and one that no output of ours would have."""
+    for name in (".git/HEAD", "pytorch_model.bin"):
+        (tiny_directory / name).parent.mkdir(exist_ok=True)
+        (tiny_directory / name).write_text("x")
+    return tiny_directory
+
+
+def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(model, tmp_path):
+    calibrate(model, tmp_path / "out")
+    before, weights = contents(model), (model / "model.safetensors").stat().st_ino
+    first = calibrate(model, in_place=True)
+    after, kept = contents(model), contents(first.backup)
+    assert after[SCALES_SHARD] == contents(tmp_path / "out")[SCALES_SHARD]
+    index = json.loads(after["model.safetensors.index.json"])
+    assert set(index["weight_map"].values()) == {PLACED, SCALES_SHARD}
+    assert first.backup == model.parent / f"{model.name}.before-fp8kv"
+    assert kept == {name: before[name] for name in ("config.json", "model.safetensors")}
+    added = {"README.md", SCALES_SHARD, STATS_FILE, "fp8kv_calibration.json", "fp8kv_source/config.json"}
+    added |= {"model.safetensors.index.json", PLACED}
+    assert after.keys() == before.keys() - {"model.safetensors"} | added
+    assert {name: after[name] for name in before.keys() - kept.keys()}.items() <= before.items()
+    assert (model / PLACED).stat().st_ino == weights
+    assert names(tmp_path) == sorted(["out", model.name, first.backup.name])
+    # a second time keeps both backups
+    second = calibrate(model, in_place=True, changes=seeded(7))
+    assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
+    assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
+    assert "fp8kv_calibration.json" in contents(second.backup)
+
+
+def test_a_linked_shard_stays_a_link(model, tmp_path):
+    stored = tmp_path / "stored.safetensors"
+    (model / "model.safetensors").rename(stored)
+    (model / "model.safetensors").symlink_to("../stored.safetensors")
+    calibrate(model, in_place=True)
+    placed = model / PLACED
+    assert placed.is_symlink()
+    assert placed.samefile(stored)
+
+
+def test_a_failure_changes_nothing(model, monkeypatch):
+    before = contents(model.parent)
+    monkeypatch.setattr(output, "back_up", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match="No space left on device; nothing was left behind"):
+        calibrate(model, in_place=True)
+    assert contents(model.parent) == before
+
+
+def test_what_cannot_be_in_place_is_refused(model):
+    formats, weights = "export.formats", "export.weights"
+    for source, out, changes, message in (
+        (model, None, {formats: ["vllm", "modelopt"]}, "one format that is a checkpoint, not vllm, mo"),
+        (model, None, {formats: ["json"]}, "one format that is a checkpoint, not json"),
+        (model, None, {weights: "none"}, "leaves the weights where they are; 'none' needs -o"),
+        (model, Path("elsewhere"), {}, "leave -o, --overwrite away"),
+        ("builtin:smollm2", None, {}, "which 'builtin:smollm2' is not; use -o"),
+    ):
+        with pytest.raises(InputError, match=message):
+            calibrate(source, out, in_place=True, changes=changes)
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+
+
+@pytest.mark.parametrize("how", ["", "overwrite", "in_place"])
+def test_the_second_run_is_refused_before_it_measures(how, tiny_directory, tmp_path):
+    out, options = tmp_path / "out", {how: True} if how else {}
+    if how == "overwrite":
+        calibrate(tiny_directory, out)
+    place = None if how == "in_place" else out
+
+    def second():
+        with pytest.raises(
+            InputError, match=f"another run is writing '{place or tiny_directory}'; wait for it"
+        ):
+            calibrate(tiny_directory, place, changes=seeded(2), **options)
+
+    calibrate(tiny_directory, place, at="calibrate", then=second, changes=seeded(1), **options)
+    assert seed_of(place or tiny_directory) == 1
+    left = "out" if place else "tiny-llama.before-fp8kv"
+    assert names(tmp_path) == sorted(["tiny-llama", left])
+
+
+def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
+    saved = tmp_path / ".out.rank0.progress"
+
+    def second(_tokens):
+        before = saved.exists() and saved.read_bytes()
+        with pytest.raises(InputError, match="another run is writing"):
+            calibrate(tiny_directory, tmp_path / "out", changes=seeded(2))
+        seen.append(before == (saved.exists() and saved.read_bytes()) and bool(before))
+
+    seen = []
+    recipe = load_recipe(None, {**SMALL, "data.batch_size": 2, "save_minutes": 0})
+    run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(on_advance=second))
+    assert seen[-1]
+
+
+def test_what_appears_meanwhile_is_left_as_it_is(no_locks, tiny_directory, tmp_path):
+    out = tmp_path / "out"
+
+    def another():
+        out.mkdir()
+        (out / "thesis.txt").write_text("x")
+
+    with pytest.raises(InputError, match=f"'{out}' was written by another program"):
+        calibrate(tiny_directory, out, at="write", then=another)
+    assert names(out) == ["thesis.txt"]
+    assert names(tmp_path) == ["out", "tiny-llama"]
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
+    swaps, no_locks, tiny_directory, tmp_path, monkeypatch
+):
+    if not swaps:
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    out = tmp_path / "out"
+    calibrate(tiny_directory, out, changes=seeded(7))
+
+    def second():
+        calibrate(tiny_directory, out, changes=seeded(2), overwrite=True)
+
+    with pytest.raises(InputError, match="was written by another program"):
+        calibrate(tiny_directory, out, at="calibrate", then=second, overwrite=True)
+    assert seed_of(out) == 2
+    assert names(tmp_path) == ["out", "tiny-llama"]
+
+
+@pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
+def test_every_command_knows_before_it_loads_where_it_cannot_write(
+    command, tiny_directory, tmp_path, monkeypatch
+):
+    for module in ("job", "evaluate.run", "rescale.proof"):
+        monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("gone")
+    monkeypatch.setattr("calib.transfer.convert.existing_scales", lambda *_: (make_scales(), ()))
+    for out in (tmp_path / "file" / "out", tmp_path / "dangling"):
+        done = fp8kv(*command.split(), tiny_directory, "-o", out)
+        one_line_error(done, f"cannot write '{out}'", "choose another output")
+    assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
