@@ -1,4 +1,4 @@
-"""Each format calls scales, also of latents (MLA), as the engine's class of the model loads them, or is refused."""
+"""Each format calls scales, also of latents (MLA), as the engine's class of the model loads them."""
 
 import json
 from dataclasses import replace

@@ -176,27 +176,21 @@ def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
     assert (answers.prompts, *map(len, (answers.first, answers.again))) == (TEXTS[:2], 2, 2)
 
 
-def test_a_server_that_never_ends_an_answer(fake, monkeypatch):
+def test_a_server_that_never_ends_an_answer_and_a_name_that_is_looked_up_for_long(fake, monkeypatch):
     monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.8)
     fake.drip = 0.2  # less than any wait for one byte
     start = time.monotonic()
-    refuses(fake, "took more than the 0.8 s")
-    assert time.monotonic() - start < 8
-
-
-def test_a_name_that_is_looked_up_for_long(monkeypatch):
-    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.5)
+    refuses(fake, "took more than the 0.8 s that there are for all requests")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: time.sleep(4))
-    before, start = {*threading.enumerate()}, time.monotonic()
-    refuses("http://slow.example", "took more than the 0.5 s that there are for all requests")
-    assert time.monotonic() - start < 3
+    before = {*threading.enumerate()}
+    refuses("http://slow.example", "took more than the 0.8 s")
+    assert time.monotonic() - start < 8
     # Python waits for all other threads when it ends
     assert all(thread.daemon for thread in {*threading.enumerate()} - before)
 
 
-@pytest.mark.parametrize(
-    ("url", "phrase"),
-    [
+def test_no_server_there():
+    for url, phrase in (
         ("http://no.such.host.invalid", "no answer from http://no.such.host.invalid/v1/models"),
         ("http://127.0.0.1:70000", "--served is not a URL"),
         ("ftp://host", "--served takes http or https"),
@@ -206,10 +200,8 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch):
         ("http://ho st", "is it running?"),
         (f"http://{'a' * 64}.example", "no host has this name; is it running?"),
         ("http://127.0.0.1:9/ü", "Connection refused; is it running?"),
-    ],
-)
-def test_no_server_there(url, phrase):
-    assert SECRET not in refuses(url, phrase, "such as http://localhost:8000")
+    ):
+        assert SECRET not in refuses(url, phrase, "such as http://localhost:8000")
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
@@ -220,12 +212,6 @@ def test_an_address_may_end_in_v1_and_no_proxy_sees_the_key(ending, fake, monkey
     with running(fake) as url:
         assert Server(url + ending).choose_model(None).id == "m"
     assert [headers["Authorization"] for headers in fake.headers] == [f"Bearer {SECRET}"]
-
-
-def test_https_where_http_is_spoken(fake):
-    with running(fake) as url:
-        said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
-    assert "is it running" not in said
 
 
 def test_certificates_are_checked(fake, monkeypatch):
@@ -243,18 +229,23 @@ def test_certificates_are_checked(fake, monkeypatch):
         refuses(by_number, "certificate is not valid for '127.0.0.1'", "give the host that it names")
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", None], ids=["other words", "hangs up"])
-def test_something_that_speaks_no_http_is_running(answer):
+def test_something_that_speaks_no_http_is_running(fake):
     def accept(server):
-        with server.accept()[0] as connection:
-            if answer:
-                connection.recv(4096)
+        for answer in (b"SSH-2.0-OpenSSH_9.6\r\n", b""):
+            with server.accept()[0] as connection:
+                connection.recv(4096 if answer else 1)
                 connection.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=accept, args=[server], daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        said = refuses(url, "it hung up, or gives no answer in HTTP; does it take http or https? see its log")
+        for _ in range(2):
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            said = refuses(
+                url, "it hung up, or gives no answer in HTTP; does it take http or https? see its log"
+            )
+            assert "is it running" not in said
+    with running(fake) as url:
+        said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
     assert "is it running" not in said
 
 

@@ -166,14 +166,11 @@ def test_layers_of_sglang():
     for module in (nn.ModuleList([mla]), beside):
         assert of_sglang(module) == [(0, (0.5,), (0.25,))]
     assert [*plugin.sglang_attention(nn.ModuleList([beside]))] == ["0.attn.0"]
-
-
-def test_the_number_that_sglang_leaves_empty_is_named():
-    model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, 0.5, 0.25)])
-    # as `load_kv_cache_scales` leaves it
-    model[1].k_scale, model[1].k_scale_float = 0.5, None
-    model[0].v_scale = torch.tensor(1.0)
-    report = compare([*plugin.sglang_layers(model, True)], files([(0.5,)] * 2, [(0.25,)] * 2), ONE)
+    # as `load_kv_cache_scales` leaves a layer: a number is empty
+    first, second = layers = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, 0.5, 0.25)])
+    second.k_scale, second.k_scale_float = 0.5, None
+    first.v_scale = torch.tensor(1.0)
+    report = compare([*plugin.sglang_layers(layers, True)], files([(0.5,)] * 2, [(0.25,)] * 2), ONE)
     assert report.problems == [
         "V's copy v_scale is at 1.0: the engine dropped the file's scale in layer 0",
         "K's copy k_scale_float is empty, which kernels take for 1.0 in layer 1",
@@ -266,13 +263,16 @@ def held(k, v, is_fp8=True, **others):
     return [EngineLayer(i, is_fp8, {"k_scale": a}, {"v_scale": b}, **others) for i, (a, b) in pairs]
 
 
+def problems(k, v, found, place=ONE, rank=0):
+    return compare(held(k, v), found, place, rank).problems
+
+
 def times(factor, scales):
     return [(factor * x[0],) for x in scales]
 
 
-@pytest.mark.parametrize(
-    ("k", "v", "problems"),
-    [
+def test_other_scales_are_named_with_their_layers():
+    for k, v, said in (
         (K, V, []),
         (times(1 + 2**-9, K), V, []),  # rounded through bfloat16
         (times(1 + 2**-6, K), V, ["K is not the file's in layers 0, 1, 2"]),
@@ -280,21 +280,17 @@ def times(factor, scales):
         (K, [V[0], V[1], (1.5,)], ["V is twice the file's in layer 2"]),
         ([K[1], K[0], K[2]], V, ["K is not the file's in layers 0, 1"]),
         (V, V, ["K is not the file's in layers 0, 1, 2"]),
-    ],
-)
-def test_other_scales_are_named_with_their_layers(k, v, problems):
-    report = compare(held(k, v), files(), ONE)
-    assert report.problems == problems
-    wrong = sum(problem.count(",") + 1 for problem in problems)
-    assert str(report) == "; ".join([f"fp8kv: {6 - wrong} of 6 KV scales in use, FP8 cache", *problems])
+    ):
+        report = compare(held(k, v), files(), ONE)
+        assert report.problems == said
+        wrong = sum(problem.count(",") + 1 for problem in said)
+        assert str(report) == "; ".join([f"fp8kv: {6 - wrong} of 6 KV scales in use, FP8 cache", *said])
 
 
 def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     found = files()
-    assert compare(held([*K, (1.0,)], [*V, (1.0,)]), found, ONE).problems == [
-        "K has no scale in the files and is at 1.0 in layer 3",
-        "V has no scale in the files and is at 1.0 in layer 3",
-    ]
+    said = "{} has no scale in the files and is at 1.0 in layer 3"
+    assert problems([*K, (1.0,)], [*V, (1.0,)], found) == [said.format("K"), said.format("V")]
     some, missing = held(K, V)[:1], "the files have scales for layers {}, which the engine lacks"
     assert compare(some, found, ONE).problems == [missing.format("1, 2")]
     assert compare(some, found, ONE, stages=2).problems == []  # which another stage may hold
@@ -303,32 +299,20 @@ def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     assert (str(report), report.problems) == ("fp8kv: no attention layer here", [])
     found.directory.config["num_hidden_layers"] = 1  # the others are draft layers
     assert compare(some, found, ONE).problems == []
-
-
-def test_files_without_scales():
-    assert len(compare(held(AT_1[:1], AT_1[:1]), None, ONE).problems) == 2
+    # files without scales
+    assert len(problems(AT_1, AT_1, None)) == 2
     report = compare(held(K, V, is_fp8=False), None, ONE)
     assert (str(report), report.problems) == ("fp8kv: 3 layers in 16 bits", [])
 
 
 def test_scales_that_nobody_can_use_or_measured_are_not_in_use():
-    for value, problem in (
-        (0.0, "K has no usable scale in the files in layer 0"),
-        (float("nan"), "K has no usable scale in the files in layer 0"),
-        (1.0, "K is 1.0 in the files, which nobody measured in layer 0"),
-    ):
-        found = files([(value,)], [(0.5,)])
-        assert compare(held([(value,)], [(0.5,)]), found, ONE).problems == [problem]
-
-
-def test_v_may_take_the_scale_of_k_alone():
-    found = files([(0.5,)], [])
-    for v, problems in (
-        (0.5, []),
-        (1.0, ["V has no scale in the files and is at 1.0 in layer 0"]),
-        (0.25, ["V is not the file's in layer 0"]),
-    ):
-        assert compare(held([(0.5,)], [(v,)]), found, ONE).problems == problems
+    unusable, unmeasured = "has no usable scale in the files", "is 1.0 in the files, which nobody measured"
+    for k, said in ((0.0, unusable), (float("nan"), unusable), (1.0, unmeasured)):
+        assert problems([(k,)], [(0.5,)], files([(k,)], [(0.5,)])) == [f"K {said} in layer 0"]
+    # V may take the scale of K alone
+    said = ["V has no scale in the files and is at 1.0 in layer 0"]
+    for v, expected in ((0.5, []), (1.0, said), (0.25, ["V is not the file's in layer 0"])):
+        assert problems([(0.5,)], [(v,)], files([(0.5,)], [])) == expected
 
 
 def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem():
@@ -347,25 +331,21 @@ def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem
 
 def test_on_fnuz_the_doubled_scale_is_the_right_one():
     place = Place(fnuz=True)
-    assert compare(held(times(2, K), times(2, V)), files(), place).problems == []
-    problem = "is not doubled for an FP8 type that ends at 240 in layers 0, 1, 2"
-    assert compare(held(K, V), files(), place).problems == [f"K {problem}", f"V {problem}"]
+    assert problems(times(2, K), times(2, V), files(), place) == []
+    said = "is not doubled for an FP8 type that ends at 240 in layers 0, 1, 2"
+    assert problems(K, V, files(), place) == [f"K {said}", f"V {said}"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rank", "k"), [(2, 0, (0.5, 0.25)), (2, 1, (0.125, 1.5)), (8, 5, (0.125,))]
-)
-def test_a_rank_holds_its_own_heads(ranks, rank, k):
+def test_a_rank_holds_its_own_heads():
     found = files([(0.5, 0.25, 0.125, 1.5)], [(0.5,) * 4])
-    layers, place = held([k], [(0.5,) * len(k)]), Place(ranks)
-    assert compare(layers, found, place, rank).problems == []
-    other = (rank + ranks // 2) % ranks
-    assert compare(layers, found, place, other).problems == ["K is not the file's in layer 0"]
+    for ranks, rank, k in ((2, 0, (0.5, 0.25)), (2, 1, (0.125, 1.5)), (8, 5, (0.125,))):
+        v, other = (0.5,) * len(k), (rank + ranks // 2) % ranks
+        assert problems([k], [v], found, Place(ranks), rank) == []
+        assert problems([k], [v], found, Place(ranks), other) == ["K is not the file's in layer 0"]
 
 
-@pytest.mark.parametrize(
-    ("held_q", "file_q", "problems"),
-    [
+def test_a_query_scale_is_optional():
+    for held_q, file_q, said in (
         (1.0, None, []),
         (1.0, (0.0,), []),
         (None, (0.25,), []),  # an engine without a place for it
@@ -375,19 +355,15 @@ def test_a_rank_holds_its_own_heads(ranks, rank, k):
         (0.25, None, ["Q is not from the files in layer 0"]),
         (0.25, (0.0,), ["Q has no usable scale in the files in layer 0"]),
         (1.0, (0.25,), ["Q is at 1.0: the engine dropped the file's scale in layer 0"]),
-    ],
-)
-def test_a_query_scale_is_optional(held_q, file_q, problems):
-    found = files([(0.5,)], [(0.5,)], [file_q])
-    q = {"q_scale": (held_q,)} if held_q else {}
-    report = compare(held([(0.5,)], [(0.5,)], q=q), found, ONE)
-    assert (report.problems, report.used) == (problems, 2)  # of K and V
+    ):
+        q = {"q_scale": (held_q,)} if held_q else {}
+        report = compare(held([(0.5,)], [(0.5,)], q=q), files([(0.5,)], [(0.5,)], [file_q]), ONE)
+        assert (report.problems, report.used) == (said, 2)  # of K and V
 
 
 def test_copies_that_are_wrong_in_different_ways_are_told_apart():
-    mixed = {"a": (1.0,), "b": (0.375,), "c": (), "d": (0.75,)}
     layers = held(K, V)
-    layers[1] = EngineLayer(1, True, mixed, {"v_scale": V[1]})
+    layers[1] = EngineLayer(1, True, {"a": (1.0,), "b": (0.375,), "c": (), "d": (0.75,)}, {"v_scale": V[1]})
     report = compare(layers, files(), ONE)
     assert report.problems == [
         "K's copy a is at 1.0: the engine dropped the file's scale in layer 1",
