@@ -21,9 +21,8 @@ FP8 = "--kv-cache-dtype fp8"
 HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "place", "engine", "flag", "gpus"),
-    [
+def test_the_first_engine_that_serves_it():
+    for name, layers, place, engine, flag, gpus in (
         ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
         ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
         ("fp8", HEADS, ("lmdeploy", "h100"), "lmdeploy", "--quant-policy 16", ("h100",)),
@@ -32,12 +31,10 @@ HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
         ("fp8", [LATENTS], ("sglang",), "sglang", f"{FP8}_e4m3", ("l40s", "h100", "h200", "b200")),
         ("fp8_ds_mla", [DEEPSEEK], (None, "h100"), "vllm", f"{FP8}_ds_mla", ("h100",)),
         ("fp8_ds_mla", [DEEPSEEK], ("sglang", "h200"), "sglang", f"{FP8}_e4m3", ("h200",)),
-    ],
-)
-def test_the_first_engine_that_serves_it(name, layers, place, engine, flag, gpus):
-    offer = find_offer(name, layers, *place)
-    assert (offer.engine, offer.flag, offer.gpus) == (engine, flag, gpus)
-    assert offer.version == find_engine(engine).caches.version
+    ):
+        offer = find_offer(name, layers, *place)
+        assert (offer.engine, offer.flag, offer.gpus) == (engine, flag, gpus)
+        assert offer.version == find_engine(engine).caches.version
 
 
 def test_why_nobody_serves_it():

@@ -24,17 +24,6 @@ def test_every_rule_file_is_read():
     assert PAGE.read_text() == page(), "make engines-page"
 
 
-def test_vllm_0_33_loads_as_0_32_that_was_run():
-    of_loading = {"reads", "without_config", "unknown", "methods", "remap", "first_remap", "nvfp4", "latent"}
-    old, new = (load_catalogue()[name] for name in ("vllm-0.23", "vllm-0.33"))
-    assert old.model_dump(include=of_loading) == new.model_dump(include=of_loading)
-    # and so does every class that both versions could be run with
-    before, now = old.classes.results, new.classes.results
-    both = before.keys() & now.keys()
-    assert len(both) > 150
-    assert {name for name in both if before[name] != now[name]} == set()
-
-
 def test_an_engine_or_version_without_rules_is_one_line(tmp_path):
     for engine, version, message in (
         ("vlm", None, "--engine vlm is not one of aphrodite, lmdeploy, sglang"),

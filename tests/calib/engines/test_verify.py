@@ -125,7 +125,6 @@ def test_legacy_json_is_thrown_away_whole(tmp_path):
 WEIGHTS = [f"{module}.kv_b_proj.weight" for module in MODULES]
 NAMES, MQA = "{module}.{x}_scale", "{module}.attn_mqa.{x}_scale"
 FLAG = "--model-impl transformers"
-AUTO = MODELOPT | {"kv_cache_scheme": None}  # it names no FP8 cache
 
 
 def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRESSED):
@@ -149,31 +148,26 @@ def test_the_table_of_sglang_shows_scales_of_latents_and_says_that_they_are_wron
     assert (found.is_good, found.problem) == (True, None)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name", "config", "fate", "flag"),
-    [
-        ("DeepseekV3ForCausalLM", NAMES, COMPRESSED, "no place", None),
-        ("DeepseekV3ForCausalLM", MQA, MODELOPT, "dropped", None),  # the engine's own layers are called so
+def test_vllm_loads_latents_of_modelopt_and_some_with_a_flag(tmp_path):
+    no_cache = MODELOPT | {"kv_cache_scheme": None}  # it names no FP8 cache
+    for family, name, config, fate, flag in (
+        ("DeepseekV3", NAMES, COMPRESSED, "no place", None),
+        ("DeepseekV3", MQA, MODELOPT, "dropped", None),  # the engine's own layers are called so
         # transformers' code in vLLM loads them
-        ("DeepseekV3ForCausalLM", PROJ, MODELOPT, "loaded", FLAG),
-        ("Glm4MoeLiteForCausalLM", NAMES, MODELOPT, "loaded", FLAG),
-        ("DeepseekV3ForCausalLM", PROJ, AUTO, "loaded", f"{FLAG} --kv-cache-dtype fp8"),
+        ("DeepseekV3", PROJ, MODELOPT, "loaded", FLAG),
+        ("DeepseekV3", PROJ, no_cache, "loaded", f"{FLAG} --kv-cache-dtype fp8"),
         # of K and V in MiniCPM3's own class; vLLM has none of Youtu's
-        ("MiniCPM3ForCausalLM", NAMES, MODELOPT, "loaded", None),
-        ("YoutuForCausalLM", NAMES, MODELOPT, "loaded", None),
-    ],
-)
-def test_vllm_loads_latents_of_modelopt_and_some_with_a_flag(
-    architecture, name, config, fate, flag, tmp_path
-):
-    found = simulated(latents(tmp_path, name, architecture, config), "vllm")
-    assert (found.fate, found.flag, found.is_good) == (fate, flag, fate == "loaded")
-    assert (found.refused, found.problem) == (None, None)
-    values = {o.values for o in found.outcomes if o.letter != "q"}
-    assert values == {(0.5 if fate == "loaded" else 1.0,)}
-    done = fp8kv("verify", tmp_path, "--engine", "vllm")
-    assert done.exit_code == (fate != "loaded")
-    assert (flag or "by itself") in lines_of(done)
+        ("MiniCPM3", NAMES, MODELOPT, "loaded", None),
+        ("Youtu", NAMES, MODELOPT, "loaded", None),
+    ):
+        found = simulated(latents(tmp_path, name, f"{family}ForCausalLM", config), "vllm")
+        assert (found.fate, found.flag, found.is_good) == (fate, flag, fate == "loaded")
+        assert (found.refused, found.problem) == (None, None)
+        values = {o.values for o in found.outcomes if o.letter != "q"}
+        assert values == {(0.5 if fate == "loaded" else 1.0,)}
+        done = fp8kv("verify", tmp_path, "--engine", "vllm")
+        assert done.exit_code == (fate != "loaded")
+        assert (flag or "by itself") in lines_of(done)
 
 
 def test_the_other_engines_compute_latents_with_one_or_are_not_known(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import SMALL, calibrate, fp8kv, one_line_error, succeeded
 
 from calib import job
 from calib.capture import resume
@@ -46,65 +46,46 @@ def after(monkeypatch):
     return arrange
 
 
-def refuse(done, out):
+def refuse(out, *command):
+    done = fp8kv(*command, "-o", out, *(SMALL if command[0] == "calibrate" else ()))
     one_line_error(done, "model", "has changed since", "nothing was written")
     assert not out.exists()
     assert not [*out.parent.glob(".*partial")]
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "change", "flags"),
+    ("module", "name", "change", "command"),
     [
-        (job, "_prepare", replaced, ()),
-        (job, "_prepare", rewritten, ()),
-        (job, "_prepare", Path.unlink, ()),
-        (job, "_prepare", replaced, ("--format", "json")),  # without weights in the output
-        (job, "calibrate_layerwise", replaced, ("--offload", "layerwise")),
-        (resume, "calibrate", replaced, ()),
-        (output, "save_stats", replaced, ()),  # at the last moment
+        (job, "_prepare", replaced, "calibrate MODEL"),
+        (job, "_prepare", rewritten, "calibrate MODEL"),
+        (job, "_prepare", Path.unlink, "calibrate MODEL"),
+        (job, "_prepare", replaced, "calibrate MODEL --format json"),  # without weights in the output
+        (job, "calibrate_layerwise", replaced, "calibrate MODEL --offload layerwise"),
+        (resume, "calibrate", replaced, "calibrate MODEL"),
+        (output, "save_stats", replaced, "calibrate MODEL"),  # at the last moment
+        (pipeline, "write_weights", replaced, "stress MODEL"),
+        (convert, "existing_scales", replaced, "convert OLD --to tgi"),
+        (convert, "existing_scales", replaced, "convert OLD --to json"),
+        (strip, "_write_weights", replaced, "strip OLD"),
+        (repair, "open_calibration", replaced, "repair OLD --stats OLD"),
+        (merge, "_check_counts", replaced, "merge OLD OTHER"),
     ],
 )
-def test_calibrate(after, module, name, change, flags, tiny_directory, tmp_path):
-    after(module, name, tiny_directory, change)
-    refuse(calibrate(tiny_directory, "-o", tmp_path / "out", *flags), tmp_path / "out")
+def test_nothing_is_written(after, module, name, change, command, tiny_directory, tmp_path):
+    places = {"MODEL": tiny_directory, "OLD": tmp_path / "old", "OTHER": tmp_path / "other"}
+    for seed, name_of_output in enumerate(places.keys() & {*command.split()} - {"MODEL"}):
+        calibrate(tiny_directory, "-o", places[name_of_output], "--set", f"data.seed={seed}")
+    after(module, name, places["OLD"] if "OLD" in command and module is not merge else tiny_directory, change)
+    refuse(tmp_path / "out", *(places.get(word, word) for word in command.split()))
 
 
-def test_calibrate_in_place(after, tiny_directory, tmp_path):
+def test_nothing_is_written_in_place(after, tiny_directory, tmp_path):
     after(output, "write_checkpoint", tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())
     done = calibrate(tiny_directory, "--in-place")
     one_line_error(done, "has changed since", "nothing was written")
     assert sorted(path.name for path in tiny_directory.iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "command"),
-    [
-        (convert, "existing_scales", "convert OLD --to tgi"),
-        (convert, "existing_scales", "convert OLD --to json"),
-        (strip, "_write_weights", "strip OLD"),
-        (repair, "open_calibration", "repair OLD --stats OLD"),
-    ],
-)
-def test_commands_that_rewrite_an_output(after, module, name, command, tiny_directory, tmp_path):
-    old = tmp_path / "old"
-    calibrate(tiny_directory, "-o", old)
-    after(module, name, old)
-    words = [old if word == "OLD" else word for word in command.split()]
-    refuse(fp8kv(*words, "-o", tmp_path / "out"), tmp_path / "out")
-
-
-def test_merge(after, tiny_directory, tmp_path):
-    for number in "12":
-        calibrate(tiny_directory, "-o", tmp_path / number, "--set", f"data.seed={number}")
-    after(merge, "_check_counts", tiny_directory)
-    refuse(fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "out"), tmp_path / "out")
-
-
-def test_stress(after, tiny_directory, tmp_path):
-    after(pipeline, "write_weights", tiny_directory)
-    refuse(fp8kv("stress", tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
 def test_other_links_to_the_same_weights_are_no_change(after, tiny_directory, tmp_path):
