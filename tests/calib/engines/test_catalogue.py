@@ -1,27 +1,40 @@
-"""The catalogue: every rule file, which holds for which version, the copies of scales that backends read."""
+"""The catalogue of engines: every rule file, which holds for which version, and what caches are served."""
 
+import json
+from pathlib import Path
+from typing import get_args
+
+import caches_page
+import engines_page
 import pytest
 from command_line import fp8kv, one_line_error
-from engines_page import PAGE, page
 from pydantic import ValidationError
 from scale_directories import lines_of, model
 
-from calib.engines.catalogue import Engine, find_engine, load_catalogue
+from calib.caches.types import ALL_CACHES, Shape
+from calib.choices import AttentionMode
+from calib.engines.cache_support import check_place, find_offer, find_support, serving_engines
+from calib.engines.catalogue import GPUS, CacheSupport, Engine, find_engine, load_catalogue
+from calib.errors import InputError
+
+DEEPSEEK = Shape(1, 512, 64, "sparse latents")
+LATENTS = DEEPSEEK._replace(attention="latents")
+ROOT = Path(__file__).parents[3]
+FP8 = "--kv-cache-dtype fp8"
+HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
 
 
 def test_every_rule_file_is_read():
     engines = load_catalogue()
-    assert {engine.name for engine in engines.values()} == {
-        *("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"),
-    }
+    names = {"vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"}
+    assert {engine.name for engine in engines.values()} == names
     assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
-    assert {"vllm-0.4.1", "sglang-0.5.0"} <= engines.keys()
     assert [n for n, engine in engines.items() if engine.ran] == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
     for name, rules in engines.items():  # those that were read promise nothing beyond what they were read for
         kinds = {method.kind for method in (*rules.methods.values(), rules.without_method) if method}
         reads = rules.reads == "json" or kinds != {"none"}
         assert rules.classes or not reads or (rules.architectures and rules.until), name
-    assert PAGE.read_text() == page(), "make engines-page"
+    assert engines_page.PAGE.read_text() == engines_page.page(), "make engines-page"
 
 
 def test_an_engine_or_version_without_rules_is_one_line(tmp_path):
@@ -63,3 +76,88 @@ def test_a_copy_that_the_engine_does_not_have_is_refused():
     engine["backends"]["fa3"]["read"] = ["tensor", "cpu"]
     with pytest.raises(ValidationError, match="backend fa3: cpu is not one of tensor, float"):
         Engine.model_validate(engine)
+
+
+def test_the_first_engine_that_serves_it():
+    for name, layers, place, engine, flag, gpus in (
+        ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
+        ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
+        ("fp8", HEADS, ("lmdeploy", "h100"), "lmdeploy", "--quant-policy 16", ("h100",)),
+        ("nvfp4", OF_64, ("sglang",), "sglang", "--kv-cache-dtype nvfp4", ("b200",)),
+        ("fp8", [Shape(1, 576, 192, "latents")], ("vllm", "h100"), "vllm", FP8, ("h100",)),
+        ("fp8", [LATENTS], ("sglang",), "sglang", f"{FP8}_e4m3", ("l40s", "h100", "h200", "b200")),
+        ("fp8_ds_mla", [DEEPSEEK], (None, "h100"), "vllm", f"{FP8}_ds_mla", ("h100",)),
+        ("fp8_ds_mla", [DEEPSEEK], ("sglang", "h200"), "sglang", f"{FP8}_e4m3", ("h200",)),
+    ):
+        offer = find_offer(name, layers, *place)
+        assert (offer.engine, offer.flag, offer.gpus) == (engine, flag, gpus)
+        assert offer.version == find_engine(engine).caches.version
+
+
+def test_why_nobody_serves_it():
+    assert find_offer("fp8_k_nvfp4_v", OF_64) == "no engine serves fp8_k_nvfp4_v yet"
+    said = "sglang does not have int8_per_token_head, which is in vllm"
+    assert find_offer("int8_per_token_head", OF_64, "sglang", "h100") == said
+    said = "nvfp4_4over6 is served on b200 (vllm), not on h100"
+    assert find_offer("nvfp4_4over6", HEADS, None, "h100") == said
+    said = "nvfp4_4over6 is served with heads of 64, 128, 256, 512 (vllm), not of 80"
+    assert find_offer("nvfp4_4over6", [(1, 80, 80)], "vllm") == said
+    said = "nvfp4 is served on h100 with heads of 128, 256, 512 (vllm), not of 80 and 96"
+    assert find_offer("nvfp4", [(1, 128, 80), (1, 96, 128)], "vllm", "h100") == said
+    said = "fp8_ds_mla is served for sparse latents (vllm, sglang), not for latents"
+    assert find_offer("fp8_ds_mla", [LATENTS]) == said
+    said = "fp8_ds_mla is served on h100 with latents of 512 + 64 (vllm, sglang), not of 576 + 192"
+    assert find_offer("fp8_ds_mla", [DEEPSEEK._replace(k=576, v=192)], None, "h100") == said
+    said = "vllm: not known to cache latents of minicpm3 models"
+    assert find_offer("fp8", [LATENTS], "vllm", None, "minicpm3") == said
+    said = "FP8 at scale 1.0 is measured up to 448, and on mi300x FP8 ends at 240"
+    assert find_offer("fp8", OF_64, "sglang", "mi300x") == said
+
+
+def test_scales_of_a_checkpoint():
+    def offer(engine, gpu, strategy):
+        return find_offer("fp8", HEADS, engine, gpu, strategy=strategy)
+
+    # SGLang doubles the scales that vLLM reads as they are, but for ModelOpt's where that GPU is named
+    assert "mi300x" in offer("sglang", None, "tensor").gpus
+    assert "mi300x" not in offer("vllm", None, "tensor").gpus
+    assert offer("vllm", "mi300x", "tensor").gpus == ("mi300x",)
+    assert offer("vllm", None, "attn_head").gpus == ("h100", "h200", "b200")
+    assert offer("vllm", "h100", "attn_head").flag == f"{FP8} --attention-backend FLASH_ATTN"
+    assert offer("vllm", "a100", "attn_head") == "vllm has no scales per head on a100"
+
+
+def test_unknown_places():
+    for place, problem in (
+        (("tgi", None), "engine 'tgi' is not one of vllm, sglang, lmdeploy"),
+        ((None, "h1000"), "gpu 'h1000' is not one of a100, l40s, h100"),
+        (("lmdeploy", "mi300x"), "no type of KV cache but 16 bits is known for lmdeploy on mi300x"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            check_place(*place)
+    for place in ((None, None), ("lmdeploy", None), (None, "mi300x"), ("sglang", "mi300x")):
+        check_place(*place)
+    with pytest.raises(ValidationError, match="GPU 'h1000' is not one of a100, l40s, h100"):
+        CacheSupport(flag="", gpus=("h1000",))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
+    classes = find_engine(engine).classes
+    # its class in vLLM caches latents, and vLLM's `use_mla` says of its type that it does not: never served
+    served = {*classes.latent} - ({"SarvamMLAForCausalLM"} if engine == "vllm" else set())
+    for file in (ROOT / "tools/engine_classes/architectures").glob("*.json"):
+        config = json.loads(file.read_text())
+        if file.stem in classes.results and "kv_lora_rank" in config and "index_topk" not in config:
+            offer = find_offer("fp8", [LATENTS], engine, None, config["model_type"])
+            assert isinstance(offer, str) == (file.stem not in served), file.stem
+
+
+def test_the_page_of_caches():
+    assert caches_page.PAGE.read_text() == caches_page.page(), "make caches-page"
+    assert {*caches_page.kernel_table().splitlines()} <= {
+        *(ROOT / "docs/evaluation.md").read_text().splitlines()
+    }
+    assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}
+    assert {gpu for name in ALL_CACHES for pair in find_support(name) for gpu in pair.way.gpus} == {*GPUS}
+    assert {name for engine in serving_engines().values() for name in engine.caches.types} <= {*ALL_CACHES}

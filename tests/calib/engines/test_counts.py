@@ -18,7 +18,6 @@ from calib.files.stored_scales import read_scales
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-ARCHITECTURES = Path(__file__).parents[3] / "tools/engine_classes/architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
 
@@ -144,7 +143,8 @@ def test_classes_that_name_no_kv_heads_have_one_per_query_head():
 
 
 def test_every_class_that_has_no_setting_for_kv_heads_is_named():
-    documents = [json.loads(file.read_text()) for file in ARCHITECTURES.glob("*.json")]
+    files = Path(__file__).parents[3].glob("tools/engine_classes/architectures/*.json")
+    documents = [json.loads(file.read_text()) for file in files]
     documents = [document.get("thinker_config") or document for document in documents]
     texts = [document | (document.get("llm_config") or text_config(document)) for document in documents]
     settings = re.compile(r"(?=.*head).*(kv|key_value)|num_attention_groups")

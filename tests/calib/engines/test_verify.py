@@ -13,6 +13,8 @@ from scale_directories import (
     NVFP4,
     PER_HEAD,
     PROJ,
+    SCALES,
+    WEIGHTS,
     lines_of,
     model,
     said,
@@ -21,20 +23,15 @@ from scale_directories import (
     write,
 )
 
-HALF_RIGHT = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"type": "int"}}
-
 
 def test_engines_differ(tmp_path):
+    half_right = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"type": "int"}}
     for engine, config, outcome in (
         ("vllm", COMPRESSED, "loaded"),
-        ("vllm", None, "refused"),
-        ("vllm", HALF_RIGHT, "refused"),
-        ("sglang", COMPRESSED, "loaded"),
         ("sglang", {"quant_method": "modelopt"}, "refused"),
-        ("sglang", {"quant_method": "fp8"}, "loaded"),
         ("sglang", None, "default"),
         ("aphrodite", None, "default"),
-        ("aphrodite", HALF_RIGHT, "loaded"),
+        ("aphrodite", half_right, "loaded"),
         ("tgi", None, "loaded"),
         ("tgi", COMPRESSED, "loaded"),
         ("tensorrt-llm", COMPRESSED, "default"),
@@ -122,14 +119,19 @@ def test_legacy_json_is_thrown_away_whole(tmp_path):
     assert loaded(both, ranks=2).outcomes[0].values == (0.5, 0.125)
 
 
-WEIGHTS = [f"{module}.kv_b_proj.weight" for module in MODULES]
 NAMES, MQA = "{module}.{x}_scale", "{module}.attn_mqa.{x}_scale"
 FLAG = "--model-impl transformers"
 
 
 def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRESSED):
     """A checkpoint whose weights are those of latent attention."""
-    return write(directory, WEIGHTS, scales_of(MODULES, name), config, architectures=[architecture])
+    return write(
+        directory,
+        [f"{m}.kv_b_proj.weight" for m in MODULES],
+        scales_of(MODULES, name),
+        config,
+        architectures=[architecture],
+    )
 
 
 def test_the_table_of_sglang_shows_scales_of_latents_and_says_that_they_are_wrong(tmp_path):
@@ -168,9 +170,6 @@ def test_vllm_loads_latents_of_modelopt_and_some_with_a_flag(tmp_path):
         done = fp8kv("verify", tmp_path, "--engine", "vllm")
         assert done.exit_code == (fate != "loaded")
         assert (flag or "by itself") in lines_of(done)
-
-
-def test_the_other_engines_compute_latents_with_one_or_are_not_known(tmp_path):
     directory = latents(tmp_path, PROJ, config=MODELOPT)
     for engine, expected in {"tensorrt-llm": "1.0", "lmdeploy": "1.0", "tgi": "not known"}.items():
         assert said(directory, engine) == expected, engine
@@ -209,18 +208,13 @@ def test_of_engines_and_methods_that_were_not_run_with_nvfp4_nothing_is_known(tm
     found = simulated(written(tmp_path / "fp8", 448, quant_method="fp8"), "vllm")
     assert "never run under fp8" in found.outcomes[0].reason
     # the table is of an NVFP4 cache
-    said = lines_of(fp8kv("verify", directory))
-    assert "NVFP4 cache" in said
-    assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in said
-
-
-def test_sglang_needs_the_key_of_nvfp4_beside_fp8(tmp_path):
+    printed = lines_of(fp8kv("verify", directory))
+    assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in printed
+    # SGLang needs the key beside FP8, and has a place beside NVFP4 weights
     directory = written(tmp_path / "fp8", 2688, kv_cache_quant_algo=None)
-    found = simulated(directory, "sglang")
-    assert not found.is_good
-    assert "no kv_cache_quant_algo" in found.ignored[0][1]
+    assert "no kv_cache_quant_algo" in simulated(directory, "sglang").ignored[0][1]
+    assert not simulated(directory, "sglang").is_good
     assert simulated(directory, "vllm").flag == "--kv-cache-dtype nvfp4"
-    # and has a place beside NVFP4 weights
     changes = {"kv_cache_quant_algo": None, "quant_algo": "NVFP4"}
     assert simulated(written(tmp_path / "nvfp4", 2688, **changes), "sglang").is_good
 
@@ -237,3 +231,146 @@ def test_statistics_overrule_what_the_files_tell(true, tmp_path):
         assert [fit["used"] for fit in found["against"]] == [pytest.approx({"k": 1.0, "v": 1.0})] * 2
         assert (done.exit_code == 0) == (true == 448 and told in (448, 7))
         assert bool(found["problems"]) == (told not in (true, 7))
+
+
+# ---- what was never run, or is not in use, is never called loaded: each case was run in engines' classes
+
+
+STATIC = MODELOPT["kv_cache_scheme"]
+KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+
+
+def test_a_class_that_nobody_knows_is_status_1_with_all_engines(tmp_path):
+    for named in ([5], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", []):
+        outcome = simulated(model(tmp_path / "model", architectures=named), "vllm").outcomes[0]
+        assert (outcome.status, outcome.values) == ("unknown", ()), named
+        assert outcome.reason == "not known: config.json does not name one architecture", named
+    for architectures in (["MadeUpForCausalLM"], None):
+        done = fp8kv("verify", model(tmp_path / "model", architectures=architectures))
+        assert done.exit_code == 1
+        assert " of 2 │" not in lines_of(done)
+    assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in lines_of(done)
+    assert "not known: config.json does not name one architecture" in lines_of(done)
+
+
+def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):
+    modules = [f"foo.bar.{i}.thing" for i in range(2)]
+    directory = write(tmp_path, [f"{m}.qkv.weight" for m in modules], scales_of(modules))
+    for engine in ("vllm", "sglang", "aphrodite", "tgi"):
+        assert said(directory, engine) == "not known"
+        assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
+
+
+def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
+    for ending in ("_scale ", "_SCALE"):
+        scales = [*SCALES[1:], SCALES[0].removesuffix("_scale") + ending]
+        directory = write(tmp_path, WEIGHTS, scales, MODELOPT)
+        assert said(directory, "vllm") == said(directory, "sglang") == "refused"
+        done = fp8kv("verify", directory, "--engine", "sglang")
+        assert "has a V scale and no K scale" in lines_of(done)
+        assert "is not a name that an engine looks for" in lines_of(done)
+    # vLLM loads those of V below k_proj, one over the other; SGLang drops them
+    crossed = [f"{m}.{a}_proj.{b}_scale" for m in MODULES for a, b in ("kv", "vk")]
+    directory = write(tmp_path, WEIGHTS, crossed, MODELOPT)
+    assert said(directory, "vllm") == said(directory, "sglang") == "not known"
+    # names of several fates
+    scales = scales_of(MODULES[:1]) + scales_of(MODULES[1:], "{module}.qkv_proj.{x}_scale")
+    found = simulated(write(tmp_path, WEIGHTS, scales), "sglang")
+    assert (found.fate, found.is_good) == ("partly", False)
+
+
+def test_layers_that_need_scales(tmp_path):
+    # one that shares K and V needs them too
+    modules = [f"model.layers.{i}.self_attn" for i in range(4)]
+    weights = [f"{m}.q_proj.weight" for m in modules] + [f"{m}.k_proj.weight" for m in modules[:2]]
+    document = {"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 2}
+    for count, expected in ((2, "1.0"), (4, "loaded")):
+        made = write(tmp_path, weights, scales_of(modules[:count]), **document)
+        assert said(made, "vllm") == said(made, "sglang") == expected
+    # linear attention caches no K; nor does what joins pictures to the text, though it attends
+    joining = "multi_modal_projector.cross_attn.k_proj.weight"
+    weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight", joining]
+    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
+    assert said(made, "vllm") == "loaded"
+    # layers that guess tokens need none
+    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]
+    document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
+    made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
+    assert said(made, "vllm") == "loaded"
+    assert said(write(tmp_path, weights, SCALES, **document), "vllm") == "refused"
+
+
+def quark(group, layers):
+    output = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    keys = {"layer_quant_config": layers and dict.fromkeys(layers, output)}
+    keys |= {"export": None if group is None else {"kv_cache_group": group}}
+    return {"config": {"quant_method": "quark", **keys}}
+
+
+def modelopt(**changes):
+    return {"config": MODELOPT | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({"num_hidden_layers": 1}, "refused", "not known"),  # SGLang serves without the second
+        ({"num_hidden_layers": 3}, "not known", "not known"),  # both serve a third of no weights
+        ({"num_hidden_layers": 10**12}, "not known", "not known"),
+        ({"num_hidden_layers": 0}, "refused", "refused"),
+        ({"num_hidden_layers": 2.0}, "refused", "refused"),
+        ({"num_hidden_layers": True}, "refused", "refused"),
+        ({"num_hidden_layers": None}, "refused", "refused"),
+        ({"num_hidden_layers": [2]}, "refused", "refused"),
+        ({"num_key_value_heads": 0}, "refused", "refused"),
+        ({"model_type": ""}, "refused", "refused"),
+        ({"model_type": 5}, "refused", "refused"),
+        # the weights of a Llama
+        ({"architectures": ["OPTForCausalLM"]}, "not known", "not known"),
+        # settings of weights that were never run
+        ({"config": COMPRESSED | {"config_groups": [1]}}, "not known", "not known"),
+        ({"config": COMPRESSED | {"ignore": 3}}, "not known", "not known"),
+        ({"config": COMPRESSED | {"kv_cache_scheme": None}}, "loaded with a flag", "1.0"),
+        (modelopt(), "loaded", "loaded"),
+        (modelopt(kv_cache_scheme=None), "loaded with a flag", "1.0"),
+        (modelopt(kv_cache_scheme=None, kv_cache_quant_algo="FP8"), "loaded", "loaded"),
+        (modelopt(kv_cache_scheme=STATIC | {"type": "int"}), "loaded with a flag", "1.0"),
+        # with these vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it
+        (modelopt(kv_cache_scheme=STATIC | {"dynamic": True}), "loaded with a flag", "loaded"),
+        (modelopt(kv_cache_scheme=STATIC | {"dynamic": None}), "loaded with a flag", "loaded"),
+        (modelopt(quant_algo="NVFP4"), "loaded", "loaded"),
+        (modelopt(quant_algo="NVFP4_AWQ"), "not known", "loaded"),
+        (modelopt(quant_algo="FP8_PB_WO"), "loaded", "not known"),
+        (modelopt(quant_algo="nonsense"), "not known", "not known"),
+        (modelopt(quant_algo=["FP8"]), "not known", "not known"),
+        (modelopt(quant_algo=None), "refused", "refused"),
+        # vLLM reads it, SGLang does not
+        (modelopt(quant_algo=None, quantization=KV), "not known", "not known"),
+        (quark([], ["*k_proj"]), "loaded with a flag", "loaded with a flag"),
+        (quark([], None), "refused", "refused"),
+        (quark(None, ["*k_proj"]), "refused", "refused"),
+        # by pattern an entry is enough
+        (quark(["*k_proj", "*v_proj"], ["*k_proj"]), "loaded with a flag", "refused"),
+    ],
+)
+def test_a_config_is_known_only_as_it_was_run(changes, vllm, sglang, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, **changes)
+    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
+    if "config" not in changes:
+        assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
+    if changes == modelopt(quant_algo="nonsense"):  # it promises no cache
+        printed = lines_of(fp8kv("verify", directory, "--engine", "vllm"))
+        assert "│ not known │ not known │ 1.0 │ --kv-cache-dtype fp8 │" in printed
+
+
+def test_modelopts_own_file_is_read_by_its_producer(tmp_path):
+    directory = model(tmp_path, names=PROJ, config=None)
+    for producer, algorithms, *expected in (
+        ("modelopt", KV, "loaded", "loaded"),
+        ("modelopt", {"quant_algo": "FP8"}, "loaded with a flag", "1.0"),
+        # vLLM does not start, SGLang loads
+        ("other", KV, "not known", "not known"),
+    ):
+        document = {"producer": {"name": producer}, "quantization": algorithms}
+        (directory / "hf_quant_config.json").write_text(json.dumps(document))
+        assert [said(directory, "vllm"), said(directory, "sglang")] == expected

@@ -155,8 +155,3 @@ def test_output_matches_its_golden_file(name, strategy, targets, checkpoint, tmp
     if request.config.getoption("--update-golden"):
         golden.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(golden.read_text())
-
-
-def test_every_golden_file_has_a_case():
-    held = {path.stem for path in GOLDEN.glob("*.json")}
-    assert held == {"-".join(case) for case in CASES}

@@ -27,10 +27,6 @@ def calibrate(model, out=None, *, at=None, then=lambda: None, changes=(), **opti
     return run(str(model), load_recipe(None, SMALL | dict(changes)), out, progress=progress, **options)
 
 
-def seeded(seed):
-    return {"data.seed": seed}
-
-
 def seed_of(out):
     return json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]["data"]["seed"]
 
@@ -70,7 +66,7 @@ def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(mo
     assert (model / PLACED).stat().st_ino == weights
     assert names(tmp_path) == sorted(["out", model.name, first.backup.name])
     # a second time keeps both backups
-    second = calibrate(model, in_place=True, changes=seeded(7))
+    second = calibrate(model, in_place=True, changes={"data.seed": 7})
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
     assert "fp8kv_calibration.json" in contents(second.backup)
@@ -123,9 +119,9 @@ def test_the_second_run_is_refused_before_it_measures(how, tiny_directory, tmp_p
         with pytest.raises(
             InputError, match=f"another run is writing '{place or tiny_directory}'; wait for it"
         ):
-            calibrate(tiny_directory, place, changes=seeded(2), **options)
+            calibrate(tiny_directory, place, changes={"data.seed": 2}, **options)
 
-    calibrate(tiny_directory, place, at="calibrate", then=second, changes=seeded(1), **options)
+    calibrate(tiny_directory, place, at="calibrate", then=second, changes={"data.seed": 1}, **options)
     assert seed_of(place or tiny_directory) == 1
     left = "out" if place else "tiny-llama.before-fp8kv"
     assert names(tmp_path) == sorted(["tiny-llama", left])
@@ -137,7 +133,7 @@ def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
     def second(_tokens):
         before = saved.exists() and saved.read_bytes()
         with pytest.raises(InputError, match="another run is writing"):
-            calibrate(tiny_directory, tmp_path / "out", changes=seeded(2))
+            calibrate(tiny_directory, tmp_path / "out", changes={"data.seed": 2})
         seen.append(before == (saved.exists() and saved.read_bytes()) and bool(before))
 
     seen = []
@@ -166,10 +162,10 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
     if not swaps:
         monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     out = tmp_path / "out"
-    calibrate(tiny_directory, out, changes=seeded(7))
+    calibrate(tiny_directory, out, changes={"data.seed": 7})
 
     def second():
-        calibrate(tiny_directory, out, changes=seeded(2), overwrite=True)
+        calibrate(tiny_directory, out, changes={"data.seed": 2}, overwrite=True)
 
     with pytest.raises(InputError, match="was written by another program"):
         calibrate(tiny_directory, out, at="calibrate", then=second, overwrite=True)

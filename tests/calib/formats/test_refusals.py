@@ -1,4 +1,4 @@
-"""What an engine cannot read is refused with the way out, or reduced only where the user asked."""
+"""What an engine cannot read, also of latents (MLA), is refused with the way out; the rest has its names."""
 
 from dataclasses import replace
 
@@ -14,8 +14,9 @@ SCALAR_ONLY = ["sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4", "sgl
 
 
 def refuse(scales, checkpoint, name, message):
-    with pytest.raises(UnsupportedExportError, match=message):
+    with pytest.raises(UnsupportedExportError, match=message) as found:
         export(scales, checkpoint, name)
+    assert "\n" not in str(found.value)
 
 
 def of_weights(make_checkpoint, method, **more):
@@ -130,6 +131,9 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     scales = make_scales(modules=modules)
     refuse(scales, checkpoint, "modelopt", r"this model has 'gpt_neox.layers.0.attention'")
     assert "gpt_neox.layers.0.attention.k_scale" in export(scales, checkpoint, "vllm").tensors
+    # the rules of TGI were not read for this class
+    (doubt,) = export(make_scales(), make_checkpoint({"architectures": ["Qwen2ForCausalLM"]}), "tgi").doubts
+    assert doubt.startswith("whether TGI loads these scales is not known for Qwen2ForCausalLM")
 
 
 def test_json_says_what_it_cannot_hold(make_checkpoint):
@@ -165,3 +169,81 @@ def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_
         export(make_scales(), source, "json", tp_size=ranks)
     one_per_rank = factors_of(export(make_scales(), source, "json", tp_size=2 * kv_heads))
     assert one_per_rank == {str(rank): {"0": 0.25, "1": 1.25} for rank in range(2 * kv_heads)}
+
+
+FLAG = "--model-impl transformers"
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
+
+
+def of_latents(make_checkpoint, family="DeepseekV3", **config):
+    latent = {"architectures": [f"{family}ForCausalLM"], "kv_lora_rank": 16}
+    return make_checkpoint(
+        latent | config, [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
+    )
+
+
+def scales():
+    """One scale per layer, of the latent and k_pe together."""
+    made = make_scales()
+    layers = {n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()}
+    return replace(made, layers=layers)
+
+
+REASONS = {
+    "vllm": "own classes load no scales of latents .* or --format modelopt with vLLM's",
+    "vllm-nvfp4": r"or vLLM's --kv-cache-dtype fp8_ds_mla, .* \(DeepSeek-V3.2, GLM-5\)",
+    "sglang": "SGLang stores latents .* without their scales, .* its answers are wrong",
+    "aphrodite": "whether Aphrodite computes with scales of latents is not known",
+    "json": "no engine is known to read scales of latents .* from kv_cache_scales.json",
+    "trtllm": "TensorRT-LLM's PyTorch backend computes .* with 1.0",
+}
+
+
+def test_a_format_whose_engine_reads_no_latents_is_refused_with_the_way_out(make_checkpoint):
+    assert [name for name in NAMES if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
+    source = of_latents(make_checkpoint)
+    for name in (name for name in NAMES if FORMATS[name].latent):
+        refuse(scales(), source, name, f"--format {name}: .* Use {BAKE}")
+        refuse(scales(), source, name, REASONS.get(name, "latents"))
+        # scales that do not say so are known by the model's config
+        refuse(make_scales(), source, name, "MLA|latents")
+    # and scales that say so by themselves
+    refuse(scales(), make_checkpoint(), "vllm", "MLA|latents")
+
+
+def test_modelopt_holds_latents_for_vllms_other_backend(make_checkpoint):
+    made = export(scales(), of_latents(make_checkpoint, "Glm4MoeLite"), "modelopt")
+    assert {name: tensor.tolist() for name, tensor in made.tensors.items()} == {
+        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": [0.25 + i] for i in range(2) for x in "kv"
+    }
+    assert (made.flags, made.doubts) == (FLAG, ())
+    assert made.notes[0].startswith(f"serve with {FLAG}: vLLM's own class computes with 1.0")
+    # a class that vLLM lacks needs no flag
+    made = export(scales(), of_latents(make_checkpoint, "Youtu"), "modelopt")
+    assert (made.flags, made.notes) == ("", ("these scales are of latents (MLA), for vLLM alone",))
+    assert export(scales(), of_latents(make_checkpoint, "AXK2"), "modelopt").tensors
+
+
+def test_latents_have_the_name_that_arrives(make_checkpoint):
+    # as LongCat's, of which there are two in a layer: with both it is refused
+    modules = [f"model.layers.{i}.self_attn.0" for i in range(2)]
+    config = {"architectures": ["LongcatFlashForCausalLM"], "kv_lora_rank": 16}
+    source = make_checkpoint(config, [f"{module}.kv_b_proj.weight" for module in modules])
+    made = export(make_scales(modules=modules), source, "modelopt")
+    assert {*made.tensors} == {f"{module}.{x}_scale" for module in modules for x in "kv"}
+    assert made.flags == FLAG
+    both = make_scales(modules=[*modules, "model.layers.0.self_attn.1"])
+    refuse(both, source, "modelopt", "several attention modules")
+
+
+def test_modelopt_is_refused_where_latents_were_not_seen_to_arrive(make_checkpoint):
+    not_known = "loads scales of latents .* of {}ForCausalLM is not known, or"
+    for family, config, message in (
+        ("MiniCPM3", {}, not_known),  # K and V in vLLM
+        ("DeepseekV4", {}, not_known),  # not built
+        ("Own", {}, not_known),
+        ("AXK2", {"index_topk": 8}, "and uses scales of .* as its attention is sparse"),
+        ("DeepseekV3", {"quantization_config": {"quant_method": "fp8"}}, "would replace"),
+    ):
+        said = rf"{message.format(family)}.*\. Use {BAKE}"
+        refuse(scales(), of_latents(make_checkpoint, family, **config), "modelopt", said)

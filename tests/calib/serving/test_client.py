@@ -84,9 +84,8 @@ def sending(content, status=200, where="/v1"):
 STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
 
 
-@pytest.mark.parametrize(
-    ("change", "phrases"),
-    [
+def test_wrong_answers_are_one_line(fake):
+    for fake.change, phrases in (
         (no_logprobs, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
         (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
         (other_tokens, ["read 5 tokens where 8 were sent"]),
@@ -100,11 +99,8 @@ STRANGE = "answers something else than expected; give the address of an OpenAI-c
         (sending(b"", 422, "completions"), ["HTTP 422 to token ids as a prompt"]),
         (sending(b"", 400), ["v1/models answers HTTP 400; see the server's log"]),
         (lambda *_: {"data": []}, ["serves no model; load one there", "http://localhost:8000"]),
-    ],
-)
-def test_wrong_answers_are_one_line(change, phrases, fake):
-    fake.change = change
-    refuses(fake, *phrases)
+    ):
+        refuses(fake, *phrases)
 
 
 @pytest.mark.parametrize("prompt_logprobs", ["given", "ignored"])

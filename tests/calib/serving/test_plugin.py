@@ -80,7 +80,7 @@ def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_registering_imports_the_standard_library_alone():
+def test_registering_imports_the_standard_library_alone_and_the_entry_points_lead_to_it():
     code = (
         "import sys; before = set(sys.modules)\n"
         "from calib.serving.plugin import register_vllm; register_vllm()\n"
@@ -89,9 +89,6 @@ def test_registering_imports_the_standard_library_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == ["calib"]
-
-
-def test_the_entry_points_lead_to_functions():
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):
         (point,) = [p for p in entry_points(group=group) if p.name == "fp8kv"]
         assert callable(point.load())
@@ -196,16 +193,12 @@ def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level
         plugin._guard("vllm", check)
 
 
-class Loading(SimpleNamespace):
-    load_format, download_dir = "auto", None
-
-
 def test_a_directory_without_scales_and_dummy_weights(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert plugin._read(str(tmp_path), None, Loading()) is None
+    assert plugin._read(str(tmp_path), None, SimpleNamespace(load_format="auto")) is None
     with pytest.raises(ValueError, match="dummies"):
-        plugin._read(str(tmp_path), None, Loading(load_format="dummy"))
+        plugin._read(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
 
 
 def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
@@ -219,7 +212,9 @@ def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
     save_file(scales, snapshot / "model.safetensors")
-    found = plugin._read("someone/model", None, Loading(download_dir=str(tmp_path)))
+    found = plugin._read(
+        "someone/model", None, SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    )
     assert [layer.k for layer in found.layers] == [(0.5,)]
 
 
@@ -329,14 +324,10 @@ def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem
     assert str(compare(nvfp4, files(), ONE)) == f"fp8kv: 3 layers in nvfp4; {problem}"
 
 
-def test_on_fnuz_the_doubled_scale_is_the_right_one():
-    place = Place(fnuz=True)
-    assert problems(times(2, K), times(2, V), files(), place) == []
-    said = "is not doubled for an FP8 type that ends at 240 in layers 0, 1, 2"
-    assert problems(K, V, files(), place) == [f"K {said}", f"V {said}"]
-
-
-def test_a_rank_holds_its_own_heads():
+def test_a_rank_holds_its_own_heads_and_fnuz_the_doubled_scale():
+    fnuz, said = Place(fnuz=True), "is not doubled for an FP8 type that ends at 240 in layers 0, 1, 2"
+    assert problems(times(2, K), times(2, V), files(), fnuz) == []
+    assert problems(K, V, files(), fnuz) == [f"K {said}", f"V {said}"]
     found = files([(0.5, 0.25, 0.125, 1.5)], [(0.5,) * 4])
     for ranks, rank, k in ((2, 0, (0.5, 0.25)), (2, 1, (0.125, 1.5)), (8, 5, (0.125,))):
         v, other = (0.5,) * len(k), (rank + ranks // 2) % ranks

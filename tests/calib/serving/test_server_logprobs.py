@@ -8,15 +8,12 @@ from collections import Counter
 from pydoc_data.topics import topics
 
 import pytest
-import torch
 from command_line import calibrate, fp8kv, one_line_error, succeeded
 from fake_server import SECRET, facts, serving, verify
 from families import save_model, tiny_model
 
 from calib.errors import InputError
-from calib.files.strict_json import json_text
-from calib.serving.client import Answers
-from calib.serving.server_logprobs import compare, decide
+from calib.serving.server_logprobs import decide
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +147,6 @@ def test_flags_that_mean_nothing(directory):
     one_line_error(done, "--engine, --tensor-parallel-size means nothing with --served")
 
 
-NAN = float("nan")
-
-
 def test_the_rule():
     for to_scales, to_ones, apart, noise, rounding, said in (
         (0.2, 4.7, 4.7, 0.0, 0.1, "scales"),
@@ -164,16 +158,7 @@ def test_the_rule():
         (3.0, 1.8, 4.7, 0.0, 0.1, "cannot tell"),  # some of the scales, perhaps
         (0.9, 3.9, 4.0, 0.0, 0.01, "scales"),  # most of them
         (1.2, 4.0, 4.7, 0.0, 0.1, "cannot tell"),
-        (0.1, NAN, NAN, 0.0, 0.1, "cannot tell"),
-        (0.2, 4.7, 4.7, 0.0, NAN, "cannot tell"),
+        (0.1, float("nan"), float("nan"), 0.0, 0.1, "cannot tell"),
+        (0.2, 4.7, 4.7, 0.0, float("nan"), "cannot tell"),
     ):
         assert decide(to_scales, to_ones, apart, noise, rounding) == said
-
-
-def test_what_is_not_a_number_is_null_in_json():
-    answers = Answers([[1, 2]], True, [[-1.0]], [[-1.5]], 4, 0.5)
-    comparison = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25)), 2.0)
-    found = json.loads(json_text(comparison.to_json()))
-    nats = {"to_scales": 0.0, "to_ones": None, "apart": None, "noise": 0.5, "rounding": 0.25}
-    rest = {"logprobs": 1, "of_prompt": True, "requests": 4, "seconds": 0.5, "own_seconds": 2.0}
-    assert found == {"nearer": "cannot tell", **nats, **rest}
