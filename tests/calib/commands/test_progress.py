@@ -49,8 +49,7 @@ def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds():
     log.progress.stage("write")
     log.reporter.end()
     assert log.lines[2:] == ["write"]
-    # a stage that reports nothing says how long it takes
-    log.progress.stage("load")
+    log.progress.stage("load")  # a stage that reports nothing says how long it takes
     for seconds in (29, 1, 29, 1):
         log.look_after(seconds)
     assert log.lines[3:] == ["load", "load: 30 s", "load: 60 s"]
@@ -185,8 +184,7 @@ def test_every_long_command_reports_where_that_is_wanted(tiny_directory, tmp_pat
     copies = ["copy vllm/model.safetensors", "copy tgi/model.safetensors"]
     assert [name for name in stages(done) if name.startswith("copy")] == copies
     done = calibrate(tiny_directory, "-o", out, "--json", *FORM)
-    # a job runner gets both results and progress
-    assert json.loads(done.stdout)["tokens"] == 128
+    assert json.loads(done.stdout)["tokens"] == 128  # a job runner gets both results and progress
     assert stages(done) == ["load", "calibrate", "write"]
     assert '"done":128' in done.stderr.replace(" ", "")
     for flags in (["--json"], ["--progress", "none"], ["--quiet", *FORM, "--seed", 7]):

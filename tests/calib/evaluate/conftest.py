@@ -1,5 +1,7 @@
 """Evaluations that several files look at, each made once in a process; no test changes them."""
 
+from itertools import product
+
 import pytest
 from baking import model_directory
 from evaluations import caches_recipe, plain_inputs
@@ -13,8 +15,6 @@ from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
 from calib.recipe import load_recipe
 
-VARIANTS = ["none", "e5m2", "tensor", "attn_head", "channel", "k only", "v only", "random"]
-
 
 @pytest.fixture(scope="session")
 def small_directory(tmp_path_factory):
@@ -24,8 +24,9 @@ def small_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_recipe():
-    choices = {"data.dataset": "random", "device": "cpu", "dtype": "float32"}
-    return load_recipe(None, {**choices, "evaluation.variants": VARIANTS})
+    names = ["none", "e5m2", "tensor", "attn_head", "channel", "k only", "v only", "random"]
+    choices = {"data.dataset": "random", "device": "cpu", "dtype": "float32", "evaluation.variants": names}
+    return load_recipe(None, choices)
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +55,12 @@ def cache_report(small_report):
     plain |= {"lmdeploy_int8": (0.53, 4e-4), "fp8_k_nvfp4_v": (0.39, 0.017), "nvfp4": (0.28, 0.095)}
     plain |= {"nvfp4_4over6": (0.28, 0.08), "int4_per_token_head": (0.28, 0.06)}
     plain |= {"lmdeploy_int4": (0.28, 0.2), "a": (0.53, 7e-3), "b": (0.28, 0.1)}
-    for name, (share, kl) in plain.items():
-        for suffix, factor in (("", 1.0), (", baked", 0.7)):
-            value = kl * factor
-            variants[name + suffix] = variants["tensor"] | {
-                "kind": "cache",
-                "cache": name if name in CACHES else "int8_per_token_head",
-                "kl": {"value": value, "low": 0.9 * value, "high": 1.1 * value},
-                "bytes_per_token": round(share * whole),
-            }
+    for (name, (share, value)), baked in product(plain.items(), (False, True)):
+        value *= 0.7 if baked else 1.0
+        kl = {"value": value, "low": 0.9 * value, "high": 1.1 * value}
+        cache = {"kind": "cache", "cache": name if name in CACHES else "int8_per_token_head", "kl": kl}
+        size = {"bytes_per_token": round(share * whole)}
+        variants[name + ", baked" * baked] = variants["tensor"] | cache | size
     return Report.model_validate(small_report | {"variants": variants})
 
 

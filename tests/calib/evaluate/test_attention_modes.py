@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ ATTENTION = {
 
 
 def make_model(family="llama", **changes):
-    return tiny_model(family, **{**FAMILIES[family], "head_dim": 32, **changes}).eval()
+    return tiny_model(family, **FAMILIES[family] | {"head_dim": 32} | changes).eval()
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +74,19 @@ def plainly(model, variant, attention):
         return model(input_ids=IDS[None]).logits
 
 
-@pytest.mark.parametrize("mode", ATTENTION)
-def test_a_cache_in_a_mode_is_the_engines_formula_on_rounded_k_and_v(mode, model, variants):
-    for name in ("tensor", "qkv", "attn_head"):
+def test_a_cache_in_a_mode_is_the_engines_formula_on_rounded_k_and_v(model, variants):
+    for mode, name in product(ATTENTION, ("tensor", "qkv", "attn_head")):
         want = plainly(model, variants[name], ATTENTION[mode])
         assert torch.equal(logits(model, variants[name], mode), want), name
         assert not torch.equal(want, logits(model, variants[name], "exact")), name
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_windows_softcaps_and_sinks_are_the_models(family):
+def test_windows_softcaps_and_sinks_are_the_models():
     # the scores of a random model are small: a cap of 50 would not show
-    model = make_model(family, **({"attn_logit_softcapping": 0.01} if family == "gemma2" else {}))
-    variant = variants_of(model, IDS)["tensor"]
-    want = plainly(model, variant, fa3_attention)
-    torch.testing.assert_close(logits(model, variant, "fa3"), want)
+    for model in (make_model("gemma2", attn_logit_softcapping=0.01), make_model("gpt_oss")):
+        variant = variants_of(model, IDS)["tensor"]
+        want = plainly(model, variant, fa3_attention)
+        torch.testing.assert_close(logits(model, variant, "fa3"), want)
 
 
 def test_masks_of_float16_are_no_bias():
@@ -112,9 +111,8 @@ def test_given_scales_bring_those_of_queries_and_half_a_cache_is_as_ever(model, 
 
 def test_left_padding_is_not_seen(model, variants):
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), IDS[None, :20]], 1)
-    seen = (torch.arange(25) >= 5).long()[None]
-    positions = (torch.arange(25) - 5).clamp(min=0)[None]
-    inputs = {"attention_mask": seen, "position_ids": positions}
+    positions = (torch.arange(25) - 5)[None]
+    inputs = {"attention_mask": (positions >= 0).long(), "position_ids": positions.clamp(min=0)}
     for mode in ATTENTION:
         made = logits(model, variants["tensor"], mode, padded, **inputs)[:, 5:]
         alone = logits(model, variants["tensor"], mode, IDS[None, :20])
@@ -190,19 +188,16 @@ def test_a_cache_that_was_asked_for_and_is_not_simulated_is_refused(model, varia
     assert "'exact', 'fa3', 'vllm_triton', 'vllm_triton_fp8'" in words
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "mode", "said"),
-    [
+def test_a_model_that_the_kernel_does_not_take_is_refused():
+    for family, changes, mode, said in (
         ("deepseek_v3", {}, "fa3", r"caches latents \(MLA\)"),
         ("llama", {"head_dim": 24}, "fa3", "at most 256; this model has head size 24"),
         ("llama", {"head_dim": 16}, "vllm_triton", "32 or more; this model has head size 16"),
         ("falcon", {}, "fa3", "FalconForCausalLM calls attention itself"),
-    ],
-)
-def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode, said):
-    model = tiny_model(family, **{**{**FAMILIES, **LATENT}[family], **changes})
-    with pytest.raises(InputError, match=said):
-        check_model(mode, model, layer_shapes(model))
+    ):
+        model = tiny_model(family, **(FAMILIES | LATENT)[family] | changes)
+        with pytest.raises(InputError, match=said):
+            check_model(mode, model, layer_shapes(model))
 
 
 def test_codes_of_an_mi300_are_for_vllms_triton_kernel(model, variants):

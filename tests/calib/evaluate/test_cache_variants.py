@@ -1,6 +1,10 @@
-"""Caches of other types than static FP8, of K and V of heads and of latents: rows, bytes, who serves them."""
+"""Caches of other types than static FP8: their rows, who serves them, and which one is recommended."""
 
 import json
+import shlex
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +17,18 @@ from transformers import AutoModelForCausalLM
 from calib.caches.rounding import rounding
 from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Shape, cache_type
 from calib.capture.attention import layer_shapes
-from calib.choices import CacheName
+from calib.choices import REFERENCE, CacheName
+from calib.engines.cache_support import Offer
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names, select_types
-from calib.evaluate.recommend import Wish, recommend
-from calib.evaluate.report import Suite
+from calib.evaluate.measure import Measured
+from calib.evaluate.recommend import Wish, advised_cache, answer_lines, make_wish, recommend
+from calib.evaluate.report import Row, Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.serve_commands import Offers
+from calib.evaluate.statistics import Divergence, estimate
 from calib.evaluate.summarize import summarize
+from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
@@ -61,39 +69,23 @@ def sparse_offers(tmp_path_factory):
     return Offers(str(path), find_model(str(path)), "random", shapes)
 
 
-def assert_baked(evaluation, directory, out, purposes):
-    """Simulated baking is the model that `fp8kv bake` writes, with no rows on weights baked twice."""
-    # the samples that the evaluation calibrates on
-    succeeded(calibrate(directory, "-o", out / "scales", "--dtype", "float32", "--format", "fp8kv"))
-    for purpose, names in purposes.items():
-        succeeded(bake(directory, out / "scales", out / purpose, "--for", purpose))
-        found = evaluate(str(out / purpose), caches_recipe("none"), suite=SMALL).measured
+def test_simulated_baking_is_the_baked_model(caches_evaluation, caches_directory, tmp_path):
+    scales = tmp_path / "scales"  # the samples that the evaluation calibrates on
+    succeeded(calibrate(caches_directory, "-o", scales, "--dtype", "float32", "--format", "fp8kv"))
+    integers = ["int8_per_token_head", "int4_per_token_head", "lmdeploy_int8"]
+    for purpose, names in (("fp8", ["none"]), ("int8", integers)):
+        succeeded(bake(caches_directory, scales, tmp_path / purpose, "--for", purpose))
+        found = evaluate(str(tmp_path / purpose), caches_recipe("none"), suite=SMALL).measured
         assert not any(each.variant.is_baked for each in found.values())
         # the FP8 cache of our runtime hands attention a copy of K and V, laid out otherwise
         near = {"rtol": 1e-3, "atol": 1e-7} if purpose == "fp8" else {"rtol": 0, "atol": 0}
         for name in names:
-            simulated = evaluation.measured[f"{'fp8' if name == 'none' else name}, baked"].documents
-            plain = evaluation.measured[name].documents
+            simulated = caches_evaluation.measured[f"{'fp8' if name == 'none' else name}, baked"].documents
+            plain = caches_evaluation.measured[name].documents
             for ours, theirs, other in zip(simulated, found[name].documents, plain, strict=True):
                 torch.testing.assert_close(ours.kl, theirs.kl, **near)
                 torch.testing.assert_close(ours.nll, theirs.nll, **near)
                 assert not torch.allclose(ours.kl, other.kl, **near)
-
-
-def test_simulated_baking_is_the_baked_model(caches_evaluation, caches_directory, tmp_path):
-    integers = ["int8_per_token_head", "int4_per_token_head", "lmdeploy_int8"]
-    assert_baked(caches_evaluation, caches_directory, tmp_path, {"fp8": ["none"], "int8": integers})
-
-
-def test_latents_at_scale_1_on_baked_weights_are_the_baked_model(evaluation, directory, tmp_path):
-    assert_baked(evaluation, directory, tmp_path, {"fp8": ["none"]})
-    baked, plain = (evaluation.measured[name].documents for name in ("fp8, baked", "none"))
-    for ours, other in zip(baked, plain, strict=True):
-        assert ours.kl.mean() < other.kl.mean() / 2
-    *_, bake_command, serve = answers(evaluation, engine="vllm")["fp8, baked"]
-    assert bake_command.startswith("fp8kv bake ")
-    assert serve.startswith("vllm ")
-    assert serve.endswith("--kv-cache-dtype fp8")
 
 
 def test_a_cache_is_the_rounding_of_what_it_holds(caches_evaluation, evaluation):
@@ -121,8 +113,8 @@ def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, c
     assert {name: rows[name]["bytes_per_token"] for name in sizes} == sizes
     assert fp8 not in [sizes[name] for name in CACHES]
     assert "bytes_per_token" not in rows["bf16"]
-    assert rows["int8_per_token_head, baked"]["is_baked"]
-    assert rows["int8_per_token_head, baked"]["cache"] == "int8_per_token_head"
+    baked = rows["int8_per_token_head, baked"]
+    assert (baked["is_baked"], baked["cache"]) == (True, "int8_per_token_head")
     for name in (*CACHES, "fp8, baked"):
         assert len(caches_evaluation.measured[name].same_tokens) == 2
     sizes = {"reference": 1152, "none": 576, "tensor": 576, "fp8, baked": 576}
@@ -168,6 +160,11 @@ def answers(evaluation, offers=None, *, engine=None, gpu=None):
 def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, directory, tmp_path):
     found = answers(evaluation, engine="vllm", gpu="h100")
     assert found["none"] == (f"vllm serve {directory} --kv-cache-dtype fp8",)
+    *_, bake_command, serve = found["fp8, baked"]
+    assert bake_command.startswith(f"fp8kv bake {directory} ")
+    assert (serve.split()[0], serve.split()[-2:]) == ("vllm", ["--kv-cache-dtype", "fp8"])
+    documents = (evaluation.measured[name].documents for name in ("fp8, baked", "none"))
+    assert all(baked.kl.mean() < plain.kl.mean() / 2 for baked, plain in zip(*documents, strict=True))
     for engine in (None, "vllm", "sglang", "lmdeploy"):
         assert "no engine stores latents with scales" in answers(evaluation, engine=engine)["tensor"]
     (served,) = answers(evaluation, engine="sglang")["none"]
@@ -194,15 +191,11 @@ def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, sparse_off
     assert "not on h100" in answers(evaluation, sparse_offers, engine="vllm", gpu="h100")["none"]
     measured = evaluate(sparse_offers.model, caches_recipe("none"), suite=SMALL).measured
     assert all(measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
-    small = Offers("m", sparse_offers.checkpoint, "", [Shape(1, 144, 24, "sparse latents")])
+    small = replace(sparse_offers, shapes=[Shape(1, 144, 24, "sparse latents")])
     refusal = answers(evaluation, small)["fp8_ds_mla"]
     assert "with latents of 512 + 64 (vllm, sglang), not of 144 + 24" in refusal
-
-
-def test_the_recommendation_for_latents_is_one_of_them(evaluation, sparse_offers):
-    report = summarize(evaluation)
-    rows = report.variants
-    judgement = Judgement(evaluation.measured, rows, report.noise_floor)
+    rows = summarize(evaluation).variants  # the recommendation is one of them
+    judgement = Judgement(evaluation.measured, rows)
     found = recommend(judgement, sparse_offers, Wish(kl=10.0, gpu="b200"))
     assert (found.chosen.cache, found.chosen.share) == ("nvfp4_ds_mla", 352 / 1152)
     assert "no engine stores latents" in found.not_served["tensor"]
@@ -268,3 +261,198 @@ def test_the_command_line(caches_directory, directory, small_directory, tmp_path
     for name in ("nvfp4, baked", "fp8"):
         done = fp8kv("eval", caches_directory, "--caches", "fp8,nvfp4", "--fail-if", f"{name}:kl>1")
         one_line_error(done, f"'{name}'")
+
+
+OFFER = Offer("vllm", "1", ("h100",), commands=("x",))
+ANYWHERE = SimpleNamespace(find=lambda variant, engine, gpu: OFFER)
+NOISE = torch.rand(4, 50, generator=torch.Generator().manual_seed(0))
+
+
+def figures(name, kl, size, *, kind="cache", baked=False, noise=NOISE):
+    """A variant with KL of about `kl` in every one of four documents."""
+    documents = [Divergence(kl * (0.9 + 0.2 * row), None, None) for row in noise]
+    row = Row.model_construct(
+        description=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
+        kl=estimate([each.kl.double().numpy() for each in documents]),
+    )  # fmt: skip
+    return name, Measured(Variant(name, name, kind), documents), row
+
+
+def chosen(variants, **wish):
+    reference = figures(REFERENCE, 0.0, 200, kind=REFERENCE)
+    all_of = [reference, *variants]
+    measured = {name: m for name, m, _ in all_of}
+    rows = {name: row for name, _, row in all_of}
+    return recommend(Judgement(measured, rows), ANYWHERE, Wish(**wish))
+
+
+FIELD = [
+    figures("none", 0.02, 100, kind="fp8"),
+    figures("tensor", 0.008, 100, kind="fp8"),
+    figures("attn_head", 0.00799, 100, kind="fp8", noise=NOISE.flip(0)),
+    figures("int8", 0.001, 106),
+    figures("int8, baked", 0.0005, 106, baked=True),
+    figures("int4", 0.3, 56),
+]
+
+
+def test_the_cheapest_within_a_budget_of_kl():
+    for budget, expected in {
+        0.5: "int4",  # the cheapest
+        0.03: "none",  # tensor is measurably better, and needs calibrated scales
+        0.01: "tensor",
+        0.005: "int8",  # as cheap, and needs no baked weights
+        0.0007: "int8, baked",
+        0.0004: REFERENCE,
+    }.items():
+        found = chosen(FIELD, kl=budget)
+        assert found.chosen.cache == expected, budget
+        assert found.chosen.kl.high <= budget
+        others = {each.cache for each in found.alternatives}
+        assert {expected, *others} == {REFERENCE, *(name for name, *_ in FIELD)}
+    kl = FIELD[3][2].kl  # the upper end of the interval counts
+    assert chosen([FIELD[3]], kl=(kl.value + kl.high) / 2).chosen.cache == REFERENCE
+    assert chosen([FIELD[3]], kl=kl.high).chosen.cache == "int8"
+    found = chosen(FIELD, kl=0.03)  # what is better and needs more is named
+    why = {each.cache: each.why for each in found.alternatives}
+    assert why["tensor"] == "measurably better, needs calibrated scales"
+    assert why["int8"] == "more bytes"
+    line = advised_cache(found)
+    assert line.startswith("The cheapest within KL 0.03 is none, which needs nothing")
+    assert "(attn_head, tensor: measurably better in as many bytes)" in line
+    way = found.chosen.model_copy(update={"commands": ("make", "serve")})
+    assert advised_cache(found.model_copy(update={"chosen": way})).endswith(": make && serve")
+
+
+def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
+    for share, expected in {0.3: "int4", 0.5: "tensor", 0.53: "int8, baked"}.items():
+        assert chosen(FIELD, kl=None, share=share).chosen.cache == expected, share
+    # 16 bits may be within the budget as well
+    for share, words in ((1.0, "nothing that can be served has a lower KL"), (0.2, "nothing else")):
+        found = chosen(FIELD, kl=None, share=share)
+        assert found.chosen.cache == REFERENCE
+        assert answer_lines(found)[0].startswith(f"16 bits: {words}")
+    broken = figures("lmdeploy_int8", float("nan"), 50)
+    assert chosen([broken], kl=1.0).chosen.cache == REFERENCE
+    found = chosen([broken, FIELD[3]], kl=None, share=0.6)
+    assert found.chosen.cache == "int8"
+    assert found.alternatives[0].why == "its KL is not a finite number"
+    assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
+
+
+def test_what_does_not_differ_measurably_goes_to_the_simpler():
+    same = [
+        # documents in another order: which one is worse differs from one to the next
+        figures("int8, baked", 1e-3, 106, baked=True, noise=NOISE.flip(0)),
+        figures("attn_head", 1.0001e-3, 106, kind="fp8", noise=NOISE.roll(1, 0)),
+        figures("tensor", 1.0002e-3, 106, kind="fp8", noise=NOISE.roll(2, 0)),
+        figures("int8", 1.0003e-3, 106),
+    ]
+    for wish in ({"kl": 0.01}, {"kl": None, "share": 0.6}):
+        for given in (same, same[::-1]):
+            found = chosen(given, **wish)
+            assert (found.chosen.cache, found.chosen.needs) == ("int8", "nothing")
+            why = {each.cache: each.why for each in found.alternatives}
+            assert why["int8, baked"] == "not measurably better, needs baked weights"
+            assert why["tensor"] == "not measurably better, needs calibrated scales"
+    assert chosen(same[:3], kl=0.01).chosen.cache == "tensor"
+    assert chosen(same[:2], kl=0.01).chosen.cache == "attn_head"
+
+
+def test_every_answer_can_be_served(caches_evaluation, caches_report, caches_directory):
+    assert caches_report.recommended.chosen.cache in caches_report.advice[-1]
+    assert caches_report.recommended.chosen.commands[-1] in caches_report.advice[-1]
+    judgement = Judgement(caches_evaluation.measured, caches_report.variants, caches_report.noise_floor)
+    trusting = replace(caches_evaluation.offers, trust_remote_code=True)
+    for place in product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"]):
+        engine, gpu = place
+        found = recommend(judgement, caches_evaluation.offers, Wish(kl=1.0, engine=engine, gpu=gpu))
+        served = [found.chosen.cache, *(each.cache for each in found.alternatives)]
+        assert set(served) | set(found.not_served) == {
+            name for name, row in caches_report.variants.items() if row.kind != "control"
+        }
+        for name in served:
+            variant = caches_evaluation.measured[name].variant
+            offer = caches_evaluation.offers.find(variant, engine, gpu)
+            trusted = trusting.find(variant, engine, gpu).commands
+            assert trusted == tuple(f"{each} --trust-remote-code" for each in offer.commands)
+            assert engine in (None, offer.engine), place
+            assert gpu is None or name == REFERENCE or gpu in offer.gpus, place
+            needs = [shlex.split(command)[:2] for command in offer.commands[:-1]]
+            made = shlex.split(offer.commands[-2])[-1] if needs else str(caches_directory)
+            assert made in shlex.split(offer.commands[-1]), (place, name)
+            calibration = ["fp8kv-calibrate", str(caches_directory)]
+            if name.endswith("baked"):
+                assert needs == [calibration, ["fp8kv", "bake"]]
+            elif name in ("tensor", "attn_head"):
+                assert needs == [calibration]
+                assert offer.engine != "lmdeploy"
+            else:
+                assert needs == []
+        has_heads = engine in (None, "vllm") and gpu in (None, "h100", "b200")
+        assert ("attn_head" in served) == has_heads, place
+        # on an A100 vLLM has FP8 for larger heads than these
+        has_no_tensor = engine == "lmdeploy" or place == ("vllm", "a100")
+        assert ("tensor" in served) != has_no_tensor, place
+
+
+def test_fp8_that_ends_at_240(caches_evaluation):
+    """It is given scales that the engine doubles there, and never 1.0, which clips."""
+    offers, of = caches_evaluation.offers, {n: m.variant for n, m in caches_evaluation.measured.items()}
+    for engine, name in (("vllm", "modelopt"), ("sglang", "sglang")):
+        offer = offers.find(of["tensor"], engine, "mi300x")
+        assert offer.gpus == ("mi300x",)
+        assert f"--format {name} " in offer.commands[0]
+        for at_1 in ("none", "fp8, baked"):
+            assert "ends at 240" in offers.find(of[at_1], engine, "mi300x")
+            assert "mi300x" not in offers.find(of[at_1], engine, None).gpus
+    assert offers.find(of["int8_per_token_head"], "vllm", "mi300x").gpus == ("mi300x",)
+
+
+@pytest.mark.parametrize("format_name", ["vllm", "vllm-nvfp4"])
+def test_scales_in_the_checkpoint_are_not_1(format_name, caches_evaluation, caches_directory, tmp_path):
+    succeeded(calibrate(caches_directory, "-o", tmp_path / "out", "--format", format_name))
+    checkpoint = find_model(str(tmp_path / "out"))
+    shapes = [(2, 128, 128)]
+    before = replace(caches_evaluation.offers, shapes=shapes)
+    after = Offers("m", checkpoint, "", shapes)
+    for name in ("none", "fp8, baked", "nvfp4", "nvfp4_4over6"):
+        variant = caches_evaluation.measured[name].variant
+        assert not isinstance(before.find(variant, None, None), str)
+        refusal = after.find(variant, None, None)
+        assert "has KV scales of its own" in refusal
+        assert "fp8kv strip" in refusal
+    for name in (REFERENCE, "int8_per_token_head"):
+        assert not isinstance(after.find(caches_evaluation.measured[name].variant, None, None), str)
+
+
+def test_wishes_that_cannot_be_meant():
+    for flags, problem in (
+        (("0", None, None, None), "--budget-kl takes a number above 0 .*got '0'"),
+        (("nan", None, None, None), "got 'nan'"),
+        (("much", None, None, None), "got 'much'"),
+        ((None, "-1", None, None), "--budget-bytes takes a number above 0"),
+        ((None, "2", None, None), "--budget-bytes 2 is more than 1"),
+        (("1", "0.5", None, None), "give one of them"),
+        ((None, None, "llama.cpp", None), "--engine 'llama.cpp'.* vllm, sglang, lmdeploy"),
+        ((None, None, None, "tpu"), "--gpu 'tpu'.* a100.* mi300x"),
+        ((None, None, "lmdeploy", "mi300x"), "lmdeploy on mi300x"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            make_wish(*flags)
+
+
+def test_the_command_line_of_recommend(tmp_path):
+    one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
+    # NVFP4 is not for heads of this size
+    directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
+    done = ran("recommend", directory, "--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS)
+    assert any("nvfp4: head size 24" in each for each in done.stderr.splitlines())
+    assert "not chosen" in done.stdout
+    assert "speed was not measured" in done.stdout
+    for name in ("int4_per_token_head, baked", "int8_per_token_head", "tensor"):
+        assert f" {name} │" in done.stdout
+    assert "vllm serve" in done.stdout.splitlines()[-1]
+    refused = [line.split(" does not have")[0] for line in done.stdout.splitlines() if "cannot be" in line]
+    types = [f"lmdeploy_{bits}{baked}" for bits in ("int8", "int4") for baked in ("", ", baked")]
+    assert refused == [f"{name} cannot be served: vllm" for name in types]

@@ -59,9 +59,8 @@ def test_ratio_and_whether_the_intervals_overlap_or_both_are_noise(report):
         "nothing": (None, True),
         "much": (None, False),
     }
-    tensor = found["variants"]["tensor"]
-    assert (tensor["b"]["kl"], tensor["a"]["passkey"]) == (figure(0.023), figure(1.0))
-    assert tensor["b"]["passkey"] is None
+    a_row, b_row = (found["variants"]["tensor"][letter] for letter in "ab")
+    assert (b_row["kl"], a_row["passkey"], b_row["passkey"]) == (figure(0.023), figure(1.0), None)
     assert (found["only_a"], found["only_b"], found["warnings"]) == (["only here"], [], [])
     backward = compared(b, a)["variants"]["attn_head"]
     assert backward["kl_ratio"] == pytest.approx(1 / 3)
@@ -77,6 +76,14 @@ def test_the_table_shows_both_and_names_what_one_alone_has(report):
         assert cell in lines["attn_head"]
     assert "only in A: tensor, only here" in done.stdout
     assert "only in B: channel" in done.stdout
+    # names cannot steer the terminal
+    name = "[red]x[/red] :smile: \x1b[31m\nwarning: \x07"
+    hostile = report("hostile", model=name, variants={"reference": row(0.0), name: row(0.1)})
+    done = ran("compare", hostile, a)
+    assert "[red]x[/red] :smile: \ufffd[31m\ufffdwarning: \ufffd" in done.stdout
+    both = fp8kv("compare", hostile, hostile).stdout
+    assert "[red]x[/red] :smile:" in both
+    assert not {"\x1b", "\x07"} & set(done.stdout + both)
 
 
 def test_other_conditions_are_warned_of(report):
@@ -103,10 +110,8 @@ def test_other_conditions_are_warned_of(report):
 
 def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
     lost = dict.fromkeys(("value", "low", "high"), "LOST")
-    good, bad = (
-        report("a"),
-        report("b", variants=ROWS | {"tensor": ROWS["tensor"] | {"kl": lost, "ppl_change": lost}}),
-    )
+    tensor = ROWS["tensor"] | {"kl": lost, "ppl_change": lost}
+    good, bad = report("a"), report("b", variants=ROWS | {"tensor": tensor})
     text = (bad / "report.json").read_text()
     for number, pair in product(("null", "NaN", "1e999"), ((good, bad), (bad, good), (bad, bad))):
         (bad / "report.json").write_text(text.replace('"LOST"', number))
@@ -115,16 +120,6 @@ def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
         assert not re.search(r"(?i)\bnan\b|\binf\b|no measurable difference", line)
         found = compared(*pair)["variants"]["tensor"]
         assert (found["kl_ratio"], found["no_measurable_difference"]) == (None, False)
-
-
-def test_names_cannot_steer_the_terminal(report):
-    name = "[red]x[/red] :smile: \x1b[31m\nwarning: \x07"
-    a = report("a", model=name, variants={"reference": row(0.0), name: row(0.1)})
-    done = ran("compare", a, report("b"))
-    assert "[red]x[/red] :smile: \ufffd[31m\ufffdwarning: \ufffd" in done.stdout
-    both = fp8kv("compare", a, a).stdout
-    assert "[red]x[/red] :smile:" in both
-    assert not {"\x1b", "\x07"} & set(done.stdout + both)
 
 
 def test_what_is_no_report_is_refused(report, tmp_path):

@@ -53,8 +53,7 @@ def test_figures_of_a_real_model_are_those_of_plain_transformers(smollm2_directo
     report = summarize(evaluation).to_json()
     for name in ("e5m2", "channel+k_center"):
         assert_plain(evaluation, report, name, *plain_inputs(evaluation))
-    # what is known of this model
-    kl = {name: row["kl"]["value"] for name, row in report["variants"].items()}
+    kl = {name: row["kl"]["value"] for name, row in report["variants"].items()}  # what is known of this model
     assert kl["e5m2"] > 2 * kl["tensor"]
     assert kl["channel+k_center"] < kl["attn_head"]
     assert all(0.001 < kl[name] < 0.05 for name in ("none", "tensor", "attn_head"))

@@ -1,17 +1,20 @@
-"""`--also`: the same scales on other text, what the report says of it, and what is refused."""
+"""`--also`: the same scales on other text; and held-out text, told by its contents from what was read."""
 
 import json
 import math
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error, ran
+from command_line import fp8kv, one_line_error, ran, succeeded
+from families import save_model, tiny_model
 
 from calib.data import load_data
 from calib.errors import InputError
-from calib.evaluate.layer_errors import clipped_layer, count_events, poisson_interval, read_layers
-from calib.evaluate.measure import compare_variants
+from calib.evaluate import inputs
+from calib.evaluate.layer_errors import clipped_layer, count_events, poisson_interval
 from calib.evaluate.other_text import is_clipped, judge_difference
 from calib.evaluate.page.page import render_html, render_markdown
 from calib.evaluate.page.tables import other_text_tables
@@ -21,30 +24,30 @@ from calib.evaluate.summarize import summarize
 from calib.recipe import DataRecipe, load_recipe
 
 pytestmark = pytest.mark.xdist_group("evaluate")
-VARIANTS = ["none", "tensor", "attn_head", "channel"]
 SMALL = ("--seq-len", 24, "--device", "cpu")
 
 
-def write_words(path, words):
-    """A dataset of 24 documents of 40 of `words`."""
-    rng = random.Random(0)
-    lines = (" ".join(rng.choices(words, k=40)) for _ in range(24))
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+def write(path, seeds, numbers=range(3, 128), each=1):
+    """A dataset of rows of 50 words of these `numbers`, one of each seed, `each` in a document."""
+    rows = [" ".join(f"w{i}" for i in random.Random(seed).choices(numbers, k=50)) for seed in seeds]
+    joined = (" ".join(rows[i : i + each]) for i in range(0, len(rows), each))
+    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Two texts that share no word."""
-    paths = (tmp_path_factory.mktemp("texts") / name for name in ("own.jsonl", "other.jsonl"))
-    words = ([f"w{i}" for i in numbers] for numbers in (range(3, 30), range(60, 120)))
-    return [*map(write_words, paths, words)]
+    directory = tmp_path_factory.mktemp("texts")
+    texts = (("own.jsonl", range(3, 30)), ("other.jsonl", range(60, 120)))
+    return [write(directory / name, range(24), numbers) for name, numbers in texts]
 
 
 @pytest.fixture(scope="module")
 def evaluation(small_directory, texts):
-    choices = {"data.dataset": texts[0], "device": "cpu", "dtype": "float32", "evaluation.variants": VARIANTS}
-    recipe = load_recipe(None, choices | {"evaluation.also": [texts[1], "all"]})
+    choices = {"data.dataset": texts[0], "device": "cpu", "dtype": "float32"}
+    asked = {"evaluation.variants": ["none", "tensor", "attn_head", "channel"]}
+    recipe = load_recipe(None, choices | asked | {"evaluation.also": [texts[1], "all"]})
     return evaluate(str(small_directory), recipe, suite=Suite(4, 4, 24, 0, 0, (), (), 2))
 
 
@@ -66,27 +69,23 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
 
 
-@torch.inference_mode()
 def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, texts):
-    setup, data = evaluation.setup, DataRecipe(dataset=texts[1], samples=4, seq_len=24)
-    samples = [torch.tensor(ids) for ids in load_data(data, setup.tokenizer, None).samples]
-    kept = [evaluation.measured[name].variant for name in ("attn_head", "none")]
-    kl = [compare_variants(setup, ids, kept) for ids in samples]
-    clipped, _ = read_layers(setup, samples, kept, with_errors=False)
-    for variant in kept:
-        row = report.other_texts[0].variants[variant.name]
-        mean = torch.cat([each[variant.name].kl for each in kl]).mean().item()
+    measured, text = evaluation.other_texts[0], report.other_texts[0]
+    data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
+    samples = load_data(data, evaluation.setup.tokenizer, None).samples
+    assert [each.tolist() for each in measured.text.documents] == samples
+    for name in ("attn_head", "none"):
+        row, layers = text.variants[name], measured.clipped[name]
+        mean = torch.cat([each.kl for each in measured.divergences[name]]).mean().item()
         assert row.kl.value == pytest.approx(mean, rel=1e-6)
-        own = report.variants[variant.name].kl.value
+        own = report.variants[name].kl.value
         assert row.difference.value == pytest.approx(mean - own, rel=1e-5, abs=1e-12)
         assert row.kl.low <= row.kl.value <= row.kl.high
-        layers = clipped[variant.name]
         assert row.layers == [clipped_layer(idx, layer) for idx, layer in layers.items()]
         assert row.clipped == count_events(layers.values(), "kv")
-    nll = torch.cat([each["reference"].nll for each in kl]).double().mean()
-    assert report.other_texts[0].ppl == pytest.approx(nll.exp().item(), rel=1e-6)
-    # words that the scales have never seen
-    assert report.other_texts[0].variants["attn_head"].clipped.events > 10
+    nll = torch.cat([each.nll for each in measured.divergences["reference"]]).double().mean()
+    assert text.ppl == pytest.approx(nll.exp().item(), rel=1e-6)
+    assert text.variants["attn_head"].clipped.events > 10  # words that the scales have never seen
 
 
 def test_scales_with_a_quarter_of_the_room_clip_and_are_named(small_directory, texts, tmp_path):
@@ -94,7 +93,6 @@ def test_scales_with_a_quarter_of_the_room_clip_and_are_named(small_directory, t
     out = tmp_path / "tight"
     tight = ("--samples", 4, "--set", "headroom=0.25", "--allow-few-tokens", "--quiet")
     ran("calibrate", small_directory, "-o", out, "--dataset", own, *SMALL, *tight)
-
     wanted = ("--scales", out, "--dataset", own, "--variants", "tensor", "--also", other, "--samples", 4)
     done = ran("eval", small_directory, *wanted, *SMALL, "-o", tmp_path / "report")
     report = Report.model_validate_json((tmp_path / "report/report.json").read_text())
@@ -136,8 +134,7 @@ def test_the_tables_have_the_figures(report):
         variants = report.variants | {name: own.model_copy(update={"clipped": clipped})}
         table, *_ = other_text_tables(report.model_copy(update={"variants": variants}))
         assert table.lines[0][2] == said
-    # an older report is read and written and says nothing of other text
-    document = report.to_json()
+    document = report.to_json()  # an older report is read and written and says nothing of other text
     del document["other_texts"]
     for row in document["variants"].values():
         row.pop("clipped", None)
@@ -174,8 +171,8 @@ def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_
 
 def test_names_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_words(tmp_path / "q.jsonl", ["w5"])
-    (tmp_path / "link.jsonl").symlink_to("q.jsonl")
+    write("q.jsonl", range(3))
+    Path("link.jsonl").symlink_to("q.jsonl")
     for own, *also, phrase in (
         ("self", "builtin:wiki", "no built-in dataset 'builtin:wiki'"),
         ("self", "./gone.txt", "no file or directory './gone.txt'"),
@@ -200,3 +197,97 @@ def test_what_was_named_and_cannot_be_had_is_refused(small_directory, texts, tmp
     one_line_error(done, "one.txt' has 1 samples, and 2 are needed: use a larger dataset")
     done = fp8kv("eval", small_directory, *small, "--also", texts[1], "--variants", "channel")
     one_line_error(done, "--also is measured with scales that engines load: give --scales or keep")
+
+
+READ, FRESH = range(40), range(100, 140)  # seeds of rows
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model, two texts, and everything that is made of calibrations on the first of them."""
+    place = tmp_path_factory.mktemp("held-out")
+    save_model(tiny_model("llama", num_hidden_layers=2, hidden_size=32), place / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        write("a.jsonl", READ)
+        write("b.jsonl", FRESH)
+        small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
+        for command in (
+            ("calibrate", "model", "--dataset", "a.jsonl", "-o", "out", *small),
+            ("calibrate", "model", "--dataset", "b.jsonl", "-o", "other", *small),
+            ("merge", "other", "out", "-o", "merged"),
+            ("apply", "out", "model", "-o", "applied"),
+            ("pack", "out", "-o", "packed"),
+            ("convert", "out", "--to", "sglang", "-o", "converted"),
+            ("convert", "converted", "--to", "vllm", "-o", "back"),
+            ("repair", "out", "--stats", "other", "--to", "vllm", "-o", "repaired"),
+            ("bake", "model", "--scales", "out", "--for", "fp8", "-o", "baked"),
+        ):
+            ran(*command)
+    return place
+
+
+@pytest.fixture
+def held_out(place, monkeypatch):
+    """Evaluate in this place."""
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(4, 4, 40, 0, 0, (), (), 1))
+
+    def evaluate(text, *flags, scales=("out",), model="model"):
+        given = [part for name in scales for part in ("--scales", name)]
+        flags = ("--device", "cpu", "--variants", "tensor", "--json", *flags)
+        return fp8kv("eval", model, "--dataset", text, *given, *flags)
+
+    return evaluate
+
+
+def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
+    Path("here").mkdir()
+    Path("here/link.jsonl").symlink_to("../a.jsonl")
+    shutil.copy("a.jsonl", "copy.json")
+    write("order.jsonl", reversed(READ))
+    write("pairs.jsonl", READ, each=2)
+    write("again.jsonl", [*FRESH[:2], *READ, *READ])
+    for text, *flags in (
+        *(["a.jsonl"], ["here/link.jsonl"], ["copy.json"], ["order.jsonl"], ["pairs.jsonl"], ["again.jsonl"]),
+        *(["a.jsonl", "--seed", 1], ["pairs.jsonl", "--seq-len", 80]),
+    ):
+        one_line_error(held_out(text, *flags), "'out' read ", "; use another dataset")
+    one_line_error(held_out("b.jsonl", "--also", "copy.json"), "--also", "'out' read ")
+    for scales in ("merged", "applied", "packed", "converted", "back", "repaired"):
+        one_line_error(held_out("copy.json", scales=[scales]), f"'{scales}' read ")
+    # and what a model was baked with
+    one_line_error(held_out("copy.json", scales=[], model="baked"), "baked' read ")
+    write("one.jsonl", [FRESH[0]] * 60)  # the evaluation does not measure what it calibrates on
+    one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
+
+
+def test_new_text_is_evaluated_without_a_word_and_what_was_read_is_left_out(held_out):
+    done = succeeded(held_out("b.jsonl", scales=["out", "converted"]))
+    (line,) = json.loads(done.stdout)["warnings"]
+    assert "tokens were read, too few" in line  # by the evaluation itself
+    write("mixed.jsonl", [*READ, *FRESH[:20]])
+    report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)
+    assert report["data"]["documents"] == 4
+    (line,) = [line for line in report["warnings"] if "left out" in line]
+    assert "'out' was calibrated on their text" in line
+
+
+def test_scales_without_a_record_are_warned_of(held_out):
+    record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
+    record.unlink()
+    warnings = json.loads(held_out("a.jsonl", scales=["old"]).stdout)["warnings"]
+    assert [line for line in warnings if "no record" in line] == [
+        "'old' has no record of the text behind its scales, so some of the held-out text may not be new to "
+        "it; calibrate again to have one"
+    ]
+    record.write_text('{"records": [{"salt": 1}]}')
+    one_line_error(held_out("a.jsonl", scales=["old"]), "is damaged (records.0.")
+
+
+def test_too_little_text_is_refused_as_calibrate_refuses_it(held_out, monkeypatch):
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 16, 0, 0, (), (), 1))
+    for command in ("eval", "recommend"):
+        done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")
+        one_line_error(done, "48 tokens, ", "are too few to cal")
+    succeeded(held_out("b.jsonl", "--allow-few-tokens", scales=[]))

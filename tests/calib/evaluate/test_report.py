@@ -11,9 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import pytest
-import torch
 
 from calib.errors import InputError
 from calib.evaluate.page import page as files
@@ -235,7 +233,7 @@ def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, mo
     assert written() == old
 
 
-def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(cache_report):
+def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(cache_report, whole):
     points = {"large": (0.6, 0.5), "best": (0.53, 0.001), "same bytes": (0.53, 0.002)}
     points |= {"small": (0.28, 0.1), "same KL": (0.3, 0.1), "middle": (0.5, 0.01)}
     drawn = [Point(n, share, Figure(value=x, low=x, high=x)) for n, (share, x) in points.items()]
@@ -251,33 +249,17 @@ def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(c
     text = charts(cache_report.model_copy(update=changes))["bytes"].svg
     assert "hostile" not in text
     assert "given" in text
-
-
-def test_caches_are_drawn_first_and_in_groups_of_their_bytes(cache_report, whole):
-    page = files.render_html(cache_report)
+    page = files.render_html(cache_report)  # drawn first, and in the table in groups of their bytes
     assert page.index('id="bytes"') < page.index('id="variants"')
     assert re.search(r'role="img" aria-label="Scatter plot[^"]*"', page)
     assert "from the smallest: int4_per_token_head, baked (0.042), " in " ".join(page.split())
     groups = re.findall(r'scope="rowgroup"[^>]*>([^<]+)<', page)
-    bits = ["about 8 bits a value", "about 4 bits a value"]
+    bits = [f"about {n} bits a value" for n in (8, 4)]
     assert groups == [*bits, "for comparison", "reference and controls"]
     row = page.index("<bdi>int4_per_token_head</bdi>")
     assert page.rindex('rowgroup"', 0, row) == page.index("about 4 bits") - len('rowgroup" colspan="8">')
-    # without other caches there is no picture
-    assert 'id="bytes"' not in whole
+    assert 'id="bytes"' not in whole  # without other caches there is no picture
     assert bits[0] in whole
-
-
-def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):
-    for name, row in small_report["variants"].items():
-        bins = row["kl_by_position"]
-        assert [(b["from"], b["to"], b["tokens"]) for b in bins] == [(0, 16, 48), (16, 32, 48), (32, 40, 24)]
-        mean = np.average([b["value"] for b in bins], weights=[b["tokens"] for b in bins])
-        np.testing.assert_allclose(mean, row["kl"]["value"], rtol=1e-6)
-        documents = small_evaluation.measured[name].documents
-        second = torch.cat([document.kl[16:32] for document in documents]).mean()
-        np.testing.assert_allclose(bins[1]["value"], second.item(), rtol=1e-6)
-        assert all(b["low"] <= b["value"] <= b["high"] for b in bins)
 
 
 def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_report):
@@ -287,7 +269,7 @@ def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_re
     names = {"reference", "none", "e5m2", "tensor", "attn_head", "channel", "random"}
     assert texts["continuations"].keys() == names
     reference = texts["continuations"]["reference"]
-    assert all(text["rest"] == "" and text["same_tokens"] == 6 for text in reference)
+    assert [(text["rest"], text["same_tokens"]) for text in reference] == [("", 6)] * 2
     for name, written in texts["continuations"].items():
         assert [t["same_tokens"] for t in written] == small_evaluation.measured[name].same_tokens
         for text, other in zip(written, reference, strict=True):
@@ -295,14 +277,18 @@ def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_re
 
 
 def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe, small_report):
+    assert {"python", "fp8kv", "transformers", "torch"} <= set(small_report["versions"])
     assert small_report["versions"]["torch"] == version("torch")
-    assert {"python", "fp8kv", "transformers"} <= set(small_report["versions"])
     assert small_report["machine"].strip()
     created = datetime.fromisoformat(small_report["created"])  # with a time zone
     assert 0 <= (datetime.now(timezone.utc) - created).total_seconds() + 1 < 24 * 3600
     assert small_report["data"]["layer_documents"] == 2
     row = small_report["variants"]["channel"]
     assert (row["kind"], row["strategy"], row["fp8_dtype"]) == ("fp8", "channel", "e4m3fn")
+    bins = [(each["from"], each["to"], each["tokens"]) for each in row["kl_by_position"]]
+    assert bins == [(0, 16, 48), (16, 32, 48), (32, 40, 24)]
+    mean = sum(each["value"] * each["tokens"] for each in row["kl_by_position"]) / 120
+    assert mean == pytest.approx(row["kl"]["value"], rel=1e-6)
     recipe = Recipe.model_validate(small_report["recipe"])
     assert recipe.data.seed == small_recipe.data.seed
     assert recipe.evaluation == small_recipe.evaluation
@@ -320,7 +306,6 @@ def test_every_field_is_documented_and_so_is_the_schema(small_report):
     names |= {*small_report["texts"], *small_report["texts"]["continuations"]["tensor"][0]}
     documented = (docs / "evaluation.md").read_text()
     assert {n for n in names if not re.search(rf"`[^`]*\b{n}\b[^`]*`", documented)} == set()
+    # python -m calib.evaluate.report > docs/report.schema.json
     schema = json_text(Report.model_json_schema(), indent=2) + "\n"
-    assert (docs / "report.schema.json").read_text() == schema, (
-        "python -m calib.evaluate.report > docs/report.schema.json"
-    )
+    assert (docs / "report.schema.json").read_text() == schema

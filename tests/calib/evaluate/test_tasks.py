@@ -36,27 +36,15 @@ def setup(small_directory):
     return Setup(model, AutoTokenizer.from_pretrained(small_directory))
 
 
-TASKS = {
-    "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "brier_score")],
-        "num_fewshot": 2,
-        "fewshot_split": "test",
-    },
-    "text": {
-        "output_type": "generate_until",
-        "doc_to_target": "{{a}}",
-        "generation_kwargs": {"max_gen_toks": 5, "until": ["</s>"]},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-    "likelihood": {
-        "output_type": "loglikelihood",
-        "doc_to_target": " {{choices[0]}}",  # lm-eval puts no space before it
-        "metric_list": [{"metric": "perplexity"}],
-    },
-}
+TASKS = """
+choice: {output_type: multiple_choice, doc_to_choice: "{{choices}}", doc_to_target: "{{gold}}",
+  num_fewshot: 2, fewshot_split: test,
+  metric_list: [{metric: acc}, {metric: acc_norm}, {metric: brier_score}]}
+text: {output_type: generate_until, doc_to_target: "{{a}}", metric_list: [{metric: exact_match}],
+  generation_kwargs: {max_gen_toks: 5, until: ["</s>"]}}
+likelihood: {output_type: loglikelihood, metric_list: [{metric: perplexity}],
+  doc_to_target: " {{choices[0]}}"} # lm-eval puts no space before it
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +64,7 @@ def task_files(tmp_path_factory, setup):
     (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = {"data_files": {"test": str(directory / "rows.jsonl")}, "cache_dir": str(directory / "cache")}
     shared = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test", "doc_to_text": "{{q}}"}
-    for name, config in TASKS.items():
+    for name, config in yaml.safe_load(TASKS).items():
         text = yaml.safe_dump({"task": f"tiny_{name}", **shared, **config})
         (directory / f"{name}.yaml").write_text(text)
     return directory
@@ -98,8 +86,7 @@ def test_figures_are_those_of_lm_eval_on_a_model_with_rounded_keys_and_values(se
         figures = ((task, *pair) for task, row in results.items() for pair in row.items())
         return {f"{task} {key}": number(value) for task, key, value in figures if "," in key}
 
-    # scales so small that what saturates changes what is written
-    scales = scales_for(setup.model)
+    scales = scales_for(setup.model)  # scales so small that what saturates changes what is written
     layers = {n: replace(s, k=s.k / 16, v=s.v / 16) for n, s in scales.layers.items()}
     scales = replace(scales, layers=layers)
     tasks = run_tasks(setup, find_tasks([str(task_files)]), [Variant("mine", "", "fp8", scales)])["tasks"]
@@ -232,9 +219,8 @@ def test_the_report_has_the_tasks(small_directory, task_files, tmp_path, monkeyp
 def test_nothing_of_lm_eval_and_matplotlib_is_shown(small_directory, task_files, tmp_path):
     # in a process of its own, which imports both; a user's style is not that of the page
     (tmp_path / "matplotlibrc").write_text("xtick.direction: in\nsvg.fonttype: path\n")
-    command = ("eval", str(small_directory), "--device", "cpu", "--dataset", "random", "--json")
-    small = ("--samples", "2", "--seq-len", "16", "--variants", "tensor", "--task-limit", "1")
-    tasks = ("--tasks", str(task_files / "text.yaml"), "-o", "report")
+    small = ("--device", "cpu", "--dataset", "random", "--samples", "2", "--seq-len", "16", "--json")
+    tasks = ("--variants", "tensor", "--task-limit", "1", "--tasks", task_files / "text.yaml", "-o", "report")
     code = (
         "import sys\n"
         "from calib.commands.app import main\n"
@@ -245,10 +231,9 @@ def test_nothing_of_lm_eval_and_matplotlib_is_shown(small_directory, task_files,
         "    assert matplotlib.rcParams['xtick.direction'] == 'in'\n"
         "    assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command, *small, *tasks], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code, "eval", small_directory, *small, *tasks]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == ""
-    report = json.loads(done.stdout)
-    assert report["tasks"]
-    assert (tmp_path / "report/report.html").read_text() == render_html(Report.model_validate(report))
+    report = Report.model_validate_json(done.stdout)
+    assert report.tasks
+    assert (tmp_path / "report/report.html").read_text() == render_html(report)
