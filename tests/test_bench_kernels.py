@@ -20,9 +20,7 @@ from fp8kv_runtime.kernels import decode
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in kernel_speed.CASES}
-REFERENCES = {
-    name: getattr(reference, name) for name in ("append_kv", "decode_attention", "extend_attention")
-}
+REFERENCES = {n: getattr(reference, n) for n in ("append_kv", "decode_attention", "extend_attention")}
 
 
 def tiny(kernel):
@@ -70,9 +68,7 @@ def test_the_gate_refuses_broken_kernels(kernel):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    gpu = SimpleNamespace(
-        name="NVIDIA H200", total_memory=139 * 2**30, multi_processor_count=132, uuid="no such GPU"
-    )
+    gpu = SimpleNamespace(name="NVIDIA H200", total_memory=139 * 2**30, multi_processor_count=132, uuid="0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     return gpu

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -49,18 +50,23 @@ def test_what_kernels_take_for_granted_is_checked():
         too_few + "-3": {"extend_splits": -3},
     }.items():
         assert_refused(message, replace(extended, **changes).attend, "kernel")
-
-
-REFUSED_LAYERS = {
-    "FP8 queries need FP8 blocks, got float16": {"format": "float16"},
-    "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out": {"k_scales": "channel"},
-}
+    sequences = build(Case((9, 3), starts=(0, 1))).sequences
+    tables, lens = sequences.block_tables, sequences.seq_lens
+    for message, changes in {
+        "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64 on cpu": {"block_tables": tables.long()},
+        "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu": {"block_tables": tables[:1]},
+        "seq_lens must be [2] int32 on cpu, got [2] int32 on meta": {"seq_lens": lens.to(META)},
+        "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu": {"seq_lens": lens[:1]},
+    }.items():
+        assert_refused(message, partial(replace, sequences, **changes))
 
 
 def test_every_implementation_checks(device):
+    per_channel = "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out"
+    refused = {"FP8 queries need FP8 blocks, got float16": {"format": "float16"}}
     for query_lens in (None, (1,)):
         for implementation in ("kernel", "reference"):
-            for message, changes in REFUSED_LAYERS.items():
+            for message, changes in (refused | {per_channel: {"k_scales": "channel"}}).items():
                 batch = build(Case((9,), query_lens=query_lens, **changes), device)
                 wrong = replace(batch, options=AttentionOptions(q_scale=torch.ones(1, device=device)))
                 assert_refused(message, wrong.attend, implementation)
@@ -70,18 +76,6 @@ def test_every_implementation_checks(device):
         ):
             batch = build(Case((9,), head_dim=head_dim, query_lens=query_lens), device)
             assert_refused(message, batch.attend, "kernel")
-
-
-def test_tables_and_lengths_are_int32_of_as_many_sequences_on_one_device():
-    sequences = build(Case((9, 3), starts=(0, 1))).sequences
-    tables, lens = sequences.block_tables, sequences.seq_lens
-    for name, value, message in (
-        ("block_tables", tables.long(), "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64 on cpu"),
-        ("block_tables", tables[:1], "block_tables must be [2, 1] int32 on cpu, got [1, 1] int32 on cpu"),
-        ("seq_lens", lens.to(META), "seq_lens must be [2] int32 on cpu, got [2] int32 on meta"),
-        ("seq_lens", lens[:1], "seq_starts must be [1] int32 on cpu, got [2] int32 on cpu"),
-    ):
-        assert_refused(message, lambda name=name, value=value: replace(sequences, **{name: value}))
 
 
 @pytest.mark.parametrize("query_lens", [None, (7, 3)])

@@ -21,10 +21,6 @@ def e4m3_weight(p):
     return e4m3(256 * p) / 256
 
 
-def bf16(x):
-    return x.bfloat16().double()
-
-
 def walk(query, key, value, visible, options, parts, weight, *, from_sink):
     """One row after the other, [T, H, D]; every part, a list of slices of the keys, has a largest of its own.
 
@@ -134,7 +130,8 @@ def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8, options)
     elif fp8:
         rounded, weight = (e4m3(query), key, value), e4m3_weight
     else:
-        rounded, weight = tuple(map(bf16, (query, key, value))), bf16
+        weight = lambda p: p.bfloat16().double()  # noqa: E731
+        rounded = tuple(map(weight, (query, key, value)))
     want = walk(*rounded, visible, options, tiles, weight, from_sink=True)
     how = {"dtype": torch.bfloat16} if fp8 is None else {"dtype": None, "fp8": fp8}
     assert_nearly_all_close(dense(vllm_triton_attention, query, key, value, visible, options, **how), want)

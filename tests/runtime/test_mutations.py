@@ -42,22 +42,19 @@ CHECKS = {
 }
 
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
-APPEND, CODEC, TUNING = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning"))
-SPLIT = "kernels/split.py"
+APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning", "split"))
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
 
 # what is wrong: who sees it, and the file with expressions or statements and what replaces each,
 # as syntax trees; a third name says in which function
 MUTATIONS = {
-    # scales
     "drops K's scale": ("decode plain kernel", ATTEND,
         ("factor *= tl.load(k_scale_ptr + kv_head * LAYER.k_scales)", "factor *= 1.0")),
     "V's scale of another head": ("decode plain kernel", DECODE,
         ("head // LAYER.group", "head % (LAYER.num_heads // LAYER.group)")),
     "swaps K and V": ("decode plain kernel", STORAGE,
         ("codes[0], codes[1]", "codes[1], codes[0]", "loaded")),
-    # what is visible
     "skips the last partial block": ("decode plain kernel", DECODE,
         ("tl.minimum(seq_len, origin + (split + 1) * part)",
          "tl.minimum(seq_len // LAYER.block_size * LAYER.block_size, origin + (split + 1) * part)")),
@@ -66,12 +63,10 @@ MUTATIONS = {
          "(inside | True)[:, None] & (columns < LAYER.head_dim // 2)[None, :]")),
     "reference: ignores left padding": ("extend all reference", REFERENCE,
         ("(columns <= rows) & (columns >= first)", "columns <= rows")),
-    # which block, which head
     "always the first block": ("decode all kernel", ATTEND,
         ("tl.load(block_table_ptr + start // LAYER.block_size)", "tl.load(block_table_ptr)")),
     "forgets the head group": ("decode plain kernel", DECODE,
         ("heads = kv_head * LAYER.group + rows", "heads = kv_head + rows * LAYER.num_kv_heads")),
-    # softmax
     "the centre's score of the unrounded query": ("decode fp8 kernel", ATTEND,
         ("q = decode(codes, LAYER.format, LAYER.hardware).to(tl.float32)", "pass"),
         ("q *= (q_scale * decode_unit(LAYER.format, LAYER.hardware))[:, None]", "pass")),
@@ -89,7 +84,6 @@ MUTATIONS = {
         ("blocks.k_scales < 2 and dtype != torch.float32", "True")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", ATTEND,
         ("LAYER.splits_weights", "False")),
-    # storing
     "a token without a slot goes to slot 0": ("stored", APPEND,
         (LOADED_SLOTS, f"tl.where(tokens < num_tokens, tl.maximum({LOADED_SLOTS}, 0), -1)")),
     "rounds halves away from zero": ("rounded", CODEC,
@@ -100,7 +94,6 @@ MUTATIONS = {
          "magnitude.to(tl.float32, bitcast=True)"),
         ("tl.minimum(tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal), MAX_CODE)",
          "tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)")),
-    # the cache
     "copies K only": ("history", STORAGE,
         ("codes[:, target] = codes[:, source]", "codes[0, target] = codes[0, source]")),
     "a fork's hashes are its parent's": ("history", CACHE,

@@ -43,20 +43,15 @@ def fingerprint(model):
     )
 
 
-NO_SCALES = KVScales("tensor", "e4m3fn", {})
+NO_SCALES, TRITON = KVScales("tensor", "e4m3fn", {}), {"backend": "triton"}
+MLA, USE_TORCH = "deepseek_v3", "use the torch backend"
 REFUSED = {
     "no layer has scales, so there is nothing to hold in FP8": ("llama", {"scales": NO_SCALES}),
     "FP8 queries need query scales and one K scale per tensor or head: calibrate with --targets qkv "
     "--strategy tensor or attn_head": ("llama", {"quantize_query": True}),
     "this model calls attention itself: its queries cannot be reached": ("falcon", {"quantize_query": True}),
-    "FalconForCausalLM calls attention itself and cannot be given kernels; use the torch backend": (
-        "falcon",
-        {"backend": "triton"},
-    ),
-    "DeepseekV3ForCausalLM caches a latent (MLA), which no Triton kernel reads; use the torch backend": (
-        "deepseek_v3",
-        {"backend": "triton"},
-    ),
+    f"FalconForCausalLM calls attention itself and cannot be given kernels; {USE_TORCH}": ("falcon", TRITON),
+    f"DeepseekV3ForCausalLM caches a latent (MLA), which no Triton kernel reads; {USE_TORCH}": (MLA, TRITON),
     "scales must be as calib.load_scales returns them, got 'scales'": ("llama", {"scales": "scales"}),
     "backend must be one of auto, triton, torch, got 'cuda'": ("llama", {"backend": "cuda"}),
     "block_size must be a whole number from 1 on, got 0": ("llama", {"block_size": 0}),
