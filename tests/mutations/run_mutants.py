@@ -5,7 +5,7 @@ run_mutants.py --room calib/scales --seed 7 --count 40 --tests tests/calib/scale
                                        another sample, of one room, against these tests
 run_mutants.py --compare OLD NEW       two results beside each other
 
-A mutant meets two minutes of tests: those that run its line, where --coverage says which they are (data of
+A mutant meets half a minute of tests: those that run its line, where --coverage says which they are (data of
 pytest-cov with --cov-branch --cov-context=test), else those that import its module or lie in the folder of
 its room. It is killed by a test that fails with it and passes without it. The tests may be those of another
 checkout.
@@ -17,10 +17,12 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
 import traceback
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from mutate import KINDS, Mutant, apply, find_mutants, sample
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 SEED, COUNT = 20261125, 150
-SECONDS = 120  # of the CPU, for one mutant
+SECONDS, MOST = 30, 60  # of the CPU, and test functions, for one mutant
 # these look for the code as it is
 WITHOUT = ("tests/runtime/test_mutations.py", "tests/test_architecture.py", "tests/ptx/", "tests/interop/")
 # what is imported before pytest begins is not ours
@@ -79,7 +81,7 @@ def tests_of(mutant: Mutant, tree: Path) -> list[str]:
 
 
 def tests_running(mutant: Mutant, tree: Path, coverage: Path) -> list[str]:
-    """Return the tests that run a mutant's statement, those of its module first.
+    """Return tests that run a mutant's statement: those of its module first, of these the small ones first.
 
     A line that runs on import, or in a fixture that tests may share, belongs to all tests of its module.
     """
@@ -91,12 +93,30 @@ def tests_running(mutant: Mutant, tree: Path, coverage: Path) -> list[str]:
     lines, of_module = statement_lines(ROOT / mutant.file, mutant.line), tests_of(mutant, tree)
     contexts = data.contexts_by_lineno(path)
     running = {context for line in lines for context in contexts.get(line, []) if context}
-    tests = {context.partition("[")[0].partition("|")[0] for context in running if context.endswith("|run")}
-    tests = {test for test in tests if not test.startswith(WITHOUT)}
+    size = sizes_of_tests(coverage)
+    tests = sorted(
+        {function_of(context) for context in running if context.endswith("|run")},
+        key=lambda test: (test.partition("::")[0] not in of_module, size[test]),
+    )
+    tests = [test for test in tests if not test.startswith(WITHOUT)][:MOST]
     if not running or any(context.endswith("|setup") for context in running):
-        tests = {test for test in tests if test.partition("::")[0] not in of_module} | set(of_module)
-    places = {file: place for place, file in enumerate(of_module)}
-    return sorted(tests, key=lambda test: (places.get(test.partition("::")[0], len(places)), test))
+        tests += of_module
+    return tests
+
+
+@cache
+def sizes_of_tests(coverage: Path) -> dict[str, int]:
+    """Return how many steps from line to line each test takes; it goes for the time that it takes."""
+    sizes: dict[str, int] = {}
+    query = "select context, count(*) from arc join context on context.id = context_id group by context_id"
+    for context, count in sqlite3.connect(coverage).execute(query):
+        sizes[function_of(context)] = sizes.get(function_of(context), 0) + count
+    return sizes
+
+
+def function_of(context: str) -> str:
+    """Return a test function, of all its cases."""
+    return context.partition("[")[0].partition("|")[0]
 
 
 def statement_lines(path: Path, line: int) -> range:
