@@ -1,6 +1,7 @@
 """A cache that cannot be written: the message names the variable that moves it, no output."""
 
 import errno
+from functools import partial
 
 import datasets
 import pytest
@@ -62,21 +63,17 @@ def test_what_the_hub_gives(no_folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(no_folder))
     with running_hub() as hub, on(hub, no_folder, monkeypatch):
         hub.put("me/model", {"config.json": b"{}"})
-        with pytest.raises(InputError, match=refusal("HF_HUB_CACHE")) as raised:
+        with pytest.raises(InputError, match=f"'{no_folder}.*{refusal('HF_HUB_CACHE')}"):
             download_config("me/model")
-    assert f"'{no_folder}" in str(raised.value)
 
 
 def test_datasets(no_folder, monkeypatch, home):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(no_folder))
     (home / "a.jsonl").write_text('{"text": "a"}\n')
-    asked = {"data_files": str(home / "a.jsonl"), "cache_dir": str(no_folder)}
-    monkeypatch.setattr(
-        datasets, "get_dataset_split_names", lambda *_: datasets.load_dataset("json", **asked)
-    )
-    recipe = hub_rows.DataRecipe(dataset="me/data")
+    load = partial(datasets.load_dataset, "json", data_files=str(home / "a.jsonl"), cache_dir=str(no_folder))
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: load())
     with pytest.raises(InputError, match=refusal("HF_DATASETS_CACHE")):
-        hub_rows.find_split(recipe)
+        hub_rows.find_split(hub_rows.DataRecipe(dataset="me/data"))
 
 
 def test_compiled_kernels_but_no_other_folder(no_folder, monkeypatch, capsys):
@@ -89,33 +86,24 @@ def test_compiled_kernels_but_no_other_folder(no_folder, monkeypatch, capsys):
         run((no_folder / "folder").mkdir)
 
 
-def test_causes_that_form_a_circle_come_to_an_end():
-    first, second = ValueError(), ValueError()
-    first.__cause__, second.__cause__ = second, first
-    assert cache_refusal(first) is None
-
-
-def test_each_folder_has_its_variable(home, monkeypatch):
+def test_each_folder_has_its_variable_and_one_that_is_set_goes_first(home, monkeypatch):
+    elsewhere = home / "elsewhere"
     for variable, default in FOLDERS.items():
         assert refusal(variable) in denied(home / default / "made-here")
-    for variable in FOLDERS:
         with monkeypatch.context() as patch:
-            patch.setenv(variable, str(home / "elsewhere"))
-            assert refusal(variable) in denied(home / "elsewhere" / "made-here")
-
-
-def test_a_variable_that_is_set_goes_before_those_for_its_parts(home, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(home / "elsewhere"))
+            patch.setenv(variable, str(elsewhere))
+            assert refusal(variable) in denied(elsewhere / "made-here")
+    monkeypatch.setenv("HF_HOME", str(elsewhere))
     for part in ("hub", "datasets", "modules"):
-        assert refusal("HF_HOME") in denied(home / "elsewhere" / part)
-    monkeypatch.setenv("HF_HUB_CACHE", str(home / "elsewhere" / "hub"))
-    assert refusal("HF_HUB_CACHE") in denied(home / "elsewhere" / "hub")
-
-
-def test_a_full_disk_has_no_file_name_but_belongs_to_the_cache_that_was_written():
+        assert refusal("HF_HOME") in denied(elsewhere / part)
+    monkeypatch.setenv("HF_HUB_CACHE", str(elsewhere / "hub"))
+    assert refusal("HF_HUB_CACHE") in denied(elsewhere / "hub")
+    # a full disk has no file name, but belongs to the cache that was written
     full = OSError(errno.ENOSPC, "No space left on device")
     assert "No space left on device); set HF_HUB_CACHE" in cache_refusal(full, "HF_HUB_CACHE")
-    assert cache_refusal(full) is None
+    first, second = ValueError(), ValueError()
+    first.__cause__, second.__cause__ = second, first  # a circle comes to an end
+    assert cache_refusal(full) is cache_refusal(first) is None
 
 
 def test_the_table_of_configs(no_folder, monkeypatch):

@@ -1,61 +1,41 @@
-"""What the documentation lists is all there is, and what it says of an installation is true."""
+"""What the documentation lists is all there is, and what is said of an installation is true."""
 
 import ast
 import json
 import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import dependencies
+import tomllib
 import yaml
+from command_line import calibrate, fp8kv, one_line_error, succeeded
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-INSTALL = (DOCS / "install.md").read_text()
-PROJECT = (ROOT / "pyproject.toml").read_text()
-_BASE = PROJECT.partition("\ndependencies = [")[2].partition("\n]")[0]
+INSTALL, CODE, GUIDE = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("install", "code", "guide"))
+FILES = ("README.md", "Makefile", "Dockerfile", "pyproject.toml")
+README, MAKEFILE, DOCKERFILE, PROJECT = ((ROOT / name).read_text() for name in FILES)
 INSTALLS = json.loads((ROOT / "tests/install/installs.json").read_text())["installs"]
-BASE = [Requirement(each) for each in re.findall(r'^    "(.+?)",', _BASE, re.MULTILINE)]
+BASE = [Requirement(each) for each in tomllib.loads(PROJECT)["project"]["dependencies"]]
+# imported only inside engines, by the plugin that they load; httpx is what huggingface_hub 1 requires
+UNDECLARED = {"vllm", "sglang", "httpx"}
+
+
+def nodes_of(*folders):
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
 
 
 def test_the_guide_lists_every_exit_status():
-    guide = (DOCS / "guide.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
-    listed = {int(status) for status in re.findall(r"^\| (\d+) \|", guide, re.MULTILINE)}
-    calls = (
-        node
-        for path in (ROOT / "calib" / "commands").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("typer.Exit", "_fail")
-    )
-    last = [call.args[-1] for call in calls]
-    assert listed == {0, *(number.value for number in last if isinstance(number, ast.Constant))}
-
-
-def test_the_first_screen_of_the_readme_shows_the_two_commands():
-    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:24])
-    assert commands(first_screen) == ["make demo", "make test"]
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"^([a-z-]+): \$\(VENV\)/\.installed", makefile, re.MULTILINE)
-    assert {"demo", "test"} <= set(targets)  # each installs first
-
-
-def test_the_readme_runs_what_make_demo_runs():
-    rule = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
-    words = rule.replace("\\\n", " ").partition("fp8kv-calibrate ")[2].split()
-    words.remove("--overwrite")
-    command = "fp8kv-calibrate " + " ".join(words).replace("--output", "-o")
-    for page in ("README.md", "docs/install.md", "Dockerfile"):
-        assert command in (ROOT / page).read_text(), page
-
-
-def test_the_map_of_the_code_names_files_that_exist():
-    named = re.findall(
-        r"`((?:calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks)/[\w./-]*)`",
-        (DOCS / "code.md").read_text(),
-    )
-    assert len(named) > 40
-    assert [path for path in named if not (ROOT / path).exists() and "ENGINE" not in path] == []
+    table = GUIDE.partition("## Exit status")[2].partition("\n## ")[0]
+    calls = [node for node in nodes_of("calib/commands") if isinstance(node, ast.Call)]
+    last = [call.args[-1] for call in calls if ast.unparse(call.func) in ("typer.Exit", "_fail")]
+    statuses = {0, *(number.value for number in last if isinstance(number, ast.Constant))}
+    assert {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == statuses
 
 
 def commands(text):
@@ -64,18 +44,47 @@ def commands(text):
     return [re.sub(r"\s+# .*", "", line) for line in lines if line.strip()]
 
 
-def test_the_dockerfile_runs_the_commands_of_the_readme_in_their_order():
-    steps = re.findall(r"^RUN (.+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    cpu_torch, *others = steps
+def test_the_first_screen_of_the_readme_shows_the_two_commands_and_the_pages_what_make_demo_runs():
+    assert commands("\n".join(README.splitlines()[:24])) == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z-]+): \$\(VENV\)/\.installed", MAKEFILE, re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)  # each installs first
+    rule = MAKEFILE.partition("\ndemo:")[2].partition("\n\n")[0].replace("\\\n", " ")
+    words = rule.partition("fp8kv-calibrate ")[2].split()
+    words.remove("--overwrite")
+    command = "fp8kv-calibrate " + " ".join(words).replace("--output", "-o")
+    for page in (README, INSTALL, DOCKERFILE):
+        assert command in page
+
+
+def test_files_that_are_named_exist():
+    folders = "calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", CODE)
+    checked = re.findall(r'"(tests/[^"]+\.py)"', (ROOT / "tests/install/installed_checks.py").read_text())
+    assert len(named) > 40
+    assert len(checked) >= 4
+    assert [x for x in (*named, *checked) if not (ROOT / x).exists() and "ENGINE" not in x] == []
+
+
+def test_the_dockerfile_runs_the_commands_of_the_readme_in_their_order_and_a_commit_what_ci_runs():
+    cpu_torch, *others = re.findall(r"^RUN (.+)", DOCKERFILE, re.MULTILINE)
     assert cpu_torch in commands(INSTALL)
-    shown = commands((ROOT / "README.md").read_text())
-    places = [shown.index(step) for step in others]
+    places = [commands(README).index(step) for step in others]
     assert len(places) >= 4
     assert places == sorted(places)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (hook,) = repository["hooks"]
+    assert hook["entry"] in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
 def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs():
-    assert table() in INSTALL, f"put this into docs/install.md:\n{table()}"
+    shown = ("torch", "transformers", "datasets", "accelerate", "numpy", "pydantic", "typer")
+    words = {"lowest-direct": "oldest", "highest": "newest"}
+    lines = [f"| Python | versions | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+    for row in INSTALLS:
+        versions = " | ".join(row["versions"][name] for name in shown)
+        lines.append(f"| {row['python']} | {words[row['resolution']]} | {versions} |")
+    table = "\n".join(lines)
+    assert table in INSTALL, f"put this into docs/install.md:\n{table}"
     assert all(row["passed"] for row in INSTALLS)
     weighed = json.loads(dependencies.RESULTS.read_text())
     assert dependencies.table(weighed) in INSTALL
@@ -83,34 +92,50 @@ def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs(
     assert base == {dependencies.normal(each.name) for each in BASE}
 
 
-def table():
-    """The versions that were installed, and passed."""
-    shown = ("torch", "transformers", "datasets", "accelerate", "numpy", "pydantic", "typer")
-    words = {"lowest-direct": "oldest", "highest": "newest"}
-    lines = [f"| Python | versions | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
-    for row in INSTALLS:
-        versions = " | ".join(row["versions"][name] for name in shown)
-        lines.append(f"| {row['python']} | {words[row['resolution']]} | {versions} |")
-    return "\n".join(lines)
-
-
 def test_the_oldest_versions_allowed_and_every_python_that_is_named_passed():
     oldest = [row["versions"] for row in INSTALLS if row["resolution"] == "lowest-direct"]
     for requirement in BASE:
         (lowest,) = (Version(s.version) for s in requirement.specifier if s.operator == ">=")
         name = dependencies.normal(requirement.name)
-        passed = [Version(versions[name]) for versions in oldest]
-        assert Version(min(passed).public) == lowest, name
+        assert Version(min(Version(versions[name]) for versions in oldest).public) == lowest, name
     named = re.findall(r"Programming Language :: Python :: (3\.\d+)", PROJECT)
     assert set(named) == {row["python"].rpartition(".")[0] for row in INSTALLS}
     assert f'requires-python = ">={named[0]}"' in PROJECT
 
 
-def test_a_commit_runs_what_ci_runs_and_an_installation_tests_that_are_there():
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    (hook,) = repository["hooks"]
-    assert hook["entry"] in (ROOT / ".ci" / "run").read_text().splitlines()
-    source = (ROOT / "tests/install/installed_checks.py").read_text()
-    files = re.findall(r'"(tests/[^"]+\.py)"', source)
-    assert len(files) >= 4
-    assert [file for file in files if not (ROOT / file).exists()] == []
+def test_what_is_imported_is_declared_and_what_is_not_declared_is_noticed():
+    names, nodes = set(), nodes_of("calib", "fp8kv_runtime")
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    others = names - set(sys.stdlib_module_names) - UNDECLARED - {"calib", "fp8kv_runtime"}
+    imported = {dependencies.normal(packages_distributions()[name][0]) for name in others}
+    text = PROJECT[PROJECT.index("dependencies = [") : PROJECT.index("\ndev = ")]
+
+    def undeclared(text):
+        return imported - {dependencies.normal(name) for name in re.findall(r'"([\w-]+)>=', text)}
+
+    assert undeclared(text) == set()
+    for name in ("numpy", "pyarrow", "lm-eval", "PyYAML"):
+        without = re.sub(rf'"{name}>=', '"', text, flags=re.IGNORECASE)
+        assert undeclared(without) == {name.lower()}
+
+
+def test_the_base_needs_no_extra_and_what_draws_names_its_own(tiny_directory, tmp_path, monkeypatch):
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf', 'triton'))\n"
+        "import calib.job, calib.evaluate.run, calib.scales.plot, calib.commands.app, fp8kv_runtime.hf"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    out = tmp_path / "out"
+    succeeded(calibrate(tiny_directory, "-o", out))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for done in (
+        fp8kv("inspect", out, "--plot", "scales.png"),
+        fp8kv("eval", tiny_directory, "-o", tmp_path / "report"),
+        calibrate(tiny_directory, "--evaluate", "-o", tmp_path / "new"),
+    ):
+        one_line_error(done, "needs matplotlib: pip install 'fp8kv[report]'")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "tiny-llama"}

@@ -32,15 +32,6 @@ def wheel(tmp_path_factory):
     return built(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module")
-def site(wheel, tmp_path_factory):
-    """A directory that the wheel alone is installed in."""
-    home = tmp_path_factory.mktemp("site")
-    flags = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check")
-    run("pip", "install", *flags, "--target", home, wheel)
-    return home
-
-
 @pytest.fixture
 def work(tmp_path):
     """A user's directory, whose modules nobody may import."""
@@ -50,24 +41,16 @@ def work(tmp_path):
     return tmp_path
 
 
-def names(wheel):
-    with ZipFile(wheel) as archive:
-        return archive.namelist()
-
-
-def test_the_wheel_takes_the_names_of_our_two_packages_and_no_other(wheel):
+def test_the_wheel_takes_the_names_of_our_two_packages_and_the_sdist_makes_the_same(wheel, tmp_path):
+    names = set(ZipFile(wheel).namelist())
     version = wheel.name.split("-")[1]
-    roots = {name.split("/")[0] for name in names(wheel)}
-    assert roots == {"calib", "fp8kv_runtime", f"fp8kv-{version}.dist-info"}
-    assert {f"calib/recipes/{name}.yaml" for name in RECIPES} <= {*names(wheel)}
-    assert {f"calib/formats/cards/{name}.md.j2" for name in CARDS} <= {*names(wheel)}
-
-
-def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
+    assert {name.split("/")[0] for name in names} == {"calib", "fp8kv_runtime", f"fp8kv-{version}.dist-info"}
+    assert {f"calib/recipes/{name}.yaml" for name in RECIPES} <= names
+    assert {f"calib/formats/cards/{name}.md.j2" for name in CARDS} <= names
     with tarfile.open(built(ROOT, "sdist", tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
-    assert names(built(source, "wheel", tmp_path / "wheel")) == names(wheel)
+    assert set(ZipFile(built(source, "wheel", tmp_path / "wheel")).namelist()) == names
 
 
 def printed(work, *command, path=None):
@@ -79,7 +62,10 @@ def printed(work, *command, path=None):
     return done.stdout
 
 
-def test_every_command_of_the_wheel_runs_beside_files_of_the_same_names(site, work):
+def test_every_command_of_the_wheel_runs_beside_files_of_the_same_names(wheel, work, tmp_path_factory):
+    site = tmp_path_factory.mktemp("site")
+    flags = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check")
+    run("pip", "install", *flags, "--target", site, wheel)
     scripts = {path.name for path in (site / "bin").iterdir()}
     assert scripts == {"fp8kv", "fp8kv-calibrate", "fp8kv-eval"}
     for name in scripts:
@@ -88,8 +74,6 @@ def test_every_command_of_the_wheel_runs_beside_files_of_the_same_names(site, wo
     for program in ((site / "bin" / "fp8kv",), (*torchrun, "-m", "calib")):
         shown = printed(work, *program, "recipes", path=site)
         assert all(name in shown for name in RECIPES)
-
-
-def test_a_checkout_has_cli_py(work):
+    # and so does a checkout's
     shown = printed(work, sys.executable, ROOT / "cli.py", "recipes", "tensor-absmax")
     assert shown == (ROOT / "recipes" / "tensor-absmax.yaml").read_text()
