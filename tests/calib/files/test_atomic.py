@@ -41,7 +41,7 @@ def test_overwriting_replaces_the_whole_directory(can_swap, tmp_path, monkeypatc
     assert names(out) == ["newer"]
 
 
-def test_a_failure_leaves_nothing_and_no_parents_and_a_success_keeps_them(tmp_path):
+def test_a_failure_leaves_no_parents_or_what_was_there(tmp_path, monkeypatch):
     out = tmp_path / "a" / "b" / "out"
     with pytest.raises(KeyboardInterrupt), atomic_directory(out) as scratch:
         (scratch / "half").write_text("x")
@@ -52,13 +52,9 @@ def test_a_failure_leaves_nothing_and_no_parents_and_a_success_keeps_them(tmp_pa
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert names(tmp_path) == []
-    write(out)
-    assert names(out.parent) == ["out"]
-
-
-def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    out, rename = tmp_path / "out", Path.rename
     write(out, "kept")
+    assert names(out.parent) == ["out"]
+    rename = Path.rename
 
     def failing(self, target):
         if self.name.endswith(".partial"):
@@ -91,8 +87,9 @@ def test_what_a_killed_process_left_behind_goes_with_the_next_and_nothing_is_los
 
 
 def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
-    lock, real = tmp_path / ".out.lock", fcntl.flock
-    taken = []
+    lock, real, taken = tmp_path / ".out.lock", fcntl.flock, []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")  # which is that output
 
     def flock(descriptor, operation):
         if not taken:  # its holder ends between our opening and our locking it
@@ -103,23 +100,13 @@ def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkey
     with claimed(tmp_path / "out"):
         assert len(taken) == 2
         assert lock.exists()
-        with pytest.raises(InputError, match="another run"), claimed(tmp_path / "out"):
-            pass
-    assert names(tmp_path) == []
-
-
-def test_a_link_to_an_output_is_that_output(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with (
-        claimed(tmp_path / "real"),
-        pytest.raises(InputError, match="another run"),
-        claimed(tmp_path / "link"),
-    ):
-        pass
+        for name in ("out", "link"):
+            with pytest.raises(InputError, match="another run"), claimed(tmp_path / name):
+                pass
+    write(tmp_path / "out")
     write(tmp_path / "link")
-    assert names(tmp_path / "real") == ["new"]
-    assert names(tmp_path) == ["link", "real"]
+    assert names(tmp_path / "out") == ["new"]
+    assert names(tmp_path) == ["link", "out"]
 
 
 @pytest.mark.parametrize("place", ["file/out", "dangling", "loop", "/proc/out", "file", "x" * 300])

@@ -34,23 +34,17 @@ def refuse(directory, message):
         open_model_directory(directory)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_an_index_that_lies_and_files_that_are_damaged_or_no_weights(directory, tmp_path_factory):
+    for changes, message in (
         ({"a": "../x.safetensors"}, "a file outside the directory"),
         ({"a": "sub/x.safetensors"}, "a file outside the directory"),
-        ({"a": ".."}, "a file outside the directory"),
         ({"a": ""}, "a file outside the directory"),
         ({"a": "gone.safetensors"}, "names 'gone.safetensors', which is missing"),
         ({"c": ONE}, f"says 'c' is in '{ONE}', but it is not"),
-    ],
-)
-def test_an_index_that_lies(changes, message, directory):
-    write_index(directory, **changes)
-    refuse(directory, message)
-
-
-def test_files_that_are_damaged_or_no_weights(directory, tmp_path_factory):
+    ):
+        write_index(directory, **changes)
+        refuse(directory, message)
+    write_index(directory)
     shard = directory / TWO
     shard.write_bytes(shard.read_bytes()[:-3])
     refuse(directory, f"{TWO}' is damaged: its tensors end at")

@@ -24,9 +24,10 @@ def several(model, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_the_directories_of_several_formats_are_named(several, model, tmp_path):
+    places = {"DIR": several, "ONE": several / "vllm", "OUT": tmp_path / "out", "MODEL": model}
+    inside = [f"'{several / name}'" for name in FORMATS]
+    for command in (
         "inspect DIR",
         "verify ONE --against DIR",
         "compare DIR ONE",
@@ -36,13 +37,9 @@ def several(model, tmp_path_factory):
         "generate MODEL w5 --scales DIR",
         "eval MODEL --scales DIR",
         "calibrate DIR -o OUT",
-    ],
-)
-def test_the_directories_of_several_formats_are_named(command, several, model, tmp_path):
-    places = {"DIR": several, "ONE": several / "vllm", "OUT": tmp_path / "out", "MODEL": model}
-    done = fp8kv(*(places.get(word, word) for word in command.split()))
-    inside = [f"'{several / name}'" for name in FORMATS]
-    one_line_error(done, f"'{several}' ", "several formats", f"give {', '.join(inside)}")
+    ):
+        done = fp8kv(*(places.get(word, word) for word in command.split()))
+        one_line_error(done, f"'{several}' ", "several formats", f"give {', '.join(inside)}")
     assert not (tmp_path / "out").exists()
 
 
@@ -77,22 +74,15 @@ def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path)
     assert found == pytest.approx([*factors.values()])
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "calibrate {model} -o {out} --dataset ~",
-        "apply ~ {model} -o {out}",
-        "bench ~",
-        "eval {model} -o {out} --tasks ~.yaml",
-    ],
-)
-def test_a_user_without_a_home_is_one_line(command, model, tmp_path):
-    words = command.replace("~", NOWHERE).format(model=model, out=tmp_path / "out").split()
-    one_line_error(fp8kv(*words), f"'{NOWHERE}", "this user has no home folder; give a full path")
+def test_a_user_without_a_home_is_one_line(model, monkeypatch, tmp_path):
+    for command in (
+        ("calibrate", model, "-o", tmp_path / "out", "--dataset", NOWHERE),
+        ("apply", NOWHERE, model, "-o", tmp_path / "out"),
+        ("bench", NOWHERE),
+        ("eval", model, "-o", tmp_path / "out", "--tasks", f"{NOWHERE}.yaml"),
+    ):
+        one_line_error(fp8kv(*command), f"'{NOWHERE}", "this user has no home folder; give a full path")
     assert not (tmp_path / "out").exists()
-
-
-def test_functions_that_take_paths_say_so_and_caches_take_them_as_they_are(monkeypatch, tmp_path):
     for function in (dataset_key, local_directory):
         with pytest.raises(InputError, match="this user has no home folder"):
             function(NOWHERE)

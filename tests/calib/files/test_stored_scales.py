@@ -1,4 +1,4 @@
-"""Directories with scales of any tool: what is read, what is said, what is refused."""
+"""Scales of any tool in a directory, and their names: what is read, what is said, what is refused."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import torch
 from command_line import fp8kv, one_line_error, ran
 from safetensors.torch import save_file
 
-from calib.errors import InputError, NoScalesError
+from calib.errors import InputError, NoScalesError, UnsupportedExportError
 from calib.files.model_directory import open_model_directory
+from calib.files.names import parse_scale_name
 from calib.files.stored_scales import is_usable, read_scales
 
 LAYER = "model.layers.{}.self_attn"
-HUGE = 10**400
 
 
 def write(directory, tensors, *, index=None, config=None, file="model.safetensors"):
@@ -79,6 +79,13 @@ def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
         f"two values for the K and V scale of layer 0: 0.25 as '{LAYER.format(0)}.k_scale' in "
         f"model.safetensors and 0.5 as '{LAYER.format(0)}.kv_scale' in model.safetensors"
     ) in str(caught.value)
+    # of equal values the most precise is taken, whatever its file
+    for file in ("aa.safetensors", "zz.safetensors"):
+        directory = write(tmp_path / file[:2], layers(count=1))
+        rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
+        save_file(rough, directory / file)
+        (layer,) = read_scales(directory).layers
+        assert layer.k == (pytest.approx(0.02, rel=1e-6),)
     # nor may a listed file hold another value
     index = dict.fromkeys(layers(count=1), "model.safetensors") | {"model.norm.weight": "old.safetensors"}
     directory = write(tmp_path, layers(count=1), index=index)
@@ -106,18 +113,6 @@ def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
     write_json(0.05)
     with pytest.raises(InputError, match="of layer 0 .and of 1 more.: 0.02 as .* and 0.05 in kv_"):
         read_scales(directory)
-
-
-@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_path):
-    rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
-    save_file(rough, tmp_path / file)
-    (layer,) = read_scales(write(tmp_path, layers(count=1))).layers
-    assert layer.k == (pytest.approx(0.02, rel=1e-6),)
-    index = dict.fromkeys([*layers(count=1), "model.norm.weight"], file)
-    index["model.norm.weight"] = "model.safetensors"
-    (layer,) = read_scales(write(tmp_path, layers(count=1), index=index)).layers
-    assert layer.k == (rough[f"{LAYER.format(0)}.k_scale"].item(),)
 
 
 @pytest.mark.parametrize(
@@ -151,26 +146,26 @@ def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
         read_scales(directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("config.json", '{"a": 1, "a": 2}'),
-        ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
-        ("model.safetensors.index.json", '{"weight_map": []}'),
-        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
-        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
-        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
-        ("kv_cache_scales.json", json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": HUGE}}}})),
-        ("hf_quant_config.json", "{"),
-    ],
-)  # fmt: skip
-def test_json_that_says_nothing_is_one_line(name, text, tmp_path):
-    write(tmp_path, layers())
-    (tmp_path / name).write_text(text)
-    one_line_error(fp8kv("inspect", tmp_path), name)
+def test_json_that_says_nothing_is_one_line(tmp_path):
+    huge = json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 10**400}}}})
+    for i, (name, text) in enumerate(
+        (
+            ("config.json", '{"a": 1, "a": 2}'),
+            ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
+            ("model.safetensors.index.json", '{"weight_map": []}'),
+            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
+            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
+            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
+            ("kv_cache_scales.json", huge),
+            ("hf_quant_config.json", "{"),
+        )
+    ):
+        directory = write(tmp_path / f"{i}", layers())
+        (directory / name).write_text(text)
+        one_line_error(fp8kv("inspect", directory), name)
 
 
-def test_inspect_prints_a_row_per_layer(tmp_path):
+def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
     one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
     one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
     done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
@@ -181,15 +176,58 @@ def test_inspect_prints_a_row_per_layer(tmp_path):
     # names cannot steer a terminal
     done = fp8kv("inspect", write(tmp_path, {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}))
     assert "\x1b" not in done.stdout
-
-
-def test_the_picture_is_drawn_where_it_can_be(tmp_path):
     directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
     for suffix in ("png", "svg"):
         ran("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
         assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
     one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
-    (tmp_path / "file").write_text("x")
-    done = fp8kv("inspect", directory, "--plot", tmp_path / "file" / "x.png")
-    one_line_error(done, f"cannot write '{tmp_path}/file/x.png'", "Not a directory")
-    assert (tmp_path / "file").read_text() == "x"
+    done = fp8kv("inspect", directory, "--plot", directory / "config.json" / "x.png")
+    one_line_error(done, f"cannot write '{directory}/config.json/x.png'", "Not a directory")
+
+
+ATTENTION = "model.layers.7.self_attn"
+
+
+def test_a_scale_is_known_and_what_is_none_is_left_alone():
+    for name, letters, dialect in (
+        (f"{ATTENTION}.q_scale", "q", "compressed-tensors"),
+        (f"{ATTENTION}.attn.v_scale", "v", "compressed-tensors"),
+        (f"{ATTENTION}.kv_scale", "kv", "kv_scale"),
+        (f"{ATTENTION}.v_proj.v_scale", "v", "modelopt"),
+        ("language_model.model.layers.7.self_attn.qkv_proj.k_scale", "k", "fused"),
+        (f"{ATTENTION}.k_proj.output_scale", "k", "quark"),
+        (f"{ATTENTION}.q_proj.output_scale", "q", "quark"),
+        (f"{ATTENTION}.k_cache.scale", "k", "hy"),
+        (f"{ATTENTION}.q.scale", "q", "hy"),
+        ("transformer.layers.7.attention.kv_cache_scaling_factor", "kv", "tensorrt-llm"),
+        ("transformer.layers.7.attention.v_cache_scaling_factor", "v", "tensorrt-llm"),
+        ("transformer.h.7.attn.k_scale", "k", "compressed-tensors"),
+    ):
+        found = parse_scale_name(name)
+        assert (found.layer, found.letters, found.dialect) == (7, letters, dialect), name
+        assert name.startswith(found.module)
+    others = ("k_proj.weight", "k_proj.weight_scale", "o_proj.output_scale", "k_zero_point", "k_scale\n")
+    for name in (*(f"{ATTENTION}.{x}" for x in others), "lm_head.k_scale", ".k_scale", ""):
+        assert parse_scale_name(name) is None, name
+
+
+def test_the_prefix_is_the_checkpoints_own_and_never_a_towers(make_checkpoint):
+    def prefix(*names, module="model.layers.0.self_attn"):
+        return make_checkpoint(names=[f"{name}.k_proj.weight" for name in names]).attention_prefix(module)
+
+    vision = [f"vision_tower.vision_model.encoder.layers.{i}.self_attn" for i in range(2)]
+    for own, module in (
+        ("model.layers.1.self_attn", "model.layers.1.self_attn"),
+        ("language_model.model.layers.1.self_attn", "model.language_model.layers.1.self_attn"),
+        ("transformer.h.1.attn", "transformer.h.1.attn"),
+        ("model.layers.1.self_attn", "model.language_model.layers.1.self_attn"),
+    ):
+        assert prefix(own, own.replace("1", "11"), *vision, module=module) == own
+    layer = ".layers.0.self_attn"
+    for tower in ("vision_model.model", "audio_tower", "vision_tower.model"):
+        for text in ("language_model.model", "language_model"):
+            assert prefix(text + layer, tower + layer) == text + layer
+    with pytest.raises(UnsupportedExportError, match=r"belong to model.layers.7.self_attn"):
+        prefix(f"model{layer}", module="model.layers.7.self_attn")
+    with pytest.raises(UnsupportedExportError, match="left.layers.0.self_attn and right"):
+        prefix(f"left{layer}", f"right{layer}")

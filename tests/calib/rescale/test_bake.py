@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from baking import bake, calibrated, in_float32, model_directory, scales_of, seen
+from baking import OTHERS, bake, calibrated, in_float32, model_directory, scales_of, seen
 from command_line import fp8kv, one_line_error, ran, succeeded
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
+from calib.models.sources import find_model
+from calib.rescale import rope_pairs
+from calib.rescale.bake import baked_factors
 from calib.rescale.factors import octave_factor, uniform_factors
 from calib.rescale.pipeline import RescalePlan
 from calib.rescale.rope_pairs import rotated_pairs
@@ -105,21 +108,15 @@ def test_what_cannot_be_baked(model_type, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "largest"),
-    [
-        (("--headroom", "0.1"), 1),
-        (("--observer", "percentile"), 1),
-        (("--fp8-dtype", "e5m2"), 1),
-        (("--fp8-dtype", "e4m3fnuz"), 240 / 448),
-    ],
+    "flag", ["--headroom=0.1", "--observer=percentile", "--fp8-dtype=e5m2", "--fp8-dtype=e4m3fnuz"]
 )
-def test_recipes_that_clip_or_are_for_another_type(flags, largest, llama, tmp_path):
-    out = tmp_path / "out"
-    scales = calibrated(llama.source, tmp_path / "scales", *flags, "--format", "fp8kv")
-    assert bake(llama.source, scales, out, "--for", "fp8").exit_code == 0
+def test_recipes_that_clip_or_are_for_another_type(flag, llama, tmp_path):
+    out, largest = tmp_path / "out", 240 / 448 if "fnuz" in flag else 1
+    scales = calibrated(llama.source, tmp_path / "scales", flag, "--format", "fp8kv")
+    succeeded(bake(llama.source, scales, out, "--for", "fp8"))
     after = scales_of(calibrated(out, tmp_path / "after", "--strategy", "attn_head"))
     assert largest / 2 < after.min() <= after.max() <= largest
-    assert fp8kv("verify", out).exit_code == 0
+    ran("verify", out)
     fnuz = fp8kv("verify", out, "--fnuz", "--json")
     assert fnuz.exit_code == (largest == 1)
     assert ("ends at 240" in str(json.loads(fnuz.stdout)["problems"])) == (largest == 1)
@@ -141,25 +138,20 @@ def test_shards_that_do_not_change_are_linked(llama, tmp_path):
     assert (out / index.name).read_text() == index.read_text()
 
 
-@pytest.mark.parametrize(
-    ("child", "module", "problem"),
-    [
+def test_weights_that_cannot_hold_a_factor():
+    for child, module, problem in (
         ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
         ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
         ("o_proj", torch.nn.Linear(90, 64), "o_proj has 90 columns, where its heads make up 96"),
-        (None, None, "one weight for all heads"),
-    ],
-)
-def test_weights_that_cannot_hold_a_factor(child, module, problem):
-    model = tiny_model("qwen3", **FAMILIES["qwen3"])
-    name, attention = next(iter(cached_attention(model).items()))
-    factors = uniform_factors({name: attention}, 2.0, 4.0)
-    if child:
+        ("another", torch.nn.Identity(), "one weight for all heads"),
+    ):
+        model = tiny_model("qwen3", **FAMILIES["qwen3"])
+        name, attention = next(iter(cached_attention(model).items()))
+        factors = uniform_factors({name: attention}, 2.0, 4.0)
         setattr(model.get_submodule(name), child, module)
-    else:
-        factors[name].k[0] *= 2
-    with pytest.raises(UnsupportedModelError, match=problem):
-        list_changes(model, {name: attention}, factors)
+        factors[name].k[0] *= 2 if child == "another" else 1
+        with pytest.raises(UnsupportedModelError, match=problem):
+            list_changes(model, {name: attention}, factors)
 
 
 def test_octaves_and_how_many_are_missing():
@@ -170,3 +162,43 @@ def test_octaves_and_how_many_are_missing():
     plan = RescalePlan({"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, {}, [], {})
     # what all channels of a head lack costs integers nothing
     assert [plan.missing_octaves(purpose) for purpose in ("fp8", "int8")] == [(2, 3), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        ("llama", {}, [*range(8, 16), *range(8)]),
+        # norms with weights of 0.3 beside 60: in bfloat16 the second hides the first
+        ("gemma3_text", {}, [*range(12, 24), *range(12)]),
+        ("glm4", {"max_position_embeddings": 2**20, "rope_parameters":
+                  {"rope_theta": 1e13, "rope_type": "default", "partial_rotary_factor": 0.5}},
+         [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]),
+        ("gpt_neox", {}, [2, 3, 0, 1, *range(4, 16)]),
+        ("smollm3", {"no_rope_layers": [0, 0, 0]}, [*range(16)]),
+    ],
+)  # fmt: skip
+def test_pairs_are_found_by_trying(model_type, options, expected):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(model_type, **(FAMILIES | OTHERS).get(model_type, {}) | options).to(dtype)
+        for module in cached_attention(model).values():
+            assert rotated_pairs(model, module).tolist() == expected
+
+
+def test_wrong_pairs_are_not_proved(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(rope_pairs, "rotated_pairs", lambda *_: torch.arange(16) ^ 1)
+    done = bake(llama.source, llama.scales, tmp_path / "baked", "--for", "int8")
+    one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
+    assert not (tmp_path / "baked").exists()
+
+
+@pytest.mark.parametrize("head_dim", [6, 80])  # no powers of two, nor K mixed by RoPE alone
+def test_channels_that_a_norm_mixes_behind_rope(head_dim, tmp_path):
+    model = tiny_model("llama4_text", head_dim=head_dim).to(torch.bfloat16)
+    source = save_model(model, tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+    refusal = "mixes channels of K in another way than RoPE's pairs"
+    one_line_error(bake(source, scales, tmp_path / "out", "--for", "int8"), refusal)
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        baked_factors(model.float(), find_model(str(source)), load_stats(scales), "int8")
+    for cache in ("int4_per_token_head", "lmdeploy_int4"):
+        ran("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)

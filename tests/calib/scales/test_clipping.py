@@ -1,13 +1,13 @@
 """Headroom by layer, and what is expected of new text."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from apply_cases import report_of
 from command_line import fp8kv, one_line_error, ran
-from families import save_model, tiny_model
+from families import edit_json, save_model, tiny_model
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
@@ -16,7 +16,7 @@ from calib.recipe import Recipe
 from calib.scales.stats import PER_TOKEN, derive_scales
 from calib.scales.stats_file import load_scales, load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
-from calib.scales.tail import CLIP_CHANCE, headroom_for
+from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for, largest
 
 E4M3 = 448.0
 
@@ -35,7 +35,6 @@ def stats(model):
 
 @pytest.fixture(scope="module")
 def first(stats):
-    """The first layer's name, its statistics, and its plain scales."""
     name, layer = next(iter(stats.layers.items()))
     return name, layer, derive_scales(stats, Recipe()).layers[name]
 
@@ -131,27 +130,108 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     text = ("--dataset", "random", "--samples", 20, "--seq-len", 64)
     done = ran("calibrate", directory, "-o", out, *text, "--headroom", "auto")
     assert "expected of new text like this: one token in" in " ".join(done.stdout.split())
-    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    report, scales = report_of(out), load_scales(out)
     assert report["recipe"]["headroom"] == "auto"
     assert max(report["clip_chance"].values()) <= CLIP_CHANCE
-    scales = load_scales(out)
-
     # calibrations of before name three settings that are gone; their defaults changed nothing
-    report["recipe"] |= {"clip_chance": 1e-6, "scale_rounding": "none"}
-    report["recipe"]["evaluation"]["bits_budget"] = None
-    (out / "fp8kv_calibration.json").write_text(json.dumps(report))
-    pairs = zip(scales.layers.values(), load_scales(out).layers.values(), strict=True)
-    assert all(torch.equal(a.k, b.k) for a, b in pairs)
+    recipe = report["recipe"] | {"clip_chance": 1e-6, "scale_rounding": "none"}
+    recipe["evaluation"]["bits_budget"] = None
     for key, value in (("scale_rounding", "pow2"), ("clip_chance", 0.001)):
-        other = report | {"recipe": report["recipe"] | {key: value}}
-        (out / "fp8kv_calibration.json").write_text(json.dumps(other))
+        edit_json(out / "fp8kv_calibration.json", recipe=recipe | {key: value})
         said = f"was made with {key} {value}, a setting that was taken out; calibrate the model again$"
         with pytest.raises(InputError, match=said):
             load_scales(out)
-
+    edit_json(out / "fp8kv_calibration.json", recipe=recipe)
+    pairs = zip(scales.layers.values(), load_scales(out).layers.values(), strict=True)
+    assert all(torch.equal(a.k, b.k) for a, b in pairs)
     # old statistics have no headroom by layer
-    (out / "fp8kv_calibration.json").write_text(json.dumps(report))
     old = without(load_stats(out), *PER_TOKEN)
     save_stats(old, out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
     one_line_error(again, "these statistics are old and hold no tails; calibrate again")
+
+
+TOKENS = 4096
+
+
+def of(values):
+    return Tail.of(largest(values, values[:, :0]), values.shape[-1], per_head=True)
+
+
+def exponential(groups=400, tokens=TOKENS, seed=0):
+    uniform = torch.rand(groups, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 5 - uniform.log()
+
+
+def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
+    values = exponential(3)
+    expected = values.sort(descending=True).values[:, :TAIL]
+    parts = values.split([1, 5, 1000, TOKENS - 1006], dim=-1)
+    for order in ((0, 1, 2, 3), (3, 0, 2, 1)):
+        held = values[:, :0]
+        for i in order:
+            held = largest(held, parts[i])
+        assert torch.equal(held, expected)
+    # one group of all heads has the largest of them
+    whole = Tail.of(expected, TOKENS, per_head=False)
+    assert torch.equal(whole.top[0], values.flatten().sort(descending=True).values[:TAIL])
+    # fewer values than a tail holds are filled up with zeros
+    held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
+    assert (held.shape, held[0, :4].tolist()) == ((1, TAIL), [7.0, 5.0, 3.0, 0.0])
+
+
+def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
+    tail = of(exponential())
+    truth = torch.exp(5 - tail.largest)
+
+    def within_a_factor_of_3(chance):
+        return float(((chance / truth).log().abs() < torch.tensor(3.0).log()).double().mean())
+
+    # the count alone says the same of every sample; a largest value's chance varies by e**1.28
+    assert within_a_factor_of_3(torch.tensor(1 / TOKENS)) < 0.7
+    assert within_a_factor_of_3(tail.chance) > 0.85
+    values = exponential(tokens=5 * TOKENS)
+    tail, true = of(values[:, :TOKENS]), values[:, TOKENS:].amax(-1)
+    reached = tail.reached_in(4 * TOKENS)
+    assert torch.all(reached >= tail.largest)
+    assert torch.all(tail.reached_in(100 * TOKENS) > reached)
+    # the largest of so many is within 1.3 of its mode by one standard deviation
+    assert (reached - true).mean().abs() < 0.5
+    assert (tail.largest - true).mean() < -1
+
+
+def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_it():
+    tail = of(exponential(5))
+    between = (tail.top[:, 9] + tail.top[:, 10]) / 2
+    assert (tail.chance_above(between) * TOKENS).tolist() == [10] * 5
+    assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
+    further = tail.chance_above(tail.largest + tail.decay)
+    # two roundings of a scale are between both levels
+    generalised_pareto = (1 + 0.2) ** (-1 / 0.2)
+    torch.testing.assert_close(further, tail.chance * generalised_pareto, rtol=1e-4, atol=0)
+    # a value that returns is an end: the slope becomes flatter, and the root of nine is taken off
+    values = exponential(1)
+    tied = values.clone()
+    tied[:, :9] = values.amax()
+    assert float(of(tied).decay / of(values).decay) > 1
+    assert float(of(tied).chance / of(values).chance) < 0.7
+    zeros = of(torch.zeros(1, TOKENS, dtype=torch.float64))
+    assert (zeros.chance_above(torch.ones(1)).tolist(), zeros.reached_in(TOKENS).tolist()) == ([0], [0])
+
+
+def test_headroom_is_the_smallest_that_keeps_the_chance_or_refused():
+    tails = [of(exponential(3, seed=1)), of(exponential(2, seed=2))]
+
+    def clipped(factor):
+        return sum(float(t.chance_above(t.largest * factor).sum()) for t in tails)
+
+    for chance in (1e-4, 1e-6):
+        factor = headroom_for(tails, chance)
+        assert clipped(factor) <= chance < clipped(factor - 2e-4)
+    assert headroom_for([of(exponential(1))], 0.1) == 1.0
+    with pytest.raises(InputError, match="1,023 tokens are too few .* 1,024 or more"):
+        of(exponential(1, tokens=1023))
+    of(exponential(1, tokens=1024))
+    top = torch.linspace(1, 1000, TAIL).flip(0)[None]
+    with pytest.raises(InputError, match="headroom over 16 .* give --headroom a number"):
+        headroom_for([Tail.of(top, 2000, per_head=True)], 1e-300)

@@ -19,7 +19,6 @@ NOT_SUMMED_UP = f"are not those that its {REPORT} sums up"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model, and two calibrations of it."""
     root = tmp_path_factory.mktemp("made")
     model = save_model(tiny_model("llama", num_hidden_layers=2), root / "model")
     for name, seed in {"one": 0, "other": 7}.items():
@@ -27,22 +26,18 @@ def made(tmp_path_factory):
     return root
 
 
-def without_metadata(directory):
-    save_file(load_file(directory / STATS), directory / STATS)
-
-
 def of_another_run(directory):
     shutil.copy(directory.parent / "other" / STATS, directory / STATS)
 
 
-def channel(value, *more):
+def channel(value):
     """Put `value` into a channel of K, in its amax and wherever that is repeated."""
 
     def damage(directory):
         with safe_open(directory / STATS, "pt") as file:
             facts = file.metadata()
         tensors = load_file(directory / STATS)
-        for field in ("amax", "curve", "tail", *more):
+        for field in ("amax", "curve", "tail", "positions"):
             tensor = tensors[f"{K}{field}"]
             tensor[0, tensor[0].argmax()] = value
         save_file(tensors, directory / STATS, facts)
@@ -54,19 +49,22 @@ def report(text):
     return lambda directory: (directory / REPORT).write_text(text)
 
 
+def edited(**changes):
+    return lambda directory: edit_json(directory / REPORT, **changes)
+
+
 DAMAGE = {
-    "no metadata": (without_metadata, "is not a fp8kv_stats.safetensors of a version"),
-    "a channel is negative": (channel(-1.0), "amax is below zero"),
-    "an infinite channel": (channel(float("inf"), "positions"), NAN),
-    "NaN": (channel(float("nan"), "positions"), NAN),
+    "an infinite channel": (channel(float("inf")), NAN),
+    "NaN": (channel(float("nan")), NAN),
     "of another run": (of_another_run, NOT_SUMMED_UP),
     "no report": (report(""), "is not JSON"),
     "a report in a list": (report("[{}]"), "must hold a JSON object"),
     "a report of nothing": (report("{}"), "is not of this version"),
-    "layers of strings": (
-        lambda directory: edit_json(directory / REPORT, layers=["a"]),
-        "does not say what was calibrated",
-    ),
+    "layers of strings": (edited(layers=["a"]), "does not say what was calibrated"),
+    "another version": (edited(fp8kv_calibration=2), "not of this version of fp8kv"),
+    "no checkpoint": (edited(measured_on={"model": "m"}), r"calibrated \(measured_on.checkpoint: "),
+    "one warning": (edited(warnings="none"), r"what was calibrated \(warnings: "),
+    "no source": (edited(dataset={}), r"what was calibrated \(dataset.source: "),
 }
 
 

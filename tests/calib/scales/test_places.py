@@ -44,7 +44,6 @@ def run(values, read=None):
 
 
 def reached(stats):
-    """The amax after each bucket."""
     return stats.layers["a"].k.curve[0].cummax(0).values.tolist()
 
 
@@ -59,17 +58,15 @@ def test_a_second_run_comes_after_the_first():
     joined = run([1.0] * 5, read=100).join(run([2.0]))
     assert joined.layers["a"].k.curve[0].nonzero().flatten().tolist() == [0, 1, 2, bucket_of(100)]
     assert (joined.tokens, joined.layers["a"].tokens_read) == (6, 101)
-    with pytest.raises(InputError, match="of different models"):
-        run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
-
-
-def test_a_joined_curve_is_never_above_that_of_one_run_and_ends_with_it():
+    # a joined curve is never above that of one run, and ends with it
     rng = random.Random(0)
     for _ in range(5):
         one, two = ([float(rng.randint(1, 9999)) for _ in range(rng.randint(1, 300))] for _ in "ab")
         joined, whole = reached(run(one).join(run(two))), reached(run(one + two))
         assert all(x <= y for x, y in zip(joined, whole, strict=True))
         assert joined[bucket_of(len(one + two) - 1)] == joined[-1] == whole[-1]
+    with pytest.raises(InputError, match="of different models"):
+        run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
 
 
 def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
@@ -89,7 +86,6 @@ def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Scales without weights, and statistics alone."""
     directory = tmp_path_factory.mktemp("measured")
     model = save_model(tiny_model("llama", num_hidden_layers=2), directory / "tiny")
     for name, flags in {"out": ("--weights", "none"), "alone": ("--format", "fp8kv")}.items():
@@ -116,7 +112,7 @@ def test_places_are_those_of_the_statistics(measured, tmp_path):
     assert read_places(tmp_path / "out") == load_stats(tmp_path / "out").places() != []
 
 
-def test_inspect_shows_first_tokens(measured, tmp_path):
+def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
     found = json.loads(fp8kv("inspect", measured, "--json").stdout)["first_tokens"]
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx
@@ -135,9 +131,7 @@ def test_inspect_shows_first_tokens(measured, tmp_path):
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
     plain = shutil.copytree(measured, tmp_path / "plain", ignore=shutil.ignore_patterns(STATS_FILE))
     assert (panels(measured, tmp_path / "2.svg"), panels(plain, tmp_path / "1.svg")) == (2, 1)
-
-
-def test_growth_is_drawn_as_a_share_of_the_last_with_the_median():
+    # growth is drawn as a share of the last, with the median
     axes, zeros = Figure().subplots(), [(1, 0.0), (3, 0.0)]
     draw_growth(axes, {"k": [[(1, 2.0), (3, 4.0)], [(1, 1.0), (3, 4.0)], zeros]}, {"k": "C0"})
     assert [[*line.get_ydata()] for line in axes.lines] == [[0.5, 1], [0.25, 1], [0.375, 1]]
@@ -159,23 +153,20 @@ def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):
 
 
 def test_statistics_without_scales_are_shown(measured, tmp_path):
-    statistics_alone = measured.with_name("alone")
-    shown, beside = (fp8kv("inspect", each).stdout for each in (statistics_alone, measured))
+    alone = measured.with_name("alone")
+    shown, beside = (fp8kv("inspect", each).stdout for each in (alone, measured))
     assert shown.startswith("statistics, and no scales in the form of an engine\n")
     assert "K scale" not in shown
-    title = "amax by position in the sample"
     beside = beside.partition("problem: ")[0]  # there are no weights
-    assert shown[shown.index(title) :] == beside[beside.index(title) :]
-    said, same = (
-        json.loads(fp8kv("inspect", each, "--json").stdout) for each in (statistics_alone, measured)
-    )
+    assert shown.partition("amax by")[2] == beside.partition("amax by")[2] != ""
+    said, same = (json.loads(fp8kv("inspect", each, "--json").stdout) for each in (alone, measured))
     assert said["first_tokens"] == same["first_tokens"] != []
     assert said.keys() == same.keys()
     assert (said["strategy"], said["layers"], said["problems"]) == (None, [], [])
-    assert panels(statistics_alone, tmp_path / "grown.svg") == 1
-    nan = damaged(statistics_alone, tmp_path / "nan", **DAMAGE["NaN"])
+    assert panels(alone, tmp_path / "grown.svg") == 1
+    nan = damaged(alone, tmp_path / "nan", **DAMAGE["NaN"])
     one_line_error(fp8kv("inspect", nan), STATS_FILE, "is damaged")
-    none = damaged(statistics_alone, tmp_path / "none", {})
+    none = damaged(alone, tmp_path / "none", {})
     one_line_error(fp8kv("inspect", none), "holds a calibration and no model")
 
 
@@ -183,7 +174,6 @@ DAMAGE = {
     "a short curve": {"curve": torch.ones(2, 3)},
     "NaN": {"curve": torch.full((2, 48), float("nan"))},
     "below zero": {"positions": torch.full((2, 24), -1.0)},
-    "no heads": {"positions": torch.ones(0, 24)},
     "flat": {"curve": torch.ones(96)},
     "another amax": {"amax": torch.ones(2, 8)},
 }
@@ -192,8 +182,7 @@ DAMAGE = {
 def damaged(measured, out, facts=None, **changes):
     shutil.copytree(measured, out)
     tensors = load_file(out / STATS_FILE)
-    for field, value in changes.items():
-        tensors[f"model.layers.1.self_attn.k.{field}"] = value
+    tensors |= {f"model.layers.1.self_attn.k.{field}": value for field, value in changes.items()}
     modules = {name.rsplit(".", 2)[0]: {"layer_idx": 0, "tokens": 3, "read": 3} for name in tensors}
     facts = json.dumps({"modules": modules} if facts is None else facts)
     (out / STATS_FILE).unlink()

@@ -40,19 +40,16 @@ def test_a_row_has_the_layers_figures():
     assert (row.k_range_used, row.k_scale) == (1.0, 1.0)
 
 
-def test_what_a_recipe_clips_is_said():
+def test_what_a_recipe_or_unscaled_fp8_clips_is_said():
     quiet = stats([10.0, 12.0, 9.0])
     assert warn(quiet) == warn(quiet, recipe=load_recipe(None, {"headroom": 1.5})) == []
     (warning,) = warn(quiet, recipe=load_recipe(None, {"headroom": 0.5}))
     assert warning.startswith("headroom 0.5: scales hold 50% of the largest values that were seen")
     (warning,) = warn(quiet, recipe=load_recipe(None, {"observer.name": "percentile"}))
     assert "clips the largest K, which is known to hurt" in warning
-
-
-def test_a_scale_above_one_warns_that_unscaled_fp8_would_clip():
+    assert warn(stats([448.0, 440.0])) == []
     (warning,) = warn(stats([10.0, 12.0], [500.0, 600.0]))
     assert warning.startswith("K scale > 1 in layer 1: unscaled FP8 would clip there")
-    assert warn(stats([448.0, 440.0])) == []
     for layers, named in ((6, "layers 0, 1, 2, 3, 4, 5"), (7, "7 layers")):
         (warning,) = warn(stats(*[[600.0, 600.0]] * layers))
         assert f"K scale > 1 in {named}:" in warning

@@ -5,22 +5,15 @@ import os
 import re
 import shutil
 
+import apply_cases
+import pytest
 import torch
-from apply_cases import (
-    applied,
-    calibrated,
-    config_of,
-    copy,
-    edited,
-    refused,
-    report_of,
-    rescale_values,
-    scales,
-    smooth,
-)
-from coded_forms import FORMS
+from apply_cases import applied, calibrated, copy, edited, refused, report_of, rescale_values, scales
+from coded_forms import FORMS, Form, compressed
+from coded_forms import packed as packed_codes
 from command_line import fp8kv, one_line_error, ran
-from families import save_model, tiny_model
+from families import edit_json, save_model, tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 
@@ -49,7 +42,7 @@ def test_a_quantised_version_also_in_place(model, measured, tmp_path):
     form = FORMS["compressed-fp8"]
     other = form.quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
     out = applied(measured, other, tmp_path / "out")
-    config = config_of(out)["quantization_config"]
+    config = apply_cases.config_of(out)["quantization_config"]
     assert config["config_groups"] == form.says["config_groups"]
     assert config["kv_cache_scheme"]["num_bits"] == 8
     assert "these scales were measured on" in (out / "README.md").read_text()
@@ -80,22 +73,29 @@ def test_another_architecture_other_sizes_and_settings(model, measured, tmp_path
 
 
 def test_smoothed_norms_that_the_weights_make_up_for_and_rescaled_values(model, measured, tmp_path):
-    other = copy(model, tmp_path / "smooth", smooth)
+    other = copy(model, tmp_path / "smooth", apply_cases.smooth)
     report = report_of(applied(measured, other, tmp_path / "out"))
     assert report["measured_on"]["compared"]["layers_with_moved_factors"] == 3
     assert any("norms of 3 layers hold other factors" in line for line in report["warnings"])
     other = copy(model, tmp_path / "rescaled", rescale_values)
     refused(measured, other, tmp_path / "no", "do not fit", "v_proj", "AWQ", "; calibrate that model")
 
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
 
-def test_other_strategies_come_from_the_statistics_and_advice_names_flags_of_apply(model, measured, tmp_path):
-    other = copy(model, tmp_path / "other")
-    out = applied(measured / "fp8kv_stats.safetensors", other, tmp_path / "out", "--strategy", "attn_head")
-    expected = calibrated(model, tmp_path / "expected", "--strategy", "attn_head")
-    assert scales(out) == scales(expected)
-    again = applied(out, other, tmp_path / "again", "--strategy", "tensor", "--format", "tgi")
+    other = copy(model, tmp_path / "with-scales", edit)
+    refused(measured, other, tmp_path / "no", "apply never rewrites weights", "fp8kv strip")
+
+
+def test_other_strategies_come_from_the_statistics_and_advice_names_flags_of_apply(
+    model, measured, per_head, tmp_path
+):
+    flags = ("--strategy", "attn_head")
+    out = applied(measured / "fp8kv_stats.safetensors", model, tmp_path / "out", *flags)
+    assert [x[:3] for x in scales(out)] == [x[:3] for x in scales(per_head)]
+    again = applied(out, model, tmp_path / "again", "--strategy", "tensor", "--format", "tgi")
     assert scales(again) == scales(measured)
-    done = fp8kv("apply", out, other, "-o", tmp_path / "no", "--format", "tgi")
+    done = fp8kv("apply", out, model, "-o", tmp_path / "no", "--format", "tgi")
     one_line_error(done, "Use --strategy tensor, or --format vllm")
     help = fp8kv("apply", "--help").output
     assert all(flag in help for flag in re.findall(r"--[a-z0-9-]+", done.stderr))
@@ -104,45 +104,97 @@ def test_other_strategies_come_from_the_statistics_and_advice_names_flags_of_app
 
 
 def test_an_output_without_marks(model, measured, tmp_path):
-    old, other = shutil.copytree(measured, tmp_path / "old"), copy(model, tmp_path / "other")
-    report = report_of(old)
-    del report["marks"]
-    (old / "fp8kv_calibration.json").write_text(json.dumps(report))
-    assert scales(applied(old, other, tmp_path / "from-its-weights")) == scales(measured)
+    old = edited(measured, tmp_path / "old", marks=None)
+    assert scales(applied(old, model, tmp_path / "from-its-weights")) == scales(measured)
     (old / "model-00001-of-00001.safetensors").unlink()
-    refused(old, other, tmp_path / "out", "neither marks nor weights", "give that model with --base")
+    refused(old, model, tmp_path / "out", "neither marks nor weights", "give that model with --base")
     changed = copy(model, tmp_path / "changed", rescale_values, {"rope_theta": 7.0})
     wrong = ("--base", changed)
     for given in (old, measured):
-        refused(given, other, tmp_path / "out", "is of another model or revision than", flags=wrong)
-    out = applied(old, other, tmp_path / "from-the-base", "--base", model)
-    assert scales(out) == scales(measured)
+        refused(given, model, tmp_path / "out", "is of another model or revision than", flags=wrong)
+    assert scales(applied(old, model, tmp_path / "from-the-base", "--base", model)) == scales(measured)
     refused(old, changed, tmp_path / "out", "do not fit", flags=("--base", model))
 
 
-def test_a_damaged_report(model, measured, tmp_path):
-    report = report_of(measured)
-    recipe, observer = report["recipe"], report["recipe"]["observer"] | {"name": "mse"}
-    for i, (change, phrase) in enumerate(
-        [
-            ({"fp8kv_calibration": 2}, "not of this version of fp8kv"),
-            ({"measured_on": {"model": "m"}}, "what was calibrated (measured_on.checkpoint: "),
-            ({"warnings": "none"}, "what was calibrated (warnings: "),
-            ({"dataset": {}}, "what was calibrated (dataset.source: "),
-            ({"marks": report["marks"] | {"version": 1}}, "damaged (version: "),
-            ({"recipe": recipe | {"observer": observer}}, "hold no histogram; calibrate with observer mse"),
-        ]
-    ):
-        given = edited(measured, tmp_path / f"{i}", **change)
-        refused(given, model, tmp_path / "out", phrase)
-    refused(model, model, tmp_path / "out", "has no fp8kv_stats.safetensors")
-    gone = tmp_path / "gone"
-    refused(gone, model, tmp_path / "out", f"cannot read statistics: '{gone}' does not exist")
+def louder_values(tensors):
+    for name in [*tensors]:
+        if "v_proj" in name:
+            tensors[name] = tensors[name] * 8
 
 
-def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path):
-    def edit(tensors):
-        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
+@pytest.fixture(scope="module")
+def outputs(model, tmp_path_factory):
+    """A calibration of a model, and one of a copy whose V is eight times as large."""
+    scratch = tmp_path_factory.mktemp("outputs")
+    other = copy(model, scratch / "louder", louder_values)
+    return calibrated(model, scratch / "own"), calibrated(other, scratch / "other")
 
-    other = copy(model, tmp_path / "other", edit)
-    refused(measured, other, tmp_path / "out", "apply never rewrites weights", "fp8kv strip")
+
+def test_nothing_is_made_of_the_absmax_of_other_weights(outputs, tmp_path):
+    own, other = outputs
+    done = fp8kv("repair", own, "--stats", other, "-o", tmp_path / "out")
+    one_line_error(done, f"the scales of '{other}' do not fit", "0.12 times what it was")
+    done = fp8kv("verify", other, "--against", own, "--engine", "vllm")
+    one_line_error(done, f"the scales of '{own}' do not fit", "times what it was")
+    mixed = shutil.copytree(own, tmp_path / "mixed")
+    weights = next(mixed.glob("model-0*.safetensors"))
+    weights.unlink()
+    shutil.copy(next(other.glob("model-0*.safetensors")), weights)
+    done = fp8kv("convert", mixed, "--to", "vllm-nvfp4", "-o", tmp_path / "out")
+    one_line_error(done, "do not fit", "times what it was")
+    assert not (tmp_path / "out").exists()
+
+
+def test_eval_and_generate_say_whose_scales_are_of_other_weights(model, outputs):
+    own, other = outputs
+    flags = ("--variants", "none", "--samples", "2", "--seq-len", "32", "--allow-few-tokens")
+    given = ("--scales", own, "--scales", other)
+    done = ran("eval", model, *given, *flags, "--dataset", "random", "--json")
+    told = [w for w in json.loads(done.stdout)["warnings"] if "do not fit" in w]
+    assert [f"the scales of '{other}'" in each for each in told] == [True]
+    for given in outputs:
+        flags = ("--max-new-tokens", "2", "--backend", "torch", "--json")
+        done = ran("generate", model, "w5", *flags, "--scales", given)
+        assert (f"the scales of '{other}' do not fit" in done.stdout) is (given == other)
+
+
+def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
+    """Somebody turned YaRN on in config.json, which makes K larger."""
+    own, _ = outputs
+    longer = shutil.copytree(own, tmp_path / "longer")
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+    edit_json(longer / "config.json", rope_parameters=yarn)
+    ran("verify", own, "--against", own, "--engine", "vllm")
+    done = fp8kv("verify", longer, "--against", longer, "--engine", "vllm")
+    one_line_error(done, "is of another model: its config says rope_parameters", "'yarn'")
+
+
+def test_scales_are_near_those_of_a_model_of_4_bits_unless_its_values_were_rescaled(
+    smollm2_directory, tmp_path
+):
+    def calibrated(model, out):
+        data = ("--samples", "4", "--seq-len", "512", "--device", "cpu", "--weights", "none")
+        ran("calibrate", model, "-o", out, "--dataset", "builtin:python-docs", *data)
+        return out
+
+    measured = calibrated("builtin:smollm2", tmp_path / "measured")
+    scheme = compressed("pack-quantized", 4, strategy="group", group_size=64)
+    model = Form(scheme, packed_codes, {"group": 64}).quantised(smollm2_directory, tmp_path / "model")
+    weights, pack = model / "model.safetensors", apply_cases.packed(measured, tmp_path / "pack")
+    original = (smollm2_directory / "model.safetensors").stat().st_size
+    assert sum(file.stat().st_size for file in pack.iterdir()) < original / 50
+    out = applied(pack, model, tmp_path / "applied")
+    assert os.path.samefile(out / "model-00001-of-00001.safetensors", weights)
+    assert scales(out) == scales(measured)
+    pairs = zip(scales(out), scales(calibrated(model, tmp_path / "own")), strict=True)
+    off = sorted(abs(a[x][0] / b[x][0] - 1) for a, b in pairs for x in (1, 2))
+    # rounding weights to 4 bits moves the largest K and V themselves, most of all in so small a model
+    assert off[len(off) // 2] <= 0.05
+    assert off[-1] <= 0.3
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith("v_proj.weight_scale"):
+            tensor[::2] *= 1.3
+    weights.unlink()
+    save_file(tensors, weights, {"format": "pt"})
+    refused(measured, model, tmp_path / "out", "do not fit", "v_proj", "AWQ")

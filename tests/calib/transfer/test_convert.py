@@ -1,22 +1,70 @@
 """Scales written again: every format into every other, bit for bit, or refused."""
 
-import json
+import itertools
 import re
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from apply_cases import calibrated, config_of, damage, scales
-from command_line import fp8kv, one_line_error, ran
+from command_line import calibrate, fp8kv, one_line_error, ran
 from families import edit_json
-from safetensors.torch import load_file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from scale_directories import NVFP4, PROJ
+from scale_directories import model as directory_of
 
+from calib.files.stored_scales import read_scales
 from calib.formats import FORMATS
+from calib.scales.stats_file import load_stats
+from calib.transfer import convert as conversion
 
-SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
+# those that hold a scale per layer, and of these those that hold one per head
+SCALAR, PER_HEAD = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm"), ("vllm", "aphrodite")
+NAMES = (
+    "{module}.{x}_scale",
+    "{module}.attn.{x}_scale",
+    "{module}.{x}_proj.{x}_scale",
+    "{module}.{x}_proj.output_scale",
+    "{module}.{x}_cache.scale",
+    "{module}.qkv_proj.{x}_scale",
+)
+# what no reader takes for memory that nobody wrote
+SCALE = st.floats(2.0**-20, 2.0**10, width=32).filter(lambda scale: scale != 1)
 
 
-SCALES = "model-fp8kv-scales.safetensors"
+# no deadline: a machine that is busy would fail it; a fixture of the module may be shared
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_scales_survive_every_chain_of_formats_that_hold_them(model, data):
+    config, draw = config_of(model), data.draw
+    heads = draw(st.sampled_from([1, config["num_key_value_heads"]]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    shape = draw(st.sampled_from([(heads,), (heads, 1, 1), *([()] if heads == 1 else [])]))
+    names = draw(st.sampled_from(NAMES if heads == 1 else NAMES[:1]))
+    formats = st.sampled_from(SCALAR if heads == 1 else PER_HEAD)
+    tensors, expected = {}, []
+    for layer in range(config["num_hidden_layers"]):
+        pair = [torch.tensor(draw(st.lists(SCALE, min_size=heads, max_size=heads))).to(dtype) for _ in "kv"]
+        expected.append((layer, *(tuple(x.double().tolist()) for x in pair), None))
+        module = f"model.layers.{layer}.self_attn"
+        tensors |= {names.format(module=module, x=x): pair["kv".index(x)].view(shape) for x in "kv"}
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch, "source")
+        here.mkdir()
+        for file in model.iterdir():
+            (here / file.name).symlink_to(file.resolve())
+        save_file(tensors, here / "other.safetensors")
+        for step, to in enumerate(draw(st.lists(formats, min_size=1, max_size=3))):
+            conversion.convert(here, to, Path(scratch, str(step)))
+            here = Path(scratch, str(step))
+            assert scales(here) == expected
+        # and reduced: the largest of every layer
+        conversion.convert(here, "tgi", Path(scratch, "reduced"), reduce="max")
+        assert scales(Path(scratch, "reduced")) == [(i, (max(k),), (max(v),), q) for i, k, v, q in expected]
 
 
 def convert(source, to, out, *flags):
@@ -25,46 +73,34 @@ def convert(source, to, out, *flags):
 
 
 def command_line(command, source, statistics, out, to="vllm"):
-    """Convert, or repair by statistics."""
     flags = ("--stats", statistics) if command == "repair" else ()
     return fp8kv(command, source, *flags, "--to", to, "-o", out)
 
 
-def test_there_and_back_again_is_exact(measured, tmp_path):
-    """Through all formats, one after the other; test_round_trips.py takes them in any order."""
-    assert {*SCALAR, "json", "fp8kv"} == {name for name, spec in FORMATS.items() if not spec.nvfp4}
-    here = measured
-    for name in SCALAR:
-        here = convert(here, name, tmp_path / name)
-        assert scales(here) == scales(measured), name
-    back = convert(here, "vllm", tmp_path / "back")
-    for name, expected in load_file(measured / SCALES).items():
-        assert torch.equal(load_file(back / SCALES)[name], expected)
-    assert config_of(back) == config_of(measured)
-
-
 def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp_path):
+    assert {*SCALAR, "json", "fp8kv"} == {name for name, spec in FORMATS.items() if not spec.nvfp4}
     out = tmp_path / "out"
     one_line_error(fp8kv("convert", per_head, "--to", "tgi", "-o", out), "holds no query scales")
     for name in ("convert", "repair"):
         done = command_line(name, measured, measured, out, "fp8kv")
         one_line_error(done, "--to fp8kv holds the statistics of a calibration", "use fp8kv calibrate")
+    gone = {f"model.layers.2.self_attn.{x}_scale": None for x in "kv"}
+    done = fp8kv("convert", damage(measured, tmp_path / "broken", gone), "--to", "tgi", "-o", out)
+    one_line_error(done, "the k_scale of layer 2 is missing", "fp8kv repair")
     assert not out.exists()
     convert(per_head, "tgi", out, "--without-q", "--reduce", "max")
-    assert [(i, max(k), max(v)) for i, k, v, _ in scales(per_head)] == [
-        (i, *k, *v) for i, k, v, _ in scales(out)
-    ]
-
-
-def test_per_head_scales_stay_what_they_are_and_json_holds_the_larger_of_k_and_v(
-    measured, per_head, tmp_path
-):
+    largest = [(i, (max(k),), (max(v),), None) for i, k, v, _ in scales(per_head)]
+    assert scales(out) == largest
     out = convert(per_head, "aphrodite", tmp_path / "aphrodite")
     assert scales(out) == scales(per_head)
     assert config_of(out)["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
-    larger = [max(k, v) for _, k, v, _ in scales(measured)]
+    larger = [max(*k, *v) for _, k, v, _ in scales(measured)]
     out = convert(measured, "json", tmp_path / "json")
-    assert [k for _, k, _, _ in scales(out)] == [pytest.approx(each) for each in larger]
+    assert [k for _, (k,), _, _ in scales(out)] == pytest.approx(larger)
+    ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
+    source = damage(measured, tmp_path / "ones", ones)
+    done = ran("convert", source, "--to", "modelopt", "-o", tmp_path / "of-ones")
+    assert "warning: K scales are all 1.0: nothing was measured" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -74,8 +110,12 @@ def test_per_head_scales_stay_what_they_are_and_json_holds_the_larger_of_k_and_v
         ("repair {} --stats {}", "tgi", "e4m3fn", "holds no query scales. Use --to vllm"),
         ("repair {} --stats {}", "vllm", "e4m3fnuz", "Use --to tgi"),
         ("convert {} --without-q", "vllm", "e4m3fnuz", "Use --to tgi"),
-        ("convert {} --without-q", "tgi", "e5m2", "holds e4m3fn or e4m3fnuz scales; these are for e5m2"),
-        ("convert {} --without-q", "tgi", "e5m2", "Use a new calibration in format fp8kv"),
+        (
+            "convert {} --without-q",
+            "tgi",
+            "e5m2",
+            "scales; these are for e5m2. Use a new calibration in format",
+        ),
         ("convert {} --without-q", "tgi", "9", "kv_cache_torch_dtype of config.json is 'float8_9'"),
     ],
 )
@@ -85,7 +125,7 @@ def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways
     if fp8_dtype != "e4m3fn":
         config |= {"kv_cache_torch_dtype": f"float8_{fp8_dtype}"}
         config["quantization_config"].pop("kv_cache_scheme")
-        (source / "config.json").write_text(json.dumps(config))
+        edit_json(source / "config.json", **config)
     words = command.replace("{}", str(source)).split()
     done = fp8kv(*words, "--to", to, "-o", tmp_path / "out")
     one_line_error(done, ways_out)
@@ -125,13 +165,86 @@ def test_an_output_without_weights_is_told_where_they_are(command, model, measur
         assert scales(tmp_path / "out") == scales(measured)
 
 
-def test_a_layer_without_scales_is_not_left_out_and_scales_that_nobody_measured_are_said(measured, tmp_path):
-    gone = {f"model.layers.2.self_attn.{x}_scale": None for x in "kv"}
-    broken = damage(measured, tmp_path / "broken", gone)
-    done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
-    one_line_error(done, "the k_scale of layer 2 is missing", "fp8kv repair")
-    assert not (tmp_path / "out").exists()
-    ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
-    source = damage(measured, tmp_path / "ones", ones)
-    done = ran("convert", source, "--to", "modelopt", "-o", tmp_path / "out")
-    assert "warning: K scales are all 1.0: nothing was measured" in done.stdout
+DIVISORS = {"vllm": 448, "vllm-nvfp4": 448, "sglang-nvfp4": 2688}
+
+
+@pytest.fixture(scope="module")
+def several(model, tmp_path_factory):
+    """A calibration in each of the formats."""
+    return calibrated(
+        model, tmp_path_factory.mktemp("absmax") / "out", *(f"--format={name}" for name in DIVISORS)
+    )
+
+
+def values_of(directory):
+    layers = read_scales(directory).layers
+    return {(layer.layer, x): getattr(layer, x)[0] for layer in layers for x in "kv"}
+
+
+def converted(source, to, out):
+    return " ".join(ran("convert", source, "--to", to, "-o", out).output.split())
+
+
+def test_each_is_made_of_each_and_of_statistics(several, tiny_directory, tmp_path):
+    amax = load_stats(several / "vllm").amax_by_head()
+    for name, divisor in DIVISORS.items():
+        # float32: one rounding of the division, another of its sixth
+        wanted = {at: max(heads) / divisor for at, heads in amax.items() if at[1] != "q"}
+        assert values_of(several / name) == pytest.approx(wanted, rel=2**-22), name
+    card = (several / "sglang-nvfp4" / "README.md").read_text()
+    assert card.startswith("# NVFP4 KV-cache scales for")
+    assert "--kv-cache-dtype nvfp4" in card
+    for source, to in itertools.permutations(DIVISORS, 2):
+        out = tmp_path / f"{source}-{to}"
+        converted(several / source, to, out)
+        # from the smaller one: times 6 and perhaps a sixth again, each rounded in float32
+        rel = 2**-22 if source == "sglang-nvfp4" else 0
+        assert values_of(out) == pytest.approx(values_of(several / to), rel=rel, abs=0)
+    # scales of an observer that clips are no absmax, and its statistics are
+    mse = calibrated(tiny_directory, tmp_path / "mse", "--observer", "mse")
+    said = converted(mse, "vllm-nvfp4", tmp_path / "out")
+    assert "from the absmax in the calibration's statistics" in said
+    assert values_of(mse) != values_of(tmp_path / "out") == values_of(several / "vllm-nvfp4")
+
+
+def test_fp8_scales_of_modelopt_are_absmax_since_0_43(tmp_path):
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+    config = NVFP4 | {"kv_cache_scheme": scheme, "kv_cache_quant_algo": "FP8"}
+
+    def of_modelopt(version):
+        says = config | {"producer": {"name": "modelopt", "version": version}}
+        return directory_of(tmp_path / f"{version}", names=PROJ, config=says)
+
+    source = of_modelopt("0.43.0")
+    converted(source, "sglang-nvfp4", tmp_path / "out")
+    six = {at: torch.tensor(value).div(6).item() for at, value in values_of(source).items()}
+    assert values_of(tmp_path / "out") == six
+    # before, it clamped them
+    for source in (of_modelopt("0.42.0"), of_modelopt(None), directory_of(tmp_path / "plain")):
+        done = fp8kv("convert", source, "--to", "sglang-nvfp4", "-o", tmp_path / "no")
+        one_line_error(done, "whether its FP8 scales are absmax / 448 is not known")
+        assert not (tmp_path / "no").exists()
+
+
+def test_values_tell_by_modelopts_version_what_they_are(tmp_path):
+    producer = {"name": "modelopt", "version": "0.41.0"}
+    source = directory_of(tmp_path / "a", names=PROJ, config=NVFP4 | {"producer": producer})
+    said = converted(source, "vllm-nvfp4", tmp_path / "out")
+    assert "absmax / 2688 (ModelOpt 0.41.0 writes it so)" in said
+    assert values_of(tmp_path / "out") == {at: value * 6 for at, value in values_of(source).items()}
+    source = directory_of(tmp_path / "b", names=PROJ, config=NVFP4)
+    done = fp8kv("convert", source, "--to", "vllm", "-o", tmp_path / "no")
+    one_line_error(done, "absmax / 448 or absmax / 2688 is not known: no file says who")
+
+
+def test_what_is_for_fp8_alone_is_refused(several, tiny_directory, tmp_path):
+    for flags in (("--observer", "mse"), ("--fp8-dtype", "e4m3fnuz")):
+        done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm-nvfp4", *flags)
+        one_line_error(done, "format 'vllm-nvfp4' is made from absmax")
+    given = ("--stats", several / "vllm", "--to", "vllm-nvfp4", "-o", tmp_path / "out")
+    one_line_error(fp8kv("repair", several / "vllm", *given), "repair mends FP8 scales")
+    # strip leaves no word of the cache beside NVFP4 weights
+    config = NVFP4 | {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    ran("strip", directory_of(tmp_path / "weights", names=PROJ, config=config), "-o", tmp_path / "out")
+    left = config_of(tmp_path / "out")["quantization_config"]
+    assert left == {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}

@@ -1,8 +1,8 @@
 """Packs through a Hub at the other end of a socket: pushed, fetched, refused."""
 
 import pytest
-from apply_cases import PACK_FILES, copy, report_of, scales
-from command_line import fp8kv, one_line_error, ran
+from apply_cases import PACK_FILES, copy, report_of, rescale_values, scales
+from command_line import fp8kv, one_line_error, ran, succeeded
 from fake_hub import on, running_hub
 from huggingface_hub import constants
 
@@ -36,11 +36,7 @@ def test_there_and_back(hub, model, measured, tmp_path):
     assert done.stderr.splitlines() == ["fetch", "load", "compare weights", "write"]
     assert scales(tmp_path / "out") == scales(measured)
     assert report_of(tmp_path / "out")["pack"]["name"] == f"me/scales@{repository.head}"
-
-    def edit(tensors):
-        tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.1
-
-    other = copy(model, tmp_path / "edited", edit)
+    other = copy(model, tmp_path / "edited", rescale_values)
     refuse("me/scales", other, tmp_path / "no", f"scales of 'me/scales@{repository.head}' do not fit")
 
 
@@ -87,25 +83,24 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
     assert scales(tmp_path / "out") == scales(measured)
 
 
-def test_what_is_no_pack(hub, model, pack, tmp_path):
-    refuse("me/gone", model, tmp_path, "is neither a directory nor a pack on the Hub")
-    hub.put("me/model", {"config.json": b"{}"})
-    refuse("me/model", model, tmp_path, "is not a whole pack: it has no fp8kv_pack.json")
-    half = files(pack)
-    del half["fp8kv_stats.safetensors"]
-    hub.put("me/half", half)
-    refuse("me/half", model, tmp_path, "it has no fp8kv_stats.safetensors")
-    refuse("half", model, tmp_path, "'half' does not exist")
-    refuse("me/half@-- x", model, tmp_path, "does not exist")
-
-
-def test_a_file_whose_size_is_too_large_or_not_given(hub, model, pack, tmp_path):
-    hub.put("me/scales", files(pack))
-    unknown = "the size of fp8kv_stats.safetensors is not given, so it is not fetched; download the pack"
+def test_what_is_no_pack_or_too_large(hub, model, pack, tmp_path):
+    stats = "fp8kv_stats.safetensors"
+    half = {name: content for name, content in files(pack).items() if name != stats}
+    for name, held in {"me/model": {"config.json": b"{}"}, "me/half": half, "me/scales": files(pack)}.items():
+        hub.put(name, held)
+    for name, said in (
+        ("me/gone", "is neither a directory nor a pack on the Hub"),
+        ("me/model", "is not a whole pack: it has no fp8kv_pack.json"),
+        ("me/half", f"it has no {stats}"),
+        ("half", "'half' does not exist"),
+        ("me/half@-- x", "does not exist"),
+    ):
+        refuse(name, model, tmp_path, said)
+    hub.requests.clear()
     for name, size, said in (
         ("fp8kv_pack.json", 1 << 40, "fp8kv_pack.json has more than 1,048,576 bytes"),
-        ("fp8kv_stats.safetensors", 1 << 40, "fp8kv_stats.safetensors has more than"),
-        ("fp8kv_stats.safetensors", None, unknown),
+        (stats, 1 << 40, f"{stats} has more than"),
+        (stats, None, f"the size of {stats} is not given, so it is not fetched; download the pack"),
     ):
         hub.sizes = {name: size}
         refuse("me/scales", model, tmp_path, said)
@@ -117,35 +112,34 @@ def push(measured, out, *flags):
 
 
 def test_a_second_push_is_a_second_commit_and_a_private_pack_stays_so(hub, measured, per_head, tmp_path):
-    assert push(measured, tmp_path / "first", "--private").exit_code == 0
+    for i, given in enumerate((measured, per_head)):
+        succeeded(push(given, tmp_path / f"{i}", "--private"))
     repository = hub.repositories["me/scales"]
     assert repository.private
-    assert push(per_head, tmp_path / "second", "--private").exit_code == 0
     assert len(repository.commits) == 3
     assert repository.commits[-1].keys() == PACK_FILES - {"kv_cache_scales.json"} | {".gitattributes"}
     repository.private = False
     one_line_error(push(measured, tmp_path / "third", "--private"), "it is public there; make it private")
 
 
-def test_a_repository_of_something_else_and_a_name_of_none(hub, measured, tmp_path):
-    hub.put("me/scales", {"model.safetensors": b"x"})
-    out = tmp_path / "pack"
-    one_line_error(push(measured, out), f"the pack is in '{out}'", "holds other files and no pack")
-    assert hub.repositories["me/scales"].commits[-1].keys() == {".gitattributes", "model.safetensors"}
-    assert (out / "fp8kv_pack.json").exists()
-    done = fp8kv("pack", measured, "-o", tmp_path / "no", "--push-to-hub", "../x")
-    one_line_error(done, "--push-to-hub '../x' is not an id on the Hub, such as owner/name")
-    assert not (tmp_path / "no").exists()
+def test_a_repository_of_something_else_a_name_of_none_and_a_hub_that_refuses(
+    hub, measured, tmp_path, monkeypatch
+):
     for name in ("scales", "a/b/c", "/scales", "me/sca les", ""):
         with pytest.raises(InputError, match="is not an id on the Hub"):
             check_hub_id("--push-to-hub", name)
-
-
-def test_a_hub_that_refuses_or_is_not_there(hub, measured, tmp_path, monkeypatch):
+    out = tmp_path / "pack"
+    done = fp8kv("pack", measured, "-o", out, "--push-to-hub", "../x")
+    one_line_error(done, "--push-to-hub '../x' is not an id on the Hub, such as owner/name")
+    assert not out.exists()
     with on(hub, tmp_path / "cache", monkeypatch, token="hf_wrong"):
-        done = push(measured, tmp_path / "pack")
+        done = push(measured, tmp_path / "refused")
     one_line_error(done, "was not pushed to 'me/scales': ", "401")
     assert "hf_wrong" not in done.stderr
     assert "me/scales" not in hub.repositories
+    hub.put("me/scales", {"model.safetensors": b"x"})
+    one_line_error(push(measured, out), f"the pack is in '{out}'", "holds other files and no pack")
+    assert hub.repositories["me/scales"].commits[-1].keys() == {".gitattributes", "model.safetensors"}
+    assert (out / "fp8kv_pack.json").exists()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     one_line_error(push(measured, tmp_path / "another"), "was not pushed to 'me/scales': ")

@@ -33,13 +33,12 @@ def refuses(broken, *phrases):
 
 def rewrite(pack, edit):
     """Change the manifest as somebody would who knows how it is made."""
-    file = pack / MANIFEST
-    document = json.loads(file.read_text())
+    document = json.loads((pack / MANIFEST).read_text())
     edit(document)
-    document.pop("sha256", None)
-    dump = lambda: json.dumps(document, indent=2) + "\n"  # noqa: E731
-    document["sha256"] = hashlib.sha256(dump().encode()).hexdigest()
-    file.write_text(dump())
+    del document["sha256"]
+    text = json.dumps(document, indent=2) + "\n"
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (pack / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -100,31 +99,23 @@ def test_every_command_refuses_a_damaged_pack(broken, model, measured, tmp_path)
         (lambda d: d["files"][JSON].update(sha256="0" * 63), "sha256: "),
         (lambda d: d["files"][JSON].update(sha256="0" * 64), "checksum differs"),
         (lambda d: d.update(base_model=7), "base_model: "),
-    ],
-)
-def test_a_manifest_by_a_stranger(edit, phrase, broken):
-    rewrite(broken, edit)
-    refuses(broken, phrase)
-
-
-@pytest.mark.parametrize(
-    ("text", "phrase"),
-    [
         (b"", "is not JSON"),
         (b"{}", "is not as fp8kv pack wrote it"),
         (b'{"fp8kv_pack": ' + b"9" * 4000 + b"}", "is of a newer version"),
         (b'{"fp8kv_pack": 1, "x": "\\ud800"}', "is not as fp8kv pack wrote it"),
         (b" " * (1 << 20) + b"{}", "no pack has"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_manifest_that_is_none(text, phrase, broken):
-    (broken / MANIFEST).write_bytes(text)
+def test_a_manifest_by_a_stranger(edit, phrase, broken):
+    if isinstance(edit, bytes):
+        (broken / MANIFEST).write_bytes(edit)
+    else:
+        rewrite(broken, edit)
     refuses(broken, phrase)
 
 
 def test_scales_that_the_manifest_does_not_name(broken, model, measured, tmp_path):
-    """Somebody put scales and a config into a pack."""
     for name in ("README.md", "notes.txt"):
         (broken / name).write_text("mine")
     ran("apply", broken, model, "-o", tmp_path / "applied")  # nobody reads these

@@ -31,7 +31,6 @@ def changed(source, out, change):
 
 
 def every(change):
-    """Change all scales in the same way."""
     return lambda before: {at: change(scale) for at, scale in before.items()}
 
 
@@ -39,29 +38,6 @@ def some(**factors):
     """Multiply the scales of some layers: k1=0.5."""
     factors = {(int(at[1]), at[0]): torch.tensor(factor) for at, factor in factors.items()}
     return lambda before: {at: before[at].flatten() * factor for at, factor in factors.items()}
-
-
-def swapped(before):
-    other = {"k": "v", "v": "k", "q": "q"}
-    return {(i, x): before[i, other[x]] for i, x in before}
-
-
-ALL = [(i, x) for i in LAYERS for x in "kv"]
-DAMAGE = {  # the change, and which scales are replaced
-    "all 1.0": (every(torch.ones_like), ALL),
-    "K and V are swapped": (swapped, ALL),
-    "1/scale": (every(lambda scale: 1 / scale), ALL),
-    "halved": (every(lambda scale: scale / 2), ALL),
-    "all far too large": (every(lambda scale: scale * 100), ALL),
-    "a layer is far too small": (some(k1=1e-3), [(1, "k")]),
-    "a layer is far too large": (some(v2=30.0), [(2, "v")]),
-    "a layer becomes zeros": (some(v0=1e6), [(0, "v")]),
-    "a layer is NaN": (some(k2=NAN), [(2, "k")]),
-    "a layer is memory that nobody wrote": (some(k0=1e32), [(0, "k")]),
-    "a layer is per head": (some(k1=[1.0, 1.0]), [(1, "k")]),
-    "nothing": (lambda before: {}, []),
-    "headroom": (every(lambda scale: scale * 1.5), []),
-}
 
 
 def repaired(broken, statistics, out, *flags):
@@ -74,22 +50,23 @@ def repaired(broken, statistics, out, *flags):
     return {(int(layer), letter) for layer, letter in found}, done
 
 
-@pytest.mark.parametrize(("change", "replaced"), DAMAGE.values(), ids=DAMAGE)
-def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(change, replaced, measured, tmp_path):
-    broken = changed(measured, tmp_path / "broken", change)
-    was_good = fp8kv("verify", broken, "--against", measured, "--engine", "vllm").exit_code == 0
-    found, done = repaired(broken, measured, tmp_path / "out")
-    assert done.exit_code == 0, done.stdout
-    assert found == set(replaced)
-    assert was_good <= (not replaced or replaced == [(2, "v")])  # under 1/16 is a warning
-    for before, after, right in zip(*map(scales, (broken, tmp_path / "out", measured)), strict=True):
-        for letter in (1, 2):
-            expected = right if (before[0], "xkv"[letter]) in found else before
-            assert after[letter] == expected[letter]
-
-
-QUERIES = [(i, "q") for i in LAYERS]
-DAMAGED_HEADS = {
+ALL, QUERIES = [(i, x) for i in LAYERS for x in "kv"], [(i, "q") for i in LAYERS]
+DAMAGE = {  # the change, and which scales are replaced
+    "all 1.0": (every(torch.ones_like), ALL),
+    "K and V are swapped": (lambda b: {(i, x): b[i, {"k": "v", "v": "k"}[x]] for i, x in b}, ALL),
+    "1/scale": (every(lambda scale: 1 / scale), ALL),
+    "halved": (every(lambda scale: scale / 2), ALL),
+    "all far too large": (every(lambda scale: scale * 100), ALL),
+    "a layer is far too small": (some(k1=1e-3), [(1, "k")]),
+    "a layer is far too large": (some(v2=30.0), [(2, "v")]),
+    "a layer becomes zeros": (some(v0=1e6), [(0, "v")]),
+    "a layer is NaN": (some(k2=NAN), [(2, "k")]),
+    "a layer is memory that nobody wrote": (some(k0=1e32), [(0, "k")]),
+    "a layer is per head": (some(k1=[1.0, 1.0]), [(1, "k")]),
+    "nothing": (lambda before: {}, []),
+    "headroom": (every(lambda scale: scale * 1.5), []),
+}
+HEADS = {
     "a layer is per layer": (lambda b: {(1, "k"): b[1, "k"].amax()[None]}, [(1, "k")]),
     "a layer has other heads": (lambda b: {(2, "v"): b[2, "v"].flatten().repeat(2)}, [(2, "v")]),
     "a head is far too small": (some(k0=[1, 1e-3]), [(0, "k")]),
@@ -97,20 +74,23 @@ DAMAGED_HEADS = {
     "Q is 1/scale": (lambda b: {at: 1 / s for at, s in b.items() if at[1] == "q"}, QUERIES),
     "Q of a layer is zero": (some(q1=0.0), [(1, "q")]),
     "Q of a layer is per layer": (lambda b: {(1, "q"): b[1, "q"].amax()[None]}, [(1, "q")]),
-    "all 1.0": (every(torch.ones_like), [*ALL, *QUERIES]),
+    "all heads are 1.0": (every(torch.ones_like), [*ALL, *QUERIES]),
 }
 
 
-@pytest.mark.parametrize(("change", "replaced"), DAMAGED_HEADS.values(), ids=DAMAGED_HEADS)
-def test_scales_per_head_and_of_queries_are_mended(change, replaced, per_head, tmp_path):
-    broken = changed(per_head, tmp_path / "broken", change)
-    found, done = repaired(broken, per_head, tmp_path / "out")
+@pytest.mark.parametrize("damage", [*DAMAGE, *HEADS])
+def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(damage, measured, per_head, tmp_path):
+    change, replaced = (DAMAGE | HEADS)[damage]
+    good, out = per_head if damage in HEADS else measured, tmp_path / "out"
+    broken = changed(good, tmp_path / "broken", change)
+    was_good = fp8kv("verify", broken, "--against", good, "--engine", "vllm").exit_code == 0
+    found, done = repaired(broken, good, out)
     assert done.exit_code == 0, done.stdout
     assert found == set(replaced)
-    for after, right in zip(scales(tmp_path / "out"), scales(per_head), strict=True):
-        assert [len(each) for each in after[1:]] == [2, 2, 4]
-        for letter in (1, 2, 3):
-            assert (after[0], "xkvq"[letter]) not in found or after[letter] == right[letter]
+    assert damage in HEADS or was_good <= (not replaced or replaced == [(2, "v")])  # < 1/16 is a warning
+    for before, after, right in zip(*map(scales, (broken, out, good)), strict=True):
+        for i, letter in enumerate("kvq", 1):
+            assert after[i] == (right if (before[0], letter) in found else before)[i]
 
 
 def test_a_layer_that_shares_anothers_cache_is_judged_by_that(tmp_path):
@@ -126,7 +106,6 @@ def test_a_layer_that_shares_anothers_cache_is_judged_by_that(tmp_path):
 
 @pytest.mark.parametrize(("strategy", "observer"), [("tensor", "mse"), ("attn_head", "percentile")])
 def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tmp_path):
-    """Scales of `attn_head-mse` clip a little: a warning, and no reason to replace them."""
     flags = ("--strategy", strategy, "--observer", observer, "--set", "observer.percentile=99")
     good = calibrated(model, tmp_path / "good", *flags)
     found, done = repaired(good, good, tmp_path / "out")
@@ -140,7 +119,7 @@ def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tm
     assert (done.exit_code, found) == (0, {(1, "k")}), done.stdout
 
 
-def test_old_and_new_values_are_listed(measured, tmp_path):
+def test_old_and_new_values_are_listed(model, measured, tmp_path):
     gone = {name(2, "k"): None, name(2, "v"): None}  # with strategy tensor nothing is left of this layer
     broken = damage(measured, tmp_path / "broken", {name(1, "k"): 1e-5, **gone})
     _, done = repaired(broken, measured, tmp_path / "out")
@@ -153,11 +132,9 @@ def test_old_and_new_values_are_listed(measured, tmp_path):
     assert scales(tmp_path / "out") == scales(measured)
     _, done = repaired(measured, measured, tmp_path / "same")
     assert done.stdout.startswith("replaced: nothing\n")
-
-
-def test_scales_for_fnuz_are_repaired_for_fnuz(model, tmp_path):
+    # and scales for FNUZ are repaired for FNUZ
     good = calibrated(model, tmp_path / "good", "--format", "tgi", "--fp8-dtype", "e4m3fnuz")
-    broken = damage(good, tmp_path / "broken", {name(0, "k"): 0.0, name(1, "v"): NAN})
+    broken = damage(good, tmp_path / "fnuz", {name(0, "k"): 0.0, name(1, "v"): NAN})
     ran("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
     assert scales(tmp_path / "repaired") == scales(good)
     assert config_of(tmp_path / "repaired")["kv_cache_torch_dtype"] == "float8_e4m3fnuz"

@@ -9,7 +9,6 @@ import pytest
 from apply_cases import config_of
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import edit_json, save_model, tiny_model
-from safetensors.torch import load_file
 
 from calib.formats import FORMATS
 
@@ -33,7 +32,6 @@ def make_source(kind, directory):
     config = config_of(directory)
     (directory / "config.json").write_text(json.dumps({"zzz": 1e-05, **config}, indent=7) + "\n\n")
     (directory / "README.md").write_bytes(CARD)
-    (directory / "LICENSE").write_text("mine")
     (directory / "code").mkdir()
     (directory / "code" / "config.json").write_text("{}")
     return directory
@@ -61,20 +59,11 @@ def output_of(*command):
     return Path(command[command.index("-o") + 1])
 
 
-def total_size_is_that_of_the_tensors(directory):
-    index = json.loads((directory / INDEX).read_text())
-    files = {*index["weight_map"].values()}
-    total = sum(tensor.nbytes for file in files for tensor in load_file(directory / file).values())
-    return index["metadata"]["total_size"] == total
-
-
 def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, tmp_path):
     for name in FORMS:
-        assert total_size_is_that_of_the_tensors(calibrated / name), name
         back = output_of("strip", calibrated / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
         there = output_of("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / name / "there")
-        assert total_size_is_that_of_the_tensors(there), name
         again = output_of("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
         for step in (there, again):
             back = output_of("strip", step, "-o", tmp_path / name / f"{step.name}-back")
@@ -113,13 +102,11 @@ def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, t
         assert b"Format `tgi`" not in card or to == "tgi"
         assert str(calibrated).encode() not in card
         assert str(out).encode() in card or not FORMATS[to].serve
-        if FORMATS[to].with_weights:
-            assert card.startswith(b"---\nlicense: mit\n---\n")
-            assert card.count(b"<h1>A model</h1>") == 1
-            assert b"The weights are those of the source, bit for bit" in card
-        else:
-            assert b"No weights are here" in card
-            assert b"bit for bit" not in card
+        with_weights = FORMATS[to].with_weights
+        assert card.startswith(b"---\nlicense: mit\n---\n") == with_weights
+        assert card.count(b"<h1>A model</h1>") == with_weights
+        assert (b"The weights are those of the source, bit for bit" in card) == with_weights
+        assert (b"No weights are here" in card) == (b"bit for bit" not in card) == (not with_weights)
     # a conversion is an earlier output of ours
     output_of("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
     done = calibrate(source, "-o", tmp_path / "bare", "--weights", "none", "--format", "tgi")
