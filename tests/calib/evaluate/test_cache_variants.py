@@ -12,11 +12,9 @@ from baking import bake
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from evaluations import caches_recipe, plain_comparison, plain_inputs
 from families import LATENT, save_model, tiny_model
-from transformers import AutoModelForCausalLM
 
 from calib.caches.rounding import rounding
 from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Shape, cache_type
-from calib.capture.attention import layer_shapes
 from calib.choices import REFERENCE, CacheName
 from calib.engines.cache_support import Offer
 from calib.errors import InputError
@@ -50,23 +48,10 @@ def latent_directory(family, parent, **sizes):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return latent_directory("deepseek_v3", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def evaluation(directory):
+def evaluation(tmp_path_factory):
     """Of a model that caches latents (MLA)."""
-    return evaluate(str(directory), caches_recipe("none", "tensor"), suite=SMALL)
-
-
-@pytest.fixture(scope="module")
-def sparse_offers(tmp_path_factory):
-    """Of a model whose indexer chooses the tokens to attend to."""
-    path = latent_directory("deepseek_v32", tmp_path_factory.mktemp("sparse"), index_head_dim=80)
-    shapes = layer_shapes(AutoModelForCausalLM.from_pretrained(path))
-    assert shapes == [Shape(1, 512, 64, "sparse latents")] * 2
-    return Offers(str(path), find_model(str(path)), "random", shapes)
+    path = latent_directory("deepseek_v3", tmp_path_factory.mktemp("model"))
+    return evaluate(str(path), caches_recipe("none", "tensor"), suite=SMALL)
 
 
 def test_simulated_baking_is_the_baked_model(caches_evaluation, caches_directory, tmp_path):
@@ -157,11 +142,11 @@ def answers(evaluation, offers=None, *, engine=None, gpu=None):
     return {name: each if isinstance(each, str) else each.commands for name, each in found.items()}
 
 
-def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, directory, tmp_path):
+def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, tmp_path):
     found = answers(evaluation, engine="vllm", gpu="h100")
-    assert found["none"] == (f"vllm serve {directory} --kv-cache-dtype fp8",)
+    assert found["none"] == (f"vllm serve {evaluation.model_name} --kv-cache-dtype fp8",)
     *_, bake_command, serve = found["fp8, baked"]
-    assert bake_command.startswith(f"fp8kv bake {directory} ")
+    assert bake_command.startswith(f"fp8kv bake {evaluation.model_name} ")
     assert (serve.split()[0], serve.split()[-2:]) == ("vllm", ["--kv-cache-dtype", "fp8"])
     documents = (evaluation.measured[name].documents for name in ("fp8, baked", "none"))
     assert all(baked.kl.mean() < plain.kl.mean() / 2 for baked, plain in zip(*documents, strict=True))
@@ -182,24 +167,27 @@ def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, directo
     assert answers(evaluation, offers)["none"][-1].startswith("python -m sglang")
 
 
-def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, sparse_offers):
+def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, tmp_path):
+    # an indexer chooses the tokens to attend to
+    path = latent_directory("deepseek_v32", tmp_path, index_head_dim=80)
+    sparse = evaluate(str(path), caches_recipe("none"), suite=SMALL)
+    assert sparse.shapes == [Shape(1, 512, 64, "sparse latents")] * 2
+    assert all(sparse.measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
     for gpu, blocks in (("h100", str), ("b200", tuple)):
-        found = answers(evaluation, sparse_offers, engine="vllm", gpu=gpu)
+        found = answers(evaluation, sparse.offers, engine="vllm", gpu=gpu)
         assert found["fp8_ds_mla"][-1].endswith("--kv-cache-dtype fp8_ds_mla")
         assert isinstance(found["nvfp4_ds_mla"], blocks)
     assert "--attention-backend" in found["none"][-1]
-    assert "not on h100" in answers(evaluation, sparse_offers, engine="vllm", gpu="h100")["none"]
-    measured = evaluate(sparse_offers.model, caches_recipe("none"), suite=SMALL).measured
-    assert all(measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
-    small = replace(sparse_offers, shapes=[Shape(1, 144, 24, "sparse latents")])
+    assert "not on h100" in answers(evaluation, sparse.offers, engine="vllm", gpu="h100")["none"]
+    small = replace(sparse.offers, shapes=[Shape(1, 144, 24, "sparse latents")])
     refusal = answers(evaluation, small)["fp8_ds_mla"]
     assert "with latents of 512 + 64 (vllm, sglang), not of 144 + 24" in refusal
     rows = summarize(evaluation).variants  # the recommendation is one of them
     judgement = Judgement(evaluation.measured, rows)
-    found = recommend(judgement, sparse_offers, Wish(kl=10.0, gpu="b200"))
+    found = recommend(judgement, sparse.offers, Wish(kl=10.0, gpu="b200"))
     assert (found.chosen.cache, found.chosen.share) == ("nvfp4_ds_mla", 352 / 1152)
     assert "no engine stores latents" in found.not_served["tensor"]
-    found = recommend(judgement, sparse_offers, Wish(kl=rows["fp8_ds_mla"].kl.high, gpu="h100"))
+    found = recommend(judgement, sparse.offers, Wish(kl=rows["fp8_ds_mla"].kl.high, gpu="h100"))
     assert found.chosen.cache == "fp8_ds_mla"
 
 
@@ -231,8 +219,8 @@ def test_every_way_to_have_one_scale_has_a_row_that_counts_latent_and_k_pe(tmp_p
         assert len(row["rel_rms"]) == 4
 
 
-def test_the_command_line(caches_directory, directory, small_directory, tmp_path, monkeypatch):
-    out, caches = tmp_path / "report", "int8_per_token_head,nvfp4"
+def test_the_command_line(caches_directory, evaluation, small_directory, tmp_path, monkeypatch):
+    directory, out, caches = evaluation.model_name, tmp_path / "report", "int8_per_token_head,nvfp4"
     gate = ("--variants", "none", "--fail-if", "int8_per_token_head:kl>0")
     done = fp8kv("eval", caches_directory, "--caches", caches, *FLAGS, "-o", out, *gate)
     assert done.exit_code == 1, done.stderr

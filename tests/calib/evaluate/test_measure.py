@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -259,8 +260,8 @@ def test_heads_that_transformers_repeats_are_counted_once():
     layers = {f"layers.{idx}": LayerScales(idx, one, one) for idx in range(3)}
     variant = Variant("one", "one", "fp8", KVScales("tensor", "e4m3fn", layers, {}))
     errors, values = layer_errors.read_layers(Setup(model, None), [torch.arange(9)], [variant])
-    assert [layer.amax.shape for layer in values.values()] == [(1, 2, 2)] * 3
-    assert [int(layer.histogram[0, 0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
+    counted = [(layer.amax.shape, int(layer.histogram[0, 0].sum())) for layer in values.values()]
+    assert counted == [((1, 2, 2), 2 * 9 * 16)] * 3
     # of its own attention, which hands out [B, H, T, D]
     assert [layer.error.shape for layer in errors["one"].values()] == [(1, 4)] * 3
 
@@ -277,8 +278,7 @@ def test_the_error_of_a_layer_is_over_all_its_heads_and_scales_are_those_of_the_
         by_document = (layer.error.sum(1) / layer.power.sum(1)).sqrt()
         assert by_document.min() * 0.999 <= found["low"] <= found["value"]
         assert found["value"] <= found["high"] <= by_document.max() * 1.001
-        assert len(row["rel_rms"]) == 4
-        assert all(0 < error < 0.2 for error in row["rel_rms"])
+        assert [0 < error < 0.2 for error in row["rel_rms"]] == [True] * 4
     assert max(max(row["range_used"]["k"]) for row in rows["tensor"]) > 0.5
     assert all(share == 0 for row in rows["none"] for share in row["saturated"]["k"])
     for name in ("tensor", "attn_head", "channel"):
@@ -295,16 +295,11 @@ def test_clipped_tokens_are_counted_one_by_one(tensors):
     model = tiny_model("mistral", **FAMILIES["mistral"]).eval()
     seen = seen_by(model, documents)
     # scales per head with 0.8 of what would hold every value
-    tight = {
-        f"layers.{idx}": LayerScales(idx, *(0.8 * x.abs().amax((1, 2)) / 448 for x in pair))
-        for idx, pair in seen.items()
-    }
+    amax = {idx: [x.abs().amax((1, 2)) for x in pair] for idx, pair in seen.items()}
+    tight = {f"layers.{idx}": LayerScales(idx, *(0.8 * x / 448 for x in pair)) for idx, pair in amax.items()}
     variant = Variant("tight", "", "fp8", KVScales("attn_head", "e4m3fn", tight, {}), tensors)
-    setup = Setup(model, None, "torch")
-    counted, errors = (
-        layer_errors.read_layers(setup, documents, [variant], with_errors=each)[0]["tight"]
-        for each in (False, True)
-    )
+    read = partial(layer_errors.read_layers, Setup(model, None, "torch"), documents, [variant])
+    counted, errors = (read(with_errors=each)[0]["tight"] for each in (False, True))
     everywhere = set()
     for idx, pair in seen.items():
         layer = variant.layers[idx]
@@ -316,10 +311,8 @@ def test_clipped_tokens_are_counted_one_by_one(tensors):
                 by_head[letter] = [int(head.any(-1).sum()) for head in is_beyond]
                 hit |= {t for t in range(30) if is_beyond[:, t].any()}
         everywhere |= hit
-        for row in (
-            layer_errors.clipped_layer(idx, counted[idx], tensors),
-            layer_errors.layer_row(idx, errors[idx], layer, tensors),
-        ):
+        clipped = layer_errors.clipped_layer(idx, counted[idx], tensors)
+        for row in (clipped, layer_errors.layer_row(idx, errors[idx], layer, tensors)):
             found = row.exceedance
             assert (found.tokens, found.events, found.by_head) == (30, len(hit), by_head)
             for letter in "kv":

@@ -29,10 +29,6 @@ def html(report):
     return files.render_html(Report.model_validate(report))
 
 
-def write_report(report, directory):
-    files.write_report(Report.model_validate(report), directory)
-
-
 class Page(HTMLParser):
     """The elements of a page, its attributes and its text."""
 
@@ -111,8 +107,7 @@ def test_names_and_texts_are_text(small_report, page, tmp_path):
         "subject": HOSTILE,
     }
 
-    write_report(report | said, tmp_path)
-
+    files.write_report(Report.model_validate(report | said), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["model"] == HOSTILE
     assert "日本" in (tmp_path / "report.md").read_text(encoding="utf-8")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -213,7 +208,8 @@ def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, mo
     def written():
         return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    write_report(small_report, tmp_path)
+    new = Report.model_validate(small_report | {"model": "new"})
+    files.write_report(Report.model_validate(small_report), tmp_path)
     old = written()
     assert sorted(old) == ["report.html", "report.json", "report.md"]
     assert old["report.html"].decode() == whole
@@ -223,13 +219,13 @@ def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, mo
     try:
         for place in (tmp_path, tmp_path / "other"):
             with pytest.raises(InputError, match="File too large; no file of a report was replaced"):
-                write_report(small_report | {"model": "new"}, place)
+                files.write_report(new, place)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert written() == old
     monkeypatch.setitem(files._FORMS, "report.html", lambda report: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_report(small_report | {"model": "new"}, tmp_path)
+        files.write_report(new, tmp_path)
     assert written() == old
 
 
