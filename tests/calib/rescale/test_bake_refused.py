@@ -64,18 +64,6 @@ def test_scales_of_something_else(llama, tmp_path):
     assert (scales / "fp8kv_stats.safetensors").exists()
 
 
-def test_in_place_keeps_what_it_replaces(llama, tmp_path):
-    source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
-    flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
-    done = ran("bake", source, *flags, "--json")
-    assert json.loads(done.stdout)["backup"] == str(backup)
-    for kept, directory in ((llama.source, backup), (llama.baked, source)):
-        assert (directory / "model.safetensors").read_bytes() == (kept / "model.safetensors").read_bytes()
-    one_line_error(fp8kv("bake", source, *flags), IS_BAKED)
-    refused = fp8kv("bake", "builtin:smollm2", *flags)
-    one_line_error(refused, "--in-place writes into a local directory")
-
-
 def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_path):
     no, again, copy = (tmp_path / name for name in ("no", "again", "copy"))
     one_line_error(fp8kv("apply", llama.scales, llama.baked, "-o", no), IS_BAKED)
@@ -115,6 +103,18 @@ def test_weights_that_would_not_be_baked(llama, tmp_path):
     assert not (tmp_path / "out" / "original").exists()
     (source / "adapter_config.json").write_text("{}")
     one_line_error(bake(source, llama.scales, tmp_path / "no", "--for", "fp8"), "merge adapters first")
+
+
+def test_in_place_keeps_what_it_replaces(llama, tmp_path):
+    source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
+    flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
+    done = ran("bake", source, *flags, "--json")
+    assert json.loads(done.stdout)["backup"] == str(backup)
+    for kept, directory in ((llama.source, backup), (llama.baked, source)):
+        assert (directory / "model.safetensors").read_bytes() == (kept / "model.safetensors").read_bytes()
+    one_line_error(fp8kv("bake", source, *flags), IS_BAKED)
+    refused = fp8kv("bake", "builtin:smollm2", *flags)
+    one_line_error(refused, "--in-place writes into a local directory")
 
 
 def test_statistics_far_below_what_the_model_computes(llama, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """`fp8kv stress`: the same outputs bit for bit, other K and V, one line for what cannot be."""
 
 import json
+import re
+import shlex
 
 import apply_cases
 import pytest
@@ -8,20 +10,14 @@ import torch
 from apply_cases import config_of
 from baking import seen_amax
 from command_line import fp8kv, one_line_error, succeeded
-from families import FAMILIES, SHARED_KV, save_model, tiny_model
+from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.rescale import weight_changes
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
-from calib.rescale.weight_changes import cached_attention
-
-# Gemma multiplies by 1 + weight, which bfloat16 cannot hold times 256
-TWINS = {
-    **dict.fromkeys(("llama", "mixtral", "olmo2", "phi3", "gpt_neox", "gpt_oss", "qwen3"), ()),
-    "gemma3_text": ("--dtype", "float32"),
-}
+from calib.rescale.weight_changes import cached_attention, head_changes
 
 
 def stress(source, out, *flags):
@@ -32,17 +28,15 @@ def bf16_directory(path, model_type, **options):
     return save_model(tiny_model(model_type, **options).to(torch.bfloat16), path)
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    """A Qwen 2, which has biases; to read."""
-    return bf16_directory(tmp_path_factory.mktemp("qwen2") / "source", "qwen2")
-
-
-@pytest.mark.parametrize("model_type", TWINS)
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mixtral", "olmo2", "phi3", "gpt_neox", "gpt_oss", "qwen3", "gemma3_text"]
+)
 def test_the_same_logits_and_other_k_and_v(model_type, tmp_path):
     source, twin = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type]), tmp_path / "twin"
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in source.iterdir()}
-    done = succeeded(stress(source, twin, *TWINS[model_type]))
+    # Gemma multiplies by 1 + weight, which bfloat16 cannot hold times 256
+    flags = ("--dtype", "float32") if model_type == "gemma3_text" else ()
+    done = succeeded(stress(source, twin, *flags))
     assert before == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in source.iterdir()}
     (logits, amax), (twin_logits, twin_amax) = seen_amax(source), seen_amax(twin)
     if model_type == "gemma3_text":  # its (1 + 3.1e-6) / 256 - 1 is no float32
@@ -103,41 +97,56 @@ def test_weights_that_the_dtype_cannot_hold_times_the_factor(tmp_path):
     one_line_error(stress(nan, no), "layers.1.self_attn.v_proj.weight'")
 
 
-def test_only_what_fp8kv_wrote_is_replaced(qwen2, tmp_path):
-    out = tmp_path / "twin"
-    succeeded(stress(qwen2, out))
-    one_line_error(stress(qwen2, out), "exists; add --overwrite")
-    succeeded(stress(qwen2, out, "--overwrite", "--k-factor", "4"))
-    assert json.loads((out / "fp8kv_stress.json").read_text())["k_factor"] == 4
-    one_line_error(stress(qwen2, qwen2, "--overwrite"), "would mix with")
-    assert isinstance(stress("./gone", out, "--debug").exception, InputError)
-
-
-def test_other_factors_and_what_is_printed(qwen2, tmp_path):
-    flags = ("--k-factor", "2**-4", "--v-factor", "1")
-    printed = json.loads(stress(qwen2, tmp_path / "twin", *flags, "--json").stdout)
-    assert (printed["k_factor"], printed["v_factor"]) == (1 / 16, 1)
-    assert printed["k_amax"]["twin"] == printed["k_amax"]["source"] / 16
-    assert printed["v_amax"]["twin"] == printed["v_amax"]["source"]
-    old, new = (load_file(each / "model.safetensors") for each in (qwen2, tmp_path / "twin"))
-    changed = {name for name in old if not torch.equal(old[name], new[name])}
-    wanted = {f"{which}_proj.{kind}" for which in "qk" for kind in ("weight", "bias")}
-    assert {name.split("self_attn.")[1] for name in changed} == wanted
-    assert changed == set(printed["changed"])
-    shown = stress(qwen2, tmp_path / "again", *flags).stdout
-    for line in ("bit for bit", "warning: K reaches", "warning: V reaches"):
-        assert line in shown
-
-
-def test_a_factor_is_a_power_of_two_as_people_write_it(qwen2, tmp_path):
+def test_other_factors_and_what_is_printed_and_replaced(tmp_path):
     for given, value in {"256": 256, "1/1024": 2**-10, " 0.5": 0.5, "2**-10": 2**-10, "2**64": 2**64}.items():
         assert parse_factor(given, "--k-factor") == value
     for given in ("3", "0", "-2", "1/3", "0.3", "nan", "2**65", "2**-65", "two", "", "1/0"):
         with pytest.raises(InputError, match=r"^--k-factor must be a power of two .*1/1024"):
             parse_factor(given, "--k-factor")
-    done = stress(qwen2, tmp_path / "twin", "--v-factor=1/3")
+    source, twin = bf16_directory(tmp_path / "source", "qwen2"), tmp_path / "twin"  # which has biases
+    done = stress(source, twin, "--v-factor=1/3")
     one_line_error(done, "--v-factor must be a power of two", "1/1024", "got '1/3'")
-    assert not (tmp_path / "twin").exists()
+    assert not twin.exists()
+    flags = ("--k-factor", "2**-4", "--v-factor", "1")
+    printed = json.loads(stress(source, twin, *flags, "--json").stdout)
+    assert (printed["k_factor"], printed["v_factor"]) == (1 / 16, 1)
+    assert printed["k_amax"]["twin"] == printed["k_amax"]["source"] / 16
+    assert printed["v_amax"]["twin"] == printed["v_amax"]["source"]
+    old, new = (load_file(each / "model.safetensors") for each in (source, twin))
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    wanted = {f"{which}_proj.{kind}" for which in "qk" for kind in ("weight", "bias")}
+    assert {name.split("self_attn.")[1] for name in changed} == wanted
+    assert changed == set(printed["changed"])
+    one_line_error(stress(source, twin, *flags), "exists; add --overwrite")
+    shown = succeeded(stress(source, twin, "--overwrite", *flags)).stdout
+    for line in ("bit for bit", "warning: K reaches", "warning: V reaches"):
+        assert line in shown
+    one_line_error(stress(source, source, "--overwrite"), "would mix with")
+    assert isinstance(stress("./gone", twin, "--debug").exception, InputError)
+
+
+def without_output(*args):
+    return (each for each in head_changes(*args) if "o_proj" not in each.name)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "wrong", "said"),
+    [
+        # a fused layout under another's name
+        ("phi3", {"_STACKED": "none", "_GROUPED": "qkv_proj"}, "is not the source's times its factor"),
+        # a norm behind the projection, not seen
+        ("qwen3", {"_NORMS": {}}, "is not the source's times its factor"),
+        ("llama", {"head_changes": without_output}, "its logits are not the source's"),
+    ],
+)
+def test_a_wrong_guess_is_found(model_type, wrong, said, tmp_path, monkeypatch):
+    # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
+    options = {"num_hidden_layers": 1} if model_type == "llama" else FAMILIES[model_type]
+    source = bf16_directory(tmp_path / "source", model_type, **options)
+    for name, value in wrong.items():
+        monkeypatch.setattr(weight_changes, name, value)
+    one_line_error(stress(source, tmp_path / "twin"), said, "Nothing was written")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(
@@ -154,24 +163,6 @@ def test_what_cannot_be_proved_is_refused(model_type, options, reason, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "wrong"),
-    [
-        # a fused layout under another's name
-        ("phi3", {"_STACKED": "none", "_GROUPED": "qkv_proj"}),
-        # a norm behind the projection, not seen
-        ("qwen3", {"_NORMS": {}}),
-    ],
-)
-def test_a_wrong_guess_is_found(model_type, wrong, tmp_path, monkeypatch):
-    source = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type])
-    for name, value in wrong.items():
-        monkeypatch.setattr(weight_changes, name, value)
-    done = stress(source, tmp_path / "twin")
-    one_line_error(done, "is not the source's times its factor", "Nothing was written")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
 def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     model = tiny_model("llama")
     first, second = (layer.self_attn for layer in model.model.layers[:2])
@@ -182,13 +173,63 @@ def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     assert torch.equal(first.k_proj.weight, tiny_llama.model.layers[0].self_attn.k_proj.weight)
 
 
-def test_other_logits_are_found(tmp_path, monkeypatch):
-    head_changes = weight_changes.head_changes
+# what the commands of its card end with
+ENDINGS = {
+    "deepseek_v3": "--kv-cache-dtype fp8 --model-impl transformers",
+    "youtu": "--kv-cache-dtype fp8",  # vLLM has no class of its own for it
+    # no engine is known to compute with its scales, so it is baked
+    "minicpm3": "--model-impl transformers --kv-cache-dtype fp8",
+    "deepseek_v32": "--kv-cache-dtype fp8",
+    "axk2": "--kv-cache-dtype fp8",
+}
 
-    def forget_the_output(*args):
-        return (each for each in head_changes(*args) if "o_proj" not in each.name)
 
-    monkeypatch.setattr(weight_changes, "head_changes", forget_the_output)
-    # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
-    source = bf16_directory(tmp_path / "source", "llama", num_hidden_layers=1)
-    one_line_error(stress(source, tmp_path / "twin"), "its logits are not the source's")
+@pytest.mark.parametrize("model_type", [*ENDINGS, "longcat_flash", "kimi_linear"])
+def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, tmp_path):
+    source, twin = bf16_directory(tmp_path / "source", model_type, **LATENT[model_type]), tmp_path / "twin"
+    done = succeeded(stress(source, twin))
+    assert "warning" not in done.stdout
+    (logits, amax), (same, amax_of_twin) = seen_amax(source), seen_amax(twin)
+    assert torch.equal(logits, same)
+    assert amax_of_twin == {name: (k / 2**14, v / 2**14) for name, (k, v) in amax.items()}
+    assert "latent amax" in done.stdout
+    assert "k_pe amax" in done.stdout
+    card = (twin / "README.md").read_text()
+    assert "Its latents are the source's times 1/16384, its k_pe times\n1/16384; queries" in card
+    if model_type in ENDINGS:
+        check_commands(card, twin, ENDINGS[model_type])
+
+
+def check_commands(card, twin, ending):
+    [block] = re.findall(r"```bash\n(.*?)```", card, re.DOTALL)
+    commands = [line.partition("  #")[0].strip() for line in block.splitlines()]
+    ours = [shlex.split(line) for line in commands if line.startswith("fp8kv")]
+    for name, *arguments in ours:
+        # enough text to see its few large latents
+        enough = ("--dataset", "random", "--samples", "32", "--seq-len", "64", "--device", "cpu")
+        is_calibration = name == "fp8kv-calibrate"
+        done = fp8kv("calibrate", *arguments, *enough) if is_calibration else fp8kv(*arguments)
+        assert done.exit_code == 0, (arguments, done.stderr)
+    served = ours[-1][-1]  # what the last of them wrote
+    garbage, right = (line for line in commands if not line.startswith("fp8kv"))
+    assert garbage == f"vllm serve {twin} {ending}"
+    assert right == f"vllm serve {served} {ending}"
+    done = fp8kv("verify", served, "--engine", "vllm", "--json")
+    assert done.exit_code == 0, done.stdout
+    (engine,) = json.loads(done.stdout)["engines"]
+    # FP8 is on by itself where the config says so
+    assert {*(engine["flag"] or "").split()} <= {*ending.split()}
+    assert ("transformers" in (engine["flag"] or "")) == ("transformers" in ending)
+
+
+def test_factors_of_latents_that_are_given(deepseek, tmp_path):
+    for flag in ("--k-factor", "--v-factor"):  # one is for both
+        done = stress(deepseek.source, tmp_path / flag, flag, "2**20", "--json")
+        said = json.loads(done.stdout)
+        assert (said["k_factor"], said["v_factor"], said["latent"]) == (2**20, 2**20, True)
+    source = bf16_directory(tmp_path / "source", "deepseek_v3", **LATENT["deepseek_v3"])
+    # which no scale serves, and which FP8 holds
+    done = stress(source, tmp_path / "twin", "--k-factor", "4", "--v-factor", "2")
+    shown = " ".join(done.stdout.split())
+    assert "which FP8 holds: use a smaller factor" in shown
+    assert "one scale serves the latent and k_pe" in shown
