@@ -1,39 +1,50 @@
 """Where vLLM serves a cache type, in how many bytes: its own backends, for GPUs not there, and us.
 
-check_backends.py                            every type, GPU and head size
+check_backends.py                             every type, GPU and head size
 check_backends.py recommended JSON [JSON ...] `fp8kv recommend --json` of SmolLM2 and its twins for
-                                             vLLM and one GPU: vLLM's parser takes the line, a
-                                             backend the cache. The answers differ: they are
-                                             measured, not the same for every model
+                                              vLLM and one GPU: vLLM's parser takes the line, a
+                                              backend the cache. The answers differ: they are
+                                              measured, not the same for every model
 
 vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where
 its Triton writer then fails: that it can be compiled is asked as well. Of latents (MLA) its FP8
 Triton reader refuses an A100 when it is made, which was read.
 """
 
+import importlib.machinery
 import json
+import os
 import shlex
 import sys
-from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
-import fake_gpu
+# what is there, Triton asks for on import
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+
 import torch
 import triton
-from engine import installed_engine
-from outputs import report
+from engine import installed_engine, report
+from triton.backends import backends as triton_backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
 from calib.engines.cache_support import Offer, find_offer
-from calib.engines.catalogue import CacheSupport
 
+# NVIDIA's compute capability, or AMD's architecture
+GPUS = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "mi300x": "gfx942"}
+# what vLLM imports of builds for GPUs; nothing of it is called when a backend is chosen
+_MISSING = """
+    vllm._C_stable_libtorch flashinfer flashinfer.decode flashinfer.prefill flashinfer.utils
+    vllm._flashmla_C vllm._flashmla_extension_C vllm.vllm_flash_attn._vllm_fa2_C
+    vllm.vllm_flash_attn._vllm_fa3_C vllm.third_party.flashmla vllm.third_party.flashmla.flash_mla_interface
+"""
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3
 LATENTS = ((512, 64), (576, 192), (256, 32), (256, 64))
@@ -45,7 +56,61 @@ FLAG = "--kv-cache-dtype "
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
 
 
-def support(kind: CacheType) -> tuple[CacheSupport, ...]:
+# ---- vLLM on GPUs that are not there: its platforms, told what they run on, choose backends ----
+
+
+def install():
+    """Give vLLM a platform whose GPU `become` changes, and return that platform."""
+    for name in _MISSING.split():
+        sys.modules[name] = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec(name, None))
+    # vLLM's build for CPUs asks for a backend of Triton that nothing here needs
+    triton_backends["cpu"] = SimpleNamespace(driver=None)
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    platform = vllm.platforms._current_platform = CudaPlatformBase()
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.utils import flashinfer
+
+    assert HAS_TRITON
+    del triton_backends["cpu"]
+    # FlashInfer downloads some kernels; whether it could is not asked here
+    flashinfer.has_nvidia_artifactory = lambda: True
+    return platform
+
+
+def become(platform, gpu: str) -> None:
+    """Make `platform` that of `gpu`, and vLLM forget what it knew of another."""
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils import flashinfer
+
+    known = GPUS[gpu]
+    if isinstance(known, str):
+        # read once, when the module is imported
+        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(gcnArchName=known)
+        from vllm.platforms.rocm import RocmPlatform as kind
+    else:
+        capability = classmethod(lambda *_, **__: DeviceCapability(*known))
+        kind = type("Nvidia", (CudaPlatformBase,), {"get_device_capability": capability})
+    platform.__class__ = kind
+    flashinfer.supports_trtllm_attention.cache_clear()
+
+
+def selected(platform, **asked) -> list[type]:
+    """The backends of vLLM that take what is asked for."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = AttentionSelectorConfig(dtype=torch.bfloat16, block_size=None, **asked)
+    candidates, _ = platform.get_valid_backends(platform.get_device_capability(), config)
+    # tuples of other fields on CUDA and on ROCm
+    return [getattr(candidate, "backend", candidate[0]).get_class() for candidate in candidates]
+
+
+# ---- K and V of heads ----
+
+
+def support(kind: CacheType):
     """What our catalogue says that vLLM has for the type."""
     return installed_engine().caches.types.get(kind.name, ())
 
@@ -62,19 +127,8 @@ def ours(kind: CacheType, gpu: str, shape: Shape) -> Offer | str:
 
 def backends(platform, name: str, head_dim: int) -> list[type]:
     """The backends of vLLM that take the type there and can write it."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    config = AttentionSelectorConfig(
-        head_size=head_dim, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None
-    )
-    capability = platform.get_device_capability()
-    candidates, _ = platform.get_valid_backends(capability, config)
-    # tuples of other fields on CUDA and on ROCm
-    chosen = {getattr(candidate, "backend", candidate[0]) for candidate in candidates}
-    if not triton_writes(platform, name):
-        chosen.discard(AttentionBackendEnum.TRITON_ATTN)
-    return [backend.get_class() for backend in chosen]
+    chosen = selected(platform, head_size=head_dim, kv_cache_dtype=name)
+    return [b for b in chosen if b.get_name() != "TRITON_ATTN" or triton_writes(platform, name)]
 
 
 def triton_writes(platform, name: str) -> bool:
@@ -103,26 +157,22 @@ def compiles(stored: str, capability: int) -> bool:
         triton.compile(source, target=GPUTarget("cuda", capability, 32))
     except triton.CompilationError as error:
         reason = f"{error} {error.__cause__}"
-    else:
-        return True
-    assert "fp8e4nv" in reason, reason
-    return False
+        assert "fp8e4nv" in reason, reason
+        return False
+    return True
 
 
-def compare(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
+def compare(platform, kind: CacheType, gpu: str, name: str):
     """What vLLM and our facts say differently of a type on a GPU, for every head size."""
     for head_dim in HEAD_DIMS:
-        answer = ours(kind, gpu, Shape(HEADS, head_dim, head_dim))
-        chosen = backends(platform, name, head_dim)
+        shape = Shape(HEADS, head_dim, head_dim)
+        answer, chosen = ours(kind, gpu, shape), backends(platform, name, head_dim)
         if bool(chosen) != isinstance(answer, Offer):
-            said = "takes" if chosen else "refuses"
-            yield f"{kind.name} on {gpu}, {head_dim}: vLLM {said} it; we: {answer}"
+            yield f"{kind.name} on {gpu}, {head_dim}: vLLM's backends: {chosen}; we: {answer}"
         for backend in chosen:
-            if (theirs := bytes_per_token(backend, name, head_dim)) != (
-                mine := kind.bytes_per_token([(HEADS, head_dim, head_dim)])
-            ):
-                where = f"{backend.get_name()} on {gpu}"
-                yield f"{kind.name}, {head_dim}, {where}: {theirs} bytes per token; we: {mine}"
+            theirs, mine = bytes_per_token(backend, name, head_dim), kind.bytes_per_token([shape])
+            if theirs != mine:
+                yield f"{kind.name}, {head_dim}, {backend} on {gpu}: {theirs} bytes per token; we: {mine}"
 
 
 def bytes_per_token(backend, name: str, head_dim: int) -> float:
@@ -130,54 +180,42 @@ def bytes_per_token(backend, name: str, head_dim: int) -> float:
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-    spec = FullAttentionSpec(
-        block_size=16,
-        num_kv_heads=HEADS,
-        head_size=head_dim,
-        dtype=STR_DTYPE_TO_TORCH_DTYPE[name],
-        kv_quant_mode=get_kv_quant_mode(name),
-    )
+    types = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[name], "kv_quant_mode": get_kv_quant_mode(name)}
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=head_dim, **types)
     return backend.customize_spec(spec).page_size_bytes / spec.block_size
+
+
+# ---- latents ----
 
 
 def latent_backends(platform, name: str, shape: Shape) -> list[str]:
     """The backends of vLLM that take the type for a latent, and store it as that type."""
-    from vllm.model_executor.layers.attention.mla_attention import (
-        _canonicalize_sparse_mla_kv_cache_dtype,
-    )
-    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.model_executor.layers.attention import mla_attention
 
     # takes a GPU's memory when it is imported
     with patch("torch.empty"), patch("torch.cuda.get_device_properties"):
         from vllm.v1.attention.backends.mla import cutlass_mla  # noqa: F401
     sizes = {"kv_lora_rank": shape.k, "qk_rope_head_dim": shape.v, "qk_nope_head_dim": 128}
     text = SimpleNamespace(**sizes, v_head_dim=128, num_attention_heads=128, index_topk=2048)
-    parallel = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
-    vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(hf_text_config=text, hf_config=text),
-    )
-    config = AttentionSelectorConfig(
-        head_size=shape.k + shape.v, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None,
-        use_mla=True, use_sparse=shape.attention == "sparse latents",
-    )  # fmt: skip
-    capability = platform.get_device_capability()
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    model = SimpleNamespace(hf_text_config=text, hf_config=text)
+    vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    asked = {"use_mla": True, "use_sparse": shape.attention == "sparse latents"}
     with patch("vllm.config.get_current_vllm_config", lambda: vllm_config):
-        candidates, _ = platform.get_valid_backends(capability, config)
-    chosen = [getattr(candidate, "backend", candidate[0]).get_class() for candidate in candidates]
-    stores = [b for b in chosen if _canonicalize_sparse_mla_kv_cache_dtype(b, name) == name]
-    old = platform.is_cuda() and capability.to_int() < 89
-    return [b.get_name() for b in stores if not (old and b.get_name() == "TRITON_MLA")]
+        chosen = selected(platform, head_size=shape.k + shape.v, kv_cache_dtype=name, **asked)
+    canonical = mla_attention._canonicalize_sparse_mla_kv_cache_dtype
+    stores = [b.get_name() for b in chosen if canonical(b, name) == name]
+    old = platform.is_cuda() and platform.get_device_capability().to_int() < 89
+    return [backend for backend in stores if not (old and backend == "TRITON_MLA")]
 
 
-def compare_latents(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
+def compare_latents(platform, kind: CacheType, gpu: str, name: str):
     """As `compare`, for the sizes of latents and k_pe."""
     for sizes, attention in product(LATENTS, ("latents", "sparse latents")):
         if (gpu, attention) == ("mi300x", "sparse latents"):
             continue  # AITER takes FP8 there, as E4M3FNUZ, of which we claim nothing
         shape = Shape(1, *sizes, attention)
-        answer = ours(kind, gpu, shape)
-        chosen = latent_backends(platform, name, shape)
+        answer, chosen = ours(kind, gpu, shape), latent_backends(platform, name, shape)
         if bool(chosen) != isinstance(answer, Offer):
             yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {answer}"
         if chosen and (theirs := latent_bytes(name, shape)) != (mine := kind.bytes_per_token([shape])):
@@ -197,7 +235,7 @@ def latent_bytes(name: str, shape: Shape) -> float:
     return spec.page_size_bytes / spec.block_size
 
 
-def model_types(types: list[CacheType]) -> Iterator[str]:
+def model_types(types: list[CacheType]):
     """Model types whose latents we say vLLM caches and it does not, and the other way round."""
     from vllm.config.model import ModelConfig
     from vllm.model_executor.models.registry import ModelRegistry
@@ -207,14 +245,15 @@ def model_types(types: list[CacheType]) -> Iterator[str]:
     own = {None, *ModelRegistry.get_supported_archs()}  # of others transformers' code is served
     named = {model for kind in types for way in support(kind) for model in way.models or ()}
     for model_type in sorted({*named, EXPANDED}):
-        text = SimpleNamespace(model_type=model_type, kv_lora_rank=512)
-        config = SimpleNamespace(hf_text_config=text)
+        config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type, kv_lora_rank=512))
         config.is_deepseek_mla = ModelArchConfigConvertorBase.is_deepseek_mla(config)
-        is_other = fixtures.get(model_type) not in own
-        config.using_transformers_backend = partial(bool, is_other)
+        config.using_transformers_backend = partial(bool, fixtures.get(model_type) not in own)
         is_mla = ModelConfig.use_mla.fget(config)
         if is_mla != (model_type in named):
             yield f"{model_type}: vLLM caches {'' if is_mla else 'no '}latents"
+
+
+# ---- all that is asked ----
 
 
 def flags_parse(types: list[CacheType]) -> None:
@@ -236,32 +275,31 @@ def check_all(platform) -> None:
     latent = [cache_type(name) for name in ("fp8", *LATENT_CACHES)]
     asked = [(one, name) for one in types for name in sorted(names(one))]
     problems = []
-    for gpu in fake_gpu.GPUS:
-        fake_gpu.become(platform, gpu)
+    for gpu in GPUS:
+        become(platform, gpu)
         for one, name in asked:
             problems += compare(platform, one, gpu, name)
         for one in latent:
             problems += compare_latents(platform, one, gpu, one.name)
     flags_parse([*types, *latent])
     problems += model_types(latent)
-    count = len(asked) * len(fake_gpu.GPUS) * len(HEAD_DIMS)
-    count += len(latent) * (len(fake_gpu.GPUS) * 2 - 1) * len(LATENTS)
-    report(Path("cache types in vLLM"), problems, f"{count} answers of its backends and sizes, the same")
+    count = len(asked) * len(GPUS) * len(HEAD_DIMS) + len(latent) * (len(GPUS) * 2 - 1) * len(LATENTS)
+    report("cache types in vLLM", problems, f"{count} answers of its backends and sizes, the same")
 
 
-def check_recommended(platform, path: Path) -> str:
+def check_recommended(platform, path: str) -> str:
     """Parse the line that serves and ask for its backend on the GPU; returns the cache."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    answer = json.loads(path.read_text())
-    commands = answer["chosen"]["commands"]
-    line, gpu = commands[-1], answer["gpu"]
+    answer = json.loads(Path(path).read_text())
+    commands, gpu = answer["chosen"]["commands"], answer["gpu"]
+    line = commands[-1]
     program, verb, *arguments = shlex.split(line)
     assert (program, verb) == ("vllm", "serve"), line
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     problems = [f"{line}: a 16-bit cache"] if parsed.kv_cache_dtype == "auto" else []
-    fake_gpu.become(platform, gpu)
+    become(platform, gpu)
     head_dim = head_dim_read_by(commands[0])
     takes = {backend.get_name() for backend in backends(platform, parsed.kv_cache_dtype, head_dim)}
     asked = getattr(parsed, "attention_backend", None)
@@ -279,15 +317,11 @@ def head_dim_read_by(command: str) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def main() -> None:
-    platform = fake_gpu.install()
-    if sys.argv[1:2] != ["recommended"]:
-        check_all(platform)
-        return
-    answers = [check_recommended(platform, Path(path)) for path in sys.argv[2:]]
-    same = len(set(answers)) < len(answers)
-    report(Path("answers"), ["the same for two models"] if same else [], ", ".join(answers))
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["recommended"]:
+        platform = install()
+        answers = [check_recommended(platform, path) for path in sys.argv[2:]]
+        is_same = len(set(answers)) < len(answers)
+        report("answers", ["the same for two models"] if is_same else [], ", ".join(answers))
+    else:
+        check_all(install())

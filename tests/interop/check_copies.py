@@ -16,8 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
-from engine import installed_engine, start
-from outputs import read_output, report
+from engine import installed_engine, read_output, report, start
 
 from calib.files.names import layer_of
 from calib.serving import plugin
@@ -25,29 +24,21 @@ from calib.serving import plugin
 TIMES = 20
 # 1.0 is what was never filled; the others were filled from something else
 SPOILED = (1.0, 2.0, 0.75)
-
-
 COPIES = installed_engine().scale_copies
 
 
-def copies(letters: str) -> list[str]:
-    """The names of what vLLM's attention layers hold; of Q there is none on the host."""
-    names = [name.format(x=x) for x in letters for name in COPIES.values()]
-    return [name for name in names if name != "_q_scale_cpu"]
-
-
-def start_with_plugin(directory: Path) -> tuple[object, object, str]:
+def start_with_plugin(directory: Path):
     """An engine that holds `directory`, its runner, and what the plugin said as it loaded."""
-    lines: list[str] = []
+    lines = ["nothing"]
     logging.getLogger("vllm.fp8kv").addFilter(lambda r: lines.append(r.getMessage()) or True)
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     plugin.register_vllm()
     llm = start(directory)
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    return llm, runner, lines[-1] if lines else "nothing"
+    return llm, runner, lines[-1]
 
 
-def said_of(runner: object) -> str:
+def said_of(runner) -> str:
     """What the plugin says of a runner where it must end a server that drops scales."""
     try:
         plugin._guard("vllm", lambda: plugin._check_vllm(runner))
@@ -56,30 +47,22 @@ def said_of(runner: object) -> str:
     return "goes on"
 
 
-def spoil(layer: torch.nn.Module, copy: str, value: float) -> None:
-    """Change one copy of a scale: 1.0, or the scale times another value."""
-    held = getattr(layer, copy)
-    spoiled = held * 0 + value if value == 1.0 else held * value
-    setattr(layer, copy, spoiled)
-
-
-def copies_read(llm: object, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
+def copies_read(llm, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
     """The copies that arrive at the kernels, on storing and on attending, where all of them differ."""
     from vllm import _custom_ops
 
     numbers = {"tensor": 0.5, "float": 0.25, "cpu": 0.125}
+    places = [(copy, COPIES[copy].format(x=x)) for copy in numbers for x in "kv"]
     for layer in layers.values():
-        for x in "kv":
-            for copy, number in numbers.items():
-                held = getattr(layer, name := COPIES[copy].format(x=x))
-                setattr(layer, name, number if isinstance(held, float) else torch.full_like(held, number))
+        for copy, name in places:
+            setattr(layer, name, getattr(layer, name) * 0 + numbers[copy])
     arrived = defaultdict(set)
 
-    def watched(kernel: str, step: str):
+    def watched(kernel: str, step: str) -> None:
         theirs = getattr(_custom_ops, kernel)
 
-        def call(*args: object, **kwargs: object) -> object:
-            arrived[step] |= {float(kwargs[f"{x}_scale"]) for x in "kv"}
+        def call(*args, **kwargs):
+            arrived[step] |= {copy for copy, n in numbers.items() for x in "kv" if kwargs[f"{x}_scale"] == n}
             return theirs(*args, **kwargs)
 
         setattr(_custom_ops, kernel, call)
@@ -87,11 +70,10 @@ def copies_read(llm: object, layers: dict[int, torch.nn.Module]) -> dict[str, se
     watched("cpu_attn_reshape_and_cache", "write")
     watched("cpu_attention_with_kv_cache", "read")
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
-    return {step: {copy for copy, n in numbers.items() if n in found} for step, found in arrived.items()}
+    return dict(arrived)
 
 
-def main() -> None:
-    """Load, spoil and mend."""
+if __name__ == "__main__":
     directory = Path(sys.argv[1])
     scales = read_output(directory).scales
     letters = "kvq" if any("q" in layer for layer in scales.values()) else "kv"
@@ -100,25 +82,21 @@ def main() -> None:
     llm, runner, line = start_with_plugin(directory)
     problems = [] if line == good else [f"untouched: {line}"]
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
-    layers = {
-        layer_of(module.layer_name): module
-        for module in runner.model.modules()
-        if hasattr(module, "_k_scale")
-    }
+    modules = [module for module in runner.model.modules() if hasattr(module, "_k_scale")]
+    layers = {layer_of(module.layer_name): module for module in modules}
     chance = random.Random(0)
-    named = 0
-    for i, copy in enumerate(islice(cycle(copies(letters)), TIMES)):
+    # of Q there is none on the host
+    copies = [n for x in letters for c in COPIES.values() if (n := c.format(x=x)) != "_q_scale_cpu"]
+    for copy, factor in islice(zip(cycle(copies), cycle(SPOILED), strict=False), TIMES):
         index = chance.choice(sorted(layers))
         held = getattr(layers[index], copy)
-        spoil(layers[index], copy, SPOILED[i % len(SPOILED)])
+        setattr(layers[index], copy, held**0 if factor == 1.0 else held * factor)
         line = said_of(runner)
         setattr(layers[index], copy, held)
         used = total if copy[1] == "q" else total - 1
         start_of_line = f"ends: fp8kv: {used} of {total} KV scales in use, FP8 cache; "
         of_copy = f"{copy[1].upper()}'s copy {copy} is [^;]* in layer {index}"
-        if re.fullmatch(re.escape(start_of_line) + of_copy, line):
-            named += 1
-        else:
+        if not re.fullmatch(re.escape(start_of_line) + of_copy, line):
             problems.append(f"{copy} of layer {index}: {line}")
     if (line := said_of(runner)) != "goes on":
         problems.append(f"mended: {line}")
@@ -126,8 +104,4 @@ def main() -> None:
     backend, read = installed_engine().backends[name], copies_read(llm, layers)
     if read != {"write": {*backend.write}, "read": {*backend.read}}:
         problems.append(f"{name} reads {read}, not what the catalogue says")
-    report(directory, problems, f"{good!r}; {named} of {TIMES} spoiled copies are named; {name} reads {read}")
-
-
-if __name__ == "__main__":
-    main()
+    report(directory, problems, f"{good!r}; {TIMES} spoiled copies are named; {name} reads {read}")

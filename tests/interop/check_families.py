@@ -10,7 +10,8 @@ from pathlib import Path
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from torch import nn
+from engine import installed_engine, tell
+from engine import load as load_vllm
 
 from calib.engines.catalogue import find_engine
 from calib.engines.model_classes import NAMES
@@ -20,51 +21,34 @@ from calib.serving.loaded_scales import compare
 from calib.serving.plugin import sglang_layers, vllm_layers
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
-KINDS = {"vllm": "compressed-tensors", "sglang": "compressed-tensors", "modelopt": "modelopt"}
 
 
-def load(engine: str, directory: Path) -> nn.Module:
-    """The model as the engine's loader leaves it, weights and all in vLLM."""
+def layers_of(engine: str, directory: Path):
+    """The attention layers as the engine's loader leaves them, weights and all in vLLM."""
     if engine == "vllm":
-        from engine import load as load_vllm
-
-        return load_vllm(directory, kv_cache_dtype="fp8")
+        return vllm_layers(load_vllm(directory, kv_cache_dtype="fp8"))
     from check_verify import scales_of
-    from sglang_classes import load as load_sglang
+    from sglang_classes import load
 
-    return load_sglang(directory, scales_of(directory))
+    return sglang_layers(load(directory, scales_of(directory)), True)
 
 
-def verdict(engine: str, name: str, home: Path) -> tuple[bool, str]:
-    """Whether a format's output is right, and what was found."""
+def verdict(engine: str, name: str, home: Path) -> tuple[str, bool]:
+    """What was found of a format's output, and whether it is right."""
     refused = home / f"{name}.refused"
     if refused.exists():
-        from engine import installed_engine
-
         known = installed_engine() if engine == "vllm" else find_engine(engine)
-        fates = known.classes.results[home.name][KINDS[name]]
+        kind = "modelopt" if name == "modelopt" else "compressed-tensors"
+        fates = known.classes.results[home.name][kind]
         nothing = all(fates[naming] != "loaded" for naming in NAMES)
-        return nothing, f"refused: {refused.read_text().strip()}"
-    model = load(engine, home / name)
-    layers = vllm_layers(model) if engine == "vllm" else sglang_layers(model, True)
-    report = compare([*layers], read_scales(home / name), Place())
-    return report.total > 0 and not report.problems, str(report)
-
-
-def main() -> None:
-    """Check every family."""
-    out, engine = Path(sys.argv[1]), sys.argv[2]
-    # a model with experts first: its groups do for all
-    homes = sorted(out.iterdir(), key=lambda home: (home.name != "MixtralForCausalLM", home.name))
-    wrong = 0
-    for home in homes:
-        for name in FORMATS[engine]:
-            is_right, found = verdict(engine, name, home)
-            wrong += not is_right
-            print(f"{'OK' if is_right else 'WRONG'} {home.name} {name}: {found}", flush=True)
-    sys.exit(f"FAILED: {wrong}" if wrong else 0)
+        return f"{home.name} {name}: refused: {refused.read_text().strip()}", nothing
+    report = compare([*layers_of(engine, home / name)], read_scales(home / name), Place())
+    return f"{home.name} {name}: {report}", report.total > 0 and not report.problems
 
 
 if __name__ == "__main__":
+    out, engine = Path(sys.argv[1]), sys.argv[2]
+    # a model with experts first: its groups do for all
+    homes = sorted(out.iterdir(), key=lambda home: (home.name != "MixtralForCausalLM", home.name))
     with torch.no_grad():
-        main()
+        tell(verdict(engine, name, home) for home in homes for name in FORMATS[engine])

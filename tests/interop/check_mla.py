@@ -10,7 +10,6 @@ check_mla.py kernel     vLLM's TRITON_MLA, in Triton's interpreter, is right wit
 """
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,115 +19,98 @@ from unittest.mock import patch
 if sys.argv[1:] == ["kernel"]:  # Triton looks when it is imported
     import interpreted_triton  # noqa: F401
 
+import engine
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine import installed_engine
-from engine_cases import (
-    MLA_NAMINGS,
-    NAMINGS,
-    QUANTIZATIONS,
-    build,
-    fixtures,
-    run_case,
-    write,
-)
+from engine_cases import MLA_NAMINGS, NAMINGS, QUANTIZATIONS, build, fixtures, run_case, write
 
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales
 
-ARCHITECTURE = "DeepseekV2ForCausalLM"
+(FIXTURE,) = fixtures(["DeepseekV2ForCausalLM"])
 OWN_NAMES = ("{module}.{x}_proj.{x}_scale", MLA_NAMINGS[1])  # those that vLLM once knew
 
 
-def check_vllm(out: Path) -> Iterator[tuple[str, bool]]:
+def check_vllm(out: Path):
     """What is right of vLLM, each with its name."""
     import vllm_classes
 
-    engine = vllm_classes.VLLM()
     for home in sorted(out.iterdir()):
         refused = {file.stem for file in home.glob("*.refused")}
         yield f"{home.name}: written for no engine but by modelopt", refused == {"vllm", "sglang"}
         directory = home / "modelopt"
-        found = simulate(open_model_directory(directory, weights=False), installed_engine())
+        found = simulate(open_model_directory(directory, weights=False), engine.installed_engine())
         predicted = {(o.module, o.letter): o.values for o in found.outcomes if o.letter != "q"}
         held = scales_of(directory, vllm_classes.MLAAttention, model_impl="transformers")
         yield f"{home.name}: verify names the flag", "--model-impl transformers" in found.flag
         yield f"{home.name}: transformers' code holds our scales", held == predicted
         held = scales_of(directory, vllm_classes.MLAAttention)
         yield f"{home.name}: vLLM's own class holds 1.0", {*held.values()} == {(1.0,)}
-    (fixture,) = fixtures([ARCHITECTURE])
     for kind in ("modelopt", "compressed-tensors"):
-        model = build(engine, fixture, QUANTIZATIONS[kind])
-        fates = {run_case(engine, model, fixture, n, False) for n in (*NAMINGS, *MLA_NAMINGS)}
-        yield f"{kind}: no name arrives", not any(fate.startswith("loaded") for fate in fates)
+        found = fates(vllm_classes.VLLM(), kind, (*NAMINGS, *MLA_NAMINGS))
+        yield f"{kind}: no name arrives", not any(fate.startswith("loaded") for fate in found)
         with mended():
-            model = build(engine, fixture, QUANTIZATIONS[kind])
-            fates = {run_case(engine, model, fixture, name, False) for name in OWN_NAMES}
-        yield f"{kind}: names arrive in a mended vLLM", fates == {"loaded"}
+            found = fates(vllm_classes.VLLM(), kind, OWN_NAMES)
+        yield f"{kind}: names arrive in a mended vLLM", found == {"loaded"}
+
+
+def fates(vllm, kind: str, namings: tuple[str, ...]) -> set[str]:
+    """What becomes of scales of these names."""
+    model = build(vllm, FIXTURE, QUANTIZATIONS[kind])
+    return {run_case(vllm, model, FIXTURE, naming, False) for naming in namings}
 
 
 def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, str], tuple]:
     """The scales in force in what vLLM's loader makes of the checkpoint, weights and all."""
-    from engine import load
-
-    model = load(directory, kv_cache_dtype="fp8", **options)
+    model = engine.load(directory, kv_cache_dtype="fp8", **options)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kind)}
-    return {
-        (name.partition(".self_attn")[0] + ".self_attn", x): tuple(
-            getattr(layer, f"_{x}_scale").flatten().tolist()
-        )
-        for name, layer in layers.items()
-        for x in "kv"
-    }
+    names = {name: name.partition(".self_attn")[0] + ".self_attn" for name in layers}
+    held = {(name, x): getattr(layers[name], f"_{x}_scale").flatten() for name in layers for x in "kv"}
+    return {(names[name], x): tuple(scale.tolist()) for (name, x), scale in held.items()}
 
 
 @contextmanager
-def mended() -> Iterator[None]:
+def mended():
     """vLLM without its first renaming, and with a place for scales of compressed-tensors."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
     from vllm.model_executor.models.utils import WeightsMapper
 
-    with (
-        patch.object(QuantizationConfig, "get_cache_scale_mapper", staticmethod(WeightsMapper)),
-        patch.object(compressed_tensors, "Attention", (Attention, MLAAttention)),
-    ):
+    renaming = patch.object(QuantizationConfig, "get_cache_scale_mapper", staticmethod(WeightsMapper))
+    with renaming, patch.object(compressed_tensors, "Attention", (Attention, MLAAttention)):
         yield
 
 
-def check_baked(out: Path) -> Iterator[tuple[str, bool]]:
+def check_baked(out: Path):
     """What is right of a baked model in vLLM, each with its name."""
     source, twin, baked = (served(out / name) for name in ("source", "twin", "baked"))
     yield "baked: in 16 bits the source's logprobs, exactly", torch.equal(baked[0], source[0])
     garbage, lost = (float((each[1] - source[0]).abs().mean()) for each in (twin, baked))
-    print(f"from the source at 1.0: the twin {garbage:.4f} nats, baked {lost:.4f}")
     # E4M3 rounds by 2^-4 at most; of the twin nothing is left
-    yield "baked: at 1.0 near the source, the twin is not", lost < garbage / 8
+    far = f"{lost:.4f} nats from the source at 1.0, the twin {garbage:.4f}"
+    yield f"baked: {far}", lost < garbage / 8
 
 
 def served(directory: Path) -> list[torch.Tensor]:
     """Logprobs of a fixed prompt: with latents in 16 bits, and as an FP8 cache at 1.0 has them."""
-    import engine
-
     # 8 pages are too few for more
     with patch.dict(engine.OPTIONS, max_model_len=64):
         llm = engine.start(directory, skip_tokenizer_init=True, enable_prefix_caching=False)
     from vllm import SamplingParams
 
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    tokens = list(range(3, 60))
-    found = []
+    prompt, found = {"prompt_token_ids": list(range(3, 60))}, []
     for rounds in (nullcontext, rounded):
         with rounds():
-            made = llm.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)[0]
-        found.append([next(iter(each.values())).logprob for each in made.prompt_logprobs[1:]])
-    return [torch.tensor(each) for each in found]
+            made = llm.generate([prompt], asked, use_tqdm=False)[0].prompt_logprobs[1:]
+        found.append(torch.tensor([next(iter(each.values())).logprob for each in made]))
+    return found
 
 
 @contextmanager
-def rounded() -> Iterator[None]:
+def rounded():
     """vLLM's layer with latents as its FP8 writer leaves them, which has no kernel for CPUs."""
     from vllm.model_executor.layers.attention import MLAAttention
 
@@ -143,48 +125,41 @@ def rounded() -> Iterator[None]:
         yield
 
 
-def check_sglang(out: Path) -> Iterator[tuple[str, bool]]:
+def check_sglang(out: Path):
     """What is right of SGLang, each with its name."""
     import sglang_classes
     from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-    (fixture,) = fixtures([ARCHITECTURE])
     # no format of ours writes them for SGLang, so the names are given here
-    scales = load_scales(out / "scales").layers
-    tensors = [
-        (MLA_NAMINGS[0].format(module=module, x=x), getattr(layer, x).view(1))
-        for module, layer in scales.items()
-        for x in "kv"
-    ]
+    scales, name = load_scales(out / "scales").layers, MLA_NAMINGS[0]
+    pairs = [(module, x, getattr(layer, x)) for module, layer in scales.items() for x in "kv"]
     with TemporaryDirectory() as scratch:
-        directory = write(fixture, QUANTIZATIONS["compressed-tensors"], Path(scratch))
-        model = sglang_classes.load(directory, tensors)
-    layers = sglang_classes.sglang_attention(model)
-    held = [sglang_classes.in_force(layer) for layer in layers.values()]
+        directory = write(FIXTURE, QUANTIZATIONS["compressed-tensors"], Path(scratch))
+        tensors = [(name.format(module=module, x=x), scale.view(1)) for module, x, scale in pairs]
+        layers = [*sglang_classes.sglang_attention(sglang_classes.load(directory, tensors)).values()]
     given = [((layer.k.item(),), (layer.v.item(),)) for layer in scales.values()]
+    held = [sglang_classes.in_force(layer) for layer in layers]
     yield "attn_mqa holds exactly the scales of a calibration", held == given
-    layer, rank, rope = next(iter(layers.values())), 512, 64
-    pool = MLATokenToKVPool(
-        size=8, page_size=1, dtype=torch.float8_e4m3fn, kv_lora_rank=rank, qk_rope_head_dim=rope,
-        layer_num=2, device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
+    layer, rank, rope = layers[0], 512, 64
+    sizes = {"size": 8, "page_size": 1, "layer_num": 2, "kv_lora_rank": rank, "qk_rope_head_dim": rope}
+    how = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
+    pool = MLATokenToKVPool(**sizes, **how)
     row, at = torch.full((1, 1, rank + rope), 3.0, dtype=torch.bfloat16), torch.tensor([1])
-    writers: dict[str, Callable[[], None]] = {
-        "set_kv_buffer": lambda: pool.set_kv_buffer(layer, at, row, row),
-        "set_mla_kv_buffer": lambda: pool.set_mla_kv_buffer(layer, at, row[..., :rank], row[..., rank:]),
-    }
-    for name, store in writers.items():
+    for writer, parts in (
+        (pool.set_kv_buffer, (row, row)),
+        (pool.set_mla_kv_buffer, (row[..., :rank], row[..., rank:])),
+    ):
         pool.kv_buffer[0].zero_()
-        store()
+        writer(layer, at, *parts)
         stored = pool.get_key_buffer(0)[at].float()
-        yield f"{name} stores without the scale", {*stored.flatten().tolist()} == {3.0}
+        yield f"{writer.__name__} stores without the scale", {*stored.flatten().tolist()} == {3.0}
     backend = SimpleNamespace(data_type=torch.float8_e4m3fn)
     factor = TRTLLMMLABackend._compute_decode_bmm1_scale(backend, layer) / layer.scaling
     yield "trtllm_mla reads with it", factor == layer.k_scale_float != 1.0
 
 
-def check_kernel() -> Iterator[tuple[str, bool]]:
+def check_kernel():
     """Whether vLLM's kernel computes with the latents that lie in an FP8 cache by a scale."""
     from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
@@ -195,31 +170,19 @@ def check_kernel() -> Iterator[tuple[str, bool]]:
     cache[:tokens] = stored.to(cache.dtype)
     held, query = cache[:tokens].float() * scale, torch.randn(1, heads, rank + rope) / 20
     output, pages = torch.zeros(1, heads, rank), cache.view(3, page, 1, rank + rope)
+    how = {"k_scale": scale, "v_scale": scale, "is_mla": True}
     decode_attention_fwd(
         *(query, pages, pages[..., :rank], output, torch.zeros(1, heads)),
         *(torch.arange(3, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32)),
         *(torch.zeros(1, heads, 2, rank + 1), 2, 0.1, page),
-        k_scale=scale,
-        v_scale=scale,
-        is_mla=True,
+        **how,
     )
     expected = torch.softmax(query[0] @ held.T * 0.1, -1) @ held[:, :rank]
     # float32 in another order
     yield "TRITON_MLA multiplies by the scale", torch.allclose(output[0], expected, 1e-4, 1e-4)
 
 
-def main() -> None:
-    """Check what the command line names."""
-    kinds = {"vllm": check_vllm, "baked": check_baked, "sglang": check_sglang}
-    kinds["kernel"] = check_kernel
-    checks = kinds[sys.argv[1]](*map(Path, sys.argv[2:]))
-    wrong = 0
-    for name, is_right in checks:
-        wrong += not is_right
-        print(f"{'OK' if is_right else 'WRONG'} {name}", flush=True)
-    sys.exit(f"FAILED: {wrong}" if wrong else 0)
-
-
 if __name__ == "__main__":
+    checks = {"vllm": check_vllm, "baked": check_baked, "sglang": check_sglang, "kernel": check_kernel}
     with torch.no_grad():
-        main()
+        engine.tell(checks[sys.argv[1]](*map(Path, sys.argv[2:])))

@@ -14,15 +14,14 @@ check_outputs.py transformers SOURCE DIR...
 The text that they generate and the bytes in vLLM's caches are looked at too.
 """
 
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from engine import kernels, start
-from outputs import SCALES_FILE, STATS_FILE, Output, read_output, report
+from engine import SCALES_FILE, STATS_FILE, Output, kernels, read_output, report, start
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,8 +32,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 LEAST_USED = FP8_MAX / 16
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What one attention layer of vLLM holds after generating."""
 
     scales: dict[str, Tensor]  # q, k, v -> float32
@@ -45,7 +43,7 @@ class Layer:
 
 
 def look(model: torch.nn.Module) -> dict[str, Layer]:
-    """Collect every attention layer, by the name of the module around it."""
+    """Every attention layer, by the name of the module around it."""
     from vllm.model_executor.layers.attention import Attention
 
     return {
@@ -67,13 +65,6 @@ def text_of(llm) -> str:
 
     greedy = SamplingParams(temperature=0, max_tokens=20)
     return llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
-
-
-def run_vllm(directory: Path) -> tuple[dict[str, Layer], str]:
-    """Load `directory`, generate, and return the layers and the text."""
-    llm = start(directory)
-    text = text_of(llm)
-    return llm.apply_model(look)[0], text
 
 
 def wrong_scales(layers: dict[str, Layer], output: Output) -> list[str]:
@@ -107,55 +98,46 @@ def other_problems(layers: dict[str, Layer], output: Output, text: str) -> list[
             problems.append(f"{name}: the cache is {layer.cache_dtype}, not FP8")
         if not LEAST_USED <= layer.largest <= FP8_MAX:
             problems.append(f"{name}: the largest FP8 value cached is {layer.largest}")
-        for which, scale in layer.kernel_scales.items():
-            if scale != layer.scales[which].max().item():
-                problems.append(f"{name}: the kernel takes {scale} for {which}")
-    if ANSWER not in text:
-        problems.append(f"generated {text!r}")
-    return problems
+        if layer.kernel_scales != (largest := {x: layer.scales[x].max().item() for x in "kv"}):
+            problems.append(f"{name}: the kernel takes {layer.kernel_scales}, not {largest}")
+    return problems if ANSWER in text else [*problems, f"generated {text!r}"]
 
 
 def check_vllm(directory: Path) -> None:
     """Check `directory` against its own file."""
-    output = read_output(directory)
-    layers, text = run_vllm(directory)
+    output, llm = read_output(directory), start(directory)
+    text, layers = text_of(llm), llm.apply_model(look)[0]
     if layers.keys() != output.scales.keys():
         report(directory, [f"layers {sorted(layers.keys() ^ output.scales.keys())} differ"], "")
     problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
-    with_q = "q, k, v" if any("q" in scales for scales in output.scales.values()) else "k, v"
-    cache = ", ".join(sorted({layer.cache_dtype for layer in layers.values()}))
-    success = (
-        f"vLLM holds the file's {with_q} scales in {len(layers)} layers, "
-        f"{output.scales_per_layer} each; cache {cache}, kernels {kernels()}; {text!r}"
-    )
+    letters = {which for scales in output.scales.values() for which in scales}
+    success = f"vLLM holds the file's {sorted(letters)} scales in {len(layers)} layers, "
+    success += f"{output.scales_per_layer} each; kernels {kernels()}; {text!r}"
     report(directory, problems, success)
 
 
 def check_doubled(directory: Path) -> None:
     """Show that the comparison can fail: load a copy in which one scale is doubled."""
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch, "model")
-        copy.mkdir()
-        for file in directory.resolve().iterdir():
-            (copy / file.name).symlink_to(file)
+        copy = shutil.copytree(directory, Path(scratch, "model"))
         tensors = load_file(directory / SCALES_FILE)
         tensors[f"{DOUBLED}.v_scale"] *= 2
-        (copy / SCALES_FILE).unlink()
         save_file(tensors, copy / SCALES_FILE, metadata={"format": "pt"})
-        layers, _ = run_vllm(copy)
+        layers = start(copy).apply_model(look)[0]
     wrong = wrong_scales(layers, read_output(directory))
     caught = len(wrong) == 1 and wrong[0].startswith(f"{DOUBLED}: vLLM's v scale")
-    problems = [] if caught else [f"a doubled v scale of {DOUBLED} gave {wrong}"]
-    report(directory, problems, f"a doubled scale is found: {' '.join(wrong)}")
+    report(directory, [] if caught else [f"a doubled v scale of {DOUBLED} gave {wrong}"], str(wrong))
 
 
 def check_reloaded(directory: Path) -> None:
     """Give a running engine weights with other scales."""
-    first = read_output(directory)
-    doubled = replace(first, scales=times(first, 2))
-    llm = start(directory)
-    before = text_of(llm)
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs(directory, factor=2)})
+    first, llm = read_output(directory), start(directory)
+    twice = {name: {x: 2 * scale for x, scale in layer.items()} for name, layer in first.scales.items()}
+    doubled, before = first._replace(scales=twice), text_of(llm)
+    files = [file for file in sorted(directory.glob("*.safetensors")) if file.name != STATS_FILE]
+    weights = ((file.name, *pair) for file in files for pair in load_file(file).items())
+    others = ((name, x * 2 if file == SCALES_FILE else x) for file, name, x in weights)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": others})
     reloaded, text = llm.apply_model(look)[0], text_of(llm)
     held = llm.apply_model(look)[0]
     problems = [*wrong_scales(reloaded, doubled), *other_problems(held, doubled, text)]
@@ -164,22 +146,6 @@ def check_reloaded(directory: Path) -> None:
     problems += [f"load_weights: {x}" for x in wrong_scales(llm.apply_model(look)[0], doubled)]
     success = "scales twice as large are taken by reload_weights, and dropped by load_weights"
     report(directory, problems, f"{success}; {before!r}, {text!r}")
-
-
-def times(output: Output, factor: float) -> dict[str, dict[str, Tensor]]:
-    """Its scales, each `factor` times as large."""
-    return {
-        name: {which: scale * factor for which, scale in layer.items()}
-        for name, layer in output.scales.items()
-    }
-
-
-def pairs(directory: Path, *, factor: float) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of `directory`, its scales `factor` times as large."""
-    for file in sorted(directory.glob("*.safetensors")):
-        if file.name != STATS_FILE:
-            for name, tensor in load_file(file).items():
-                yield name, tensor * factor if file.name == SCALES_FILE else tensor
 
 
 # ---- transformers ----
@@ -197,66 +163,42 @@ def check_transformers(source: Path, *directories: Path) -> None:
         tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
         text = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :])
         state = model.state_dict()
-        attached = {
-            (name.rpartition(".")[0], name.rpartition(".")[2][0]): tensor
-            for name, tensor in state.items()
-            if name.endswith((".q_scale", ".k_scale", ".v_scale"))
-        }
-        problems = [
-            *loading_problems(info, output),
-            *changed_weights(state, weights),
-            *wrongly_attached(attached, output),
-            *([] if ANSWER in text else [f"generated {text!r}"]),
-        ]
-        dtypes = ", ".join({str(scale.dtype).removeprefix("torch.") for scale in attached.values()})
-        used = f"{len(attached)} scales in use as {dtypes}" if attached else "no scales in use"
+        changed = [name for name, x in weights.items() if name not in state or not same(state[name], x)]
+        problems = [f"{name} is not the source's" for name in changed]
+        problems += [*loading_problems(info, output), *wrongly_attached(state, output)]
+        problems += [] if ANSWER in text else [f"generated {text!r}"]
         unused = len(info["unexpected_keys"])
-        success = f"{len(weights)} weights as in the source; {used}, {unused} left out; {text!r}"
-        report(directory, problems, success)
+        report(directory, problems, f"{len(weights)} weights as in the source; {unused} left out; {text!r}")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two are the same, bit for bit."""
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def loading_problems(info: dict, output: Output) -> list[str]:
     """Say what transformers missed, and what it found beyond our scales."""
     bad = ("missing_keys", "mismatched_keys", "error_msgs")
     problems = [f"{key}: {sorted(info[key])}" for key in bad if info[key]]
-    strangers = [key for key in info["unexpected_keys"] if not key.endswith("_scale")]
-    if strangers:
-        problems.append(f"unexpected: {sorted(strangers)}")
-    if output.quantization.get("quant_method") == "compressed-tensors":
-        taken = [key for key in info["unexpected_keys"] if not key.endswith(".q_scale")]
-        problems += [f"not taken: {sorted(taken)}"] if taken else []
-    return problems
+    is_taken = output.quantization.get("quant_method") == "compressed-tensors"
+    ours = ".q_scale" if is_taken else "_scale"
+    strangers = [key for key in info["unexpected_keys"] if not key.endswith(ours)]
+    return [*problems, f"unexpected: {sorted(strangers)}"] if strangers else problems
 
 
-def changed_weights(state: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
-    """Name the weights that are not the source's, bit for bit."""
-    return [
-        f"{name} is not the source's"
-        for name, weight in weights.items()
-        if name not in state or state[name].dtype != weight.dtype or not torch.equal(state[name], weight)
-    ]
+def wrongly_attached(state: dict[str, Tensor], output: Output) -> list[str]:
+    """Name the scales that are not the file's, cast to the dtype they have."""
+    is_taken = output.quantization.get("quant_method") == "compressed-tensors"
+    wanted = {(name, x) for name in output.scales for x in "kv"} if is_taken else set()
+    endings = (".q_scale", ".k_scale", ".v_scale")
+    names = {(key[: -len(".k_scale")], key[-len("k_scale")]): key for key in state if key.endswith(endings)}
+    if names.keys() != wanted:
+        return [f"scales attached to {len(names)} of {len(wanted)} places"]
+    held = {key: (state[key], output.scales[name][x]) for (name, x), key in names.items()}
+    return [f"{key} is {one.tolist()}" for key, (one, filed) in held.items() if not same(one, filed.to(one))]
 
-
-def wrongly_attached(attached: dict[tuple[str, str], Tensor], output: Output) -> list[str]:
-    """Name the scales, by module and letter, that are not the file's, cast to the dtype they have."""
-    problems = [
-        f"{name}: the {which} scale is {scale.tolist()}"
-        for (name, which), scale in attached.items()
-        if not torch.equal(scale, output.scales[name][which].to(scale.dtype))
-    ]
-    attaches = output.quantization.get("quant_method") == "compressed-tensors"
-    wanted = {(name, which) for name in output.scales for which in "kv"} if attaches else set()
-    if attached.keys() != wanted:
-        problems.append(f"scales attached to {len(attached)} of {len(wanted)} places")
-    return problems
-
-
-CHECKS = {
-    "vllm": check_vllm,
-    "doubled": check_doubled,
-    "reloaded": check_reloaded,
-    "transformers": check_transformers,
-}
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]](*map(Path, sys.argv[2:]))
+    checks = {"vllm": check_vllm, "doubled": check_doubled, "reloaded": check_reloaded}
+    checks["transformers"] = check_transformers
+    checks[sys.argv[1]](*map(Path, sys.argv[2:]))

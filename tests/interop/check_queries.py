@@ -13,11 +13,15 @@ from pathlib import Path
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine import configure
+from engine import configure, tell
 from vllm_process import join_group
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
+MIXTRAL = Path(__file__).parents[2] / "tools/engine_classes/architectures/MixtralForCausalLM.json"
+# their experts compute otherwise after some of the other classes (why was not found out)
+FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+SEEN: dict[str, dict[str, torch.Tensor]] = {}
 
 
 def attend(layer, query, key, value, output_shape=None, **_):
@@ -27,42 +31,20 @@ def attend(layer, query, key, value, output_shape=None, **_):
     q = query.reshape(tokens, layer.num_heads, size)
     k = key.reshape(tokens, layer.num_kv_heads, size)
     v = value.reshape(tokens, layer.num_kv_heads, out_size)
-    SEEN[layer.layer_name] = {
-        letter: x.abs().amax((0, 2)).tolist() for letter, x in (("k", k), ("v", v), ("q", q))
-    }
+    SEEN[layer.layer_name] = {letter: x.abs().amax((0, 2)) for letter, x in (("k", k), ("v", v), ("q", q))}
     repeat = layer.num_heads // layer.num_kv_heads
     k, v = (x.transpose(0, 1).repeat_interleave(repeat, 0) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT * layer.impl.scale
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    softcap = getattr(layer.impl, "logits_soft_cap", None)
-    if softcap:
+    if softcap := getattr(layer.impl, "logits_soft_cap", None):
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(future, -torch.inf)
-    sinks = getattr(layer.impl, "sinks", None)
-    if sinks is not None:
+    weights = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+    if (sinks := getattr(layer.impl, "sinks", None)) is not None:
         weights = torch.cat([weights, sinks.view(-1, 1, 1).expand(-1, tokens, 1)], -1)
     weights = weights.softmax(-1)[..., :tokens]
     return (weights @ v).transpose(0, 1).reshape(tokens, -1)
 
 
-MIXTRAL = Path(__file__).parents[2] / "tools/engine_classes/architectures/MixtralForCausalLM.json"
-# their experts compute otherwise after some of the other classes (why was not found out)
-FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-SEEN: dict[str, dict[str, list[float]]] = {}
-
-
-def join_groups() -> None:
-    """Enter the groups of processes of a model with experts, which do for all."""
-    with tempfile.TemporaryDirectory() as home:
-        shutil.copy(MIXTRAL, Path(home, "config.json"))
-        config = configure(home, dtype="float32")
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(config):
-        join_group(1, 0)
-
-
-def run(home: Path, tokens: list[int]) -> list[dict[str, list[float]]]:
+def run(home: Path, tokens: list[int]) -> list[dict[str, torch.Tensor]]:
     """What the layers of the engine's class are handed when it reads the tokens, layer by layer."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -96,7 +78,7 @@ def verdict(home: Path) -> str:
     wrong = {}
     for ours, theirs in zip(expected, layers, strict=True):
         for letter in "kvq":
-            one, other = torch.tensor(ours[letter]), torch.tensor(theirs[letter])
+            one, other = torch.tensor(ours[letter]), theirs[letter]
             if one.shape != other.shape:
                 return f"{letter} has {len(other)} heads in the engine, {len(one)} measured"
             ratio = other / one
@@ -108,17 +90,21 @@ def verdict(home: Path) -> str:
 
 def main() -> None:
     """Check every family."""
-    out, wrong = Path(sys.argv[1]), []
+    out = Path(sys.argv[1])
     names = sys.argv[2:] or sorted(home.name for home in out.iterdir())
-    join_groups()
+    with tempfile.TemporaryDirectory() as home:
+        shutil.copy(MIXTRAL, Path(home, "config.json"))
+        config = configure(home, dtype="float32")
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
+    # the groups of processes of a model with experts do for all
+    with set_current_vllm_config(config):
+        join_group(1, 0)
     Attention.forward = attend
-    for name in (*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)):
-        result = verdict(out / name)
-        wrong += [name] * (result != "right")
-        print(f"{name} | {result}", flush=True)
-    sys.exit(f"FAILED: {wrong}" if wrong else 0)
+    names = [*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)]
+    results = ((name, verdict(out / name)) for name in names)
+    tell((f"{name} | {result}", result == "right") for name, result in results)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from engine import tell
 from safetensors.torch import load_file, save_file
 from scale_cases import CASES, write_case
 from vllm_process import ENVIRONMENT
@@ -51,6 +51,7 @@ def register():
                     x.mul_(2)
         method.process_weights_after_loading = doubled
 """
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: 0.32.0+cpu\n"
 POINTS = "[vllm.general_plugins]\ninterop_helper = interop_helper:register\n"
 Tensors = dict[str, torch.Tensor]
 
@@ -66,30 +67,25 @@ def install(packages: Path, wheel: str | None = None) -> Path:
     for name, entries in (("interop_helper", POINTS), ("vllm", "")):
         about = packages / f"{name}-0.32.0.dist-info"
         about.mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0+cpu\n"
-        about.joinpath("METADATA").write_text(metadata)
+        about.joinpath("METADATA").write_text(METADATA.format(name))
         about.joinpath("entry_points.txt").write_text(entries)
     return packages
 
 
 @contextmanager
-def serving(
-    model: Path | str, packages: Path, *options: str, **variables: str
-) -> Iterator[tuple[str | None, Path]]:
+def serving(model: Path, packages: Path, *options: str, **variables: str):
     """Serve a model; yields the URL, None if the server ends instead, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "INTEROP": str(Path(__file__).parent)}
     own |= {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": str(packages)}
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--enforce-eager"]
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--enforce-eager", *options]
+    command += ["--port", str(port)]
+    environment = {**os.environ, **ENVIRONMENT, **own, **variables}
     log = packages / f"{port}.log"
     with log.open("w") as out:
-        server = subprocess.Popen(
-            [*command, *options, "--port", str(port)],
-            stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT, **own, **variables},
-            cwd=packages,
-        )  # fmt: skip
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=packages)
     try:
         url = f"http://127.0.0.1:{port}"
         yield (url if is_healthy(server, url) else None), log
@@ -98,14 +94,14 @@ def serving(
         server.wait(60)
 
 
-def is_healthy(server: "subprocess.Popen[bytes]", url: str) -> bool:
+def is_healthy(server, url: str) -> bool:
     """Wait until the server answers, or has ended."""
     deadline = time.monotonic() + SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return True
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(1)
     return False
 
@@ -113,8 +109,7 @@ def is_healthy(server: "subprocess.Popen[bytes]", url: str) -> bool:
 # ---- the plugin ----
 
 
-@dataclass(frozen=True)
-class Served:
+class Served(NamedTuple):
     """A directory, how it is served, and the line that the plugin must write."""
 
     name: str
@@ -127,11 +122,6 @@ class Served:
     serves: bool = False
 
 
-def without_a_layer(scales: Tensors) -> Tensors:
-    """The files have no scales for layer 1."""
-    return {name: x for name, x in scales.items() if "layers.1." not in name}
-
-
 def one_for_both(scales: Tensors) -> Tensors:
     """Layer 1 has one scale for K and V, which vLLM gives to K alone."""
     shared = scales.pop("model.layers.1.self_attn.k_scale")
@@ -139,8 +129,11 @@ def one_for_both(scales: Tensors) -> Tensors:
     return scales | {"model.layers.1.self_attn.kv_scale": shared}
 
 
+def without_a_layer(scales: Tensors) -> Tensors:
+    return {name: x for name, x in scales.items() if "layers.1." not in name}
+
+
 def all_ones(scales: Tensors) -> Tensors:
-    """Nobody measured."""
     return {name: torch.ones_like(x) for name, x in scales.items()}
 
 
@@ -153,7 +146,9 @@ DROPS = (
     "fp8kv: 3 of 4 KV scales in use, FP8 cache; V is at 1.0: the engine dropped the file's scale in layer 1"
 )
 HALF = "fp8kv: 2 of 2 KV scales in use, FP8 cache"
+HEADS, RANKS = "per head, [H, 1, 1]", ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0")
+FLOATS = "the numbers doubled that vLLM's kernel for CPUs reads"
 SERVED = [
     Served("good", GOOD, serves=True),
     Served("a layer without scales", LACKS, without_a_layer),
@@ -161,52 +156,39 @@ SERVED = [
     Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
     Served("a scale that vLLM drops", DROPS, one_for_both),
     Served("doubled", f"{NONE}; K is twice the file's", doubled="all"),
-    Served(
-        "the numbers doubled that vLLM's kernel for CPUs reads",
-        f"{NONE}; K's copy _k_scale_float is twice the file's",
-        doubled="floats",
-    ),
-    Served(
-        "shards of scales per head",
-        GOOD,
-        case="per head, [H, 1, 1]",
-        options=("--tensor-parallel-size", "2"),
-        serves=True,
-    ),
+    Served(FLOATS, f"{NONE}; K's copy _k_scale_float is twice the file's", doubled="floats"),
+    Served("shards of scales per head", GOOD, case=HEADS, options=RANKS, serves=True),
     Served("two pipeline stages, one of them left in 16 bits", HALF, options=STAGES, serves=True),
     Served("at 1.0", f"{NONE}; K is 1.0 in the files", all_ones),
 ]
 
 
-def check_plugin(wheel: str, *names: str) -> Iterator[bool]:
+def check_plugin(wheel: str, *names: str):
     """Serve every directory, or those of these names."""
     work = Path(tempfile.mkdtemp())
     packages = install(work / "packages", wheel)
-    chosen = [served for served in SERVED if served.name in names] or SERVED
-    for i, served in enumerate(chosen):
+    for i, served in enumerate([served for served in SERVED if served.name in names] or SERVED):
         yield check_line(served, work / f"model-{i}", packages)
 
 
-def check_line(served: Served, directory: Path, packages: Path) -> bool:
+def check_line(served: Served, directory: Path, packages: Path) -> tuple[str, bool]:
     """Serve a tiny model; whether the line is right and it serves or ends as it must."""
     (made,) = [case for case in CASES if case.name == served.case]
     file = write_case(made, directory) / "scales.safetensors"
     save_file(served.change(load_file(file)), file, {"format": "pt"})
-    variables = {"DOUBLED": served.doubled} if served.doubled else {}
-    variables["FP8KV_REQUIRE_SCALES"] = "1" if served.required else ""
+    variables = {"DOUBLED": served.doubled, "FP8KV_REQUIRE_SCALES": "1" if served.required else ""}
     options = ["--skip-tokenizer-init", "--max-model-len", "128", "--num-gpu-blocks-override", "8"]
     with serving(directory, packages, *options, *served.options, **variables) as (url, log):
         serves = url is not None
     said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(served.line in line for line in said) and serves == served.serves
-    print(f"{'ok   ' if is_right else 'WRONG'} {served.name}: serves {serves}; {said}", flush=True)
-    return is_right
+    return f"{served.name}: serves {serves}; {said}", is_right
 
 
 # ---- verify --served ----
 
 
-def check_verify(fp8kv: str, twin: str, scaled: str, plain: str) -> Iterator[bool]:
+def check_verify(fp8kv: str, twin: str, scaled: str, plain: str):
     """Serve three directories, one after the other."""
     packages = install(Path(tempfile.mkdtemp(), "packages"))
     options = ["--kv-cache-dtype", "fp8", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
@@ -217,18 +199,10 @@ def check_verify(fp8kv: str, twin: str, scaled: str, plain: str) -> Iterator[boo
                 sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
             command = [fp8kv, "verify", scales, "--served", url, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        answer = json.loads(done.stdout)
-        status = 0 if expected == "scales" else 1
-        is_right = (answer["nearer"], done.returncode) == (expected, status)
-        print(f"{'OK' if is_right else 'FAILED'} {directory}: {answer}", flush=True)
-        yield is_right
-
-
-def main() -> None:
-    what, *arguments = sys.argv[1:]
-    right = [*{"plugin": check_plugin, "verify": check_verify}[what](*arguments)]
-    sys.exit(0 if all(right) else 1)
+        answer, status = json.loads(done.stdout), 0 if expected == "scales" else 1
+        yield f"{directory}: {answer}", (answer["nearer"], done.returncode) == (expected, status)
 
 
 if __name__ == "__main__":
-    main()
+    what, *arguments = sys.argv[1:]
+    tell({"plugin": check_plugin, "verify": check_verify}[what](*arguments))

@@ -8,14 +8,13 @@ check_sglang_plugin.py   exit 0 if it says the right line for a class that loads
 import json
 import logging
 import os
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import no_pictures  # noqa: F401 (before SGLang)
 import torch
+from engine import tell
 from engine_cases import QUANTIZATIONS, fixtures, scale_tensors, write
 from safetensors.torch import save_file
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -36,72 +35,53 @@ EXPECTED = {
 # transformers computes it: with a scale it does not load
 REFUSES = ("CwmForCausalLM",)
 EMPTY = "is empty, which kernels take for 1.0 in layers 0, 1"
-FROM_JSON = (
-    "fp8kv: 0 of 4 KV scales in use, FP8 cache; "
-    f"K's copy k_scale_float {EMPTY}; V's copy v_scale_float {EMPTY}"
-)
+FROM_JSON = f"{ALL.replace('4', '0', 1)}; K's copy k_scale_float {EMPTY}; V's copy v_scale_float {EMPTY}"
+LINES: list[str] = []
 
 
-def runner(directory: Path, scales: Iterable[tuple[str, torch.Tensor]]) -> SimpleNamespace:
-    """A worker's runner with its model loaded, as far as the plugin looks at it."""
-    model = load(directory, scales)
-    config = SimpleNamespace(model_path=str(directory), revision=None)
-    loading = SimpleNamespace(load_format="auto", download_dir=None)
-    return SimpleNamespace(
-        model=model, model_config=config, load_config=loading, kv_cache_dtype=torch.float8_e4m3fn
+def said(name: str, expected: str, model: torch.nn.Module, directory: Path) -> tuple[str, bool]:
+    """Whether the plugin says what it must of a worker's runner, and ends the server unless good."""
+    runner = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(model_path=str(directory), revision=None),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        kv_cache_dtype=torch.float8_e4m3fn,
     )
-
-
-def with_json(directory: Path) -> SimpleNamespace:
-    """A runner whose model SGLang has given the scales of a kv_cache_scales.json."""
-    (fixture,) = fixtures(["LlamaForCausalLM"])
-    write(fixture, QUANTIZATIONS["none"], directory)
-    factors = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 0.25}}}
-    file = directory / "kv_cache_scales.json"
-    file.write_text(json.dumps({"model_type": "llama", "kv_cache": factors}))
-    found = runner(directory, [])
-    found.model.load_kv_cache_scales(str(file))
-    return found
-
-
-def is_right(name: str, lines: list[str], loaded: SimpleNamespace, expected: str) -> bool:
-    """Call what the plugin hooks; whether it says what it must, and ends the server unless good."""
     ends = False
     try:
-        ModelRunner.configure_kv_cache_dtype(loaded)
+        ModelRunner.configure_kv_cache_dtype(runner)
     except ScalesNotUsedError as error:
-        lines.append(str(error))
+        LINES.append(str(error))
         ends = True
-    right = lines[-1:] == [expected] and ends == (expected != ALL)
-    print(f"{'OK' if right else 'WRONG'} {name}: {lines[-1:]}")
-    return right
+    return f"{name}: {LINES[-1:]}", LINES[-1:] == [expected] and ends == (expected != ALL)
 
 
-def main() -> None:
+def results():
     """Load each, and call what the plugin hooks."""
-    os.environ["FP8KV_REQUIRE_SCALES"] = "1"
-    lines: list[str] = []
-    logger = logging.getLogger("sglang.fp8kv")
-    logger.setLevel(logging.INFO)
-    logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
-    ModelRunner.configure_kv_cache_dtype = lambda self: None  # needs a whole server
-    register_sglang()
-    HookRegistry.apply_hooks()
     with TemporaryDirectory() as scratch:
-        loaded = with_json(Path(scratch))
-        wrong = int(not is_right("--quantization-param-path", lines, loaded, FROM_JSON))
+        directory = write(*fixtures(["LlamaForCausalLM"]), QUANTIZATIONS["none"], Path(scratch))
+        factors = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 0.25}}}
+        file = directory / "kv_cache_scales.json"
+        file.write_text(json.dumps({"model_type": "llama", "kv_cache": factors}))
+        model = load(directory, [])
+        model.load_kv_cache_scales(str(file))
+        yield said("--quantization-param-path", FROM_JSON, model, directory)
     for fixture in fixtures([*EXPECTED]):
+        name, scales = fixture.architecture, scale_tensors(fixture, PROJECTIONS)
         with TemporaryDirectory() as scratch:
             directory = write(fixture, QUANTIZATIONS["compressed-tensors"], Path(scratch))
-            scales = scale_tensors(fixture, PROJECTIONS)
             save_file(dict(scales), directory / "model.safetensors")
-            loaded = [] if fixture.architecture in REFUSES else scales
-            each = runner(directory, loaded)
-            architecture = fixture.architecture
-            wrong += not is_right(architecture, lines, each, EXPECTED[architecture])
-    sys.exit(1 if wrong else 0)
+            model = load(directory, [] if name in REFUSES else scales)
+            yield said(name, EXPECTED[name], model, directory)
 
 
 if __name__ == "__main__":
+    os.environ["FP8KV_REQUIRE_SCALES"] = "1"
+    logger = logging.getLogger("sglang.fp8kv")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: LINES.append(record.getMessage()) or True)
+    ModelRunner.configure_kv_cache_dtype = lambda self: None  # needs a whole server
+    register_sglang()
+    HookRegistry.apply_hooks()
     with torch.no_grad():
-        main()
+        tell(results())

@@ -23,8 +23,7 @@ from unittest.mock import MagicMock
 import torch
 from check_outputs import look, other_problems, text_of, wrong_scales
 from check_verify import difference, held_by_vllm
-from engine import ONE_GPU, installed_engine, kernels, load, start
-from outputs import read_output, report
+from engine import ONE_GPU, installed_engine, kernels, load, read_output, report, start, tell
 
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
@@ -74,17 +73,15 @@ def count_same(first: list[int], second: list[int]) -> int:
 def check_stress(source: Path, twin: Path, calibrated: Path, prompt: str) -> None:
     """Compare the three texts, up to where two first differ."""
     wanted, text = continued(source, "auto", prompt)
-    same, texts = [], []
-    for directory in (twin, calibrated):
-        tokens, made = continued(directory, "fp8", prompt)
-        same.append(len([*takewhile(bool, (a == b for a, b in zip(wanted, tokens, strict=True)))]))
-        texts.append(made)
+    found = [continued(directory, "fp8", prompt) for directory in (twin, calibrated)]
+    pairs = [zip(wanted, tokens, strict=True) for tokens, _ in found]
+    without, with_scales = (len([*takewhile(lambda pair: pair[0] == pair[1], each)]) for each in pairs)
     problems = []
-    if same[0] > NEW_TOKENS // 4:
-        problems.append(f"without scales {same[0]} of {NEW_TOKENS} tokens are the source's")
-    if same[1] < NEW_TOKENS:
-        problems.append(f"with scales only {same[1]} of {NEW_TOKENS} tokens: {texts[1]!r} for {text!r}")
-    success = f"with scales the source's {texts[1]!r}, without {texts[0]!r}; kernels: {kernels()}"
+    if without > NEW_TOKENS // 4:
+        problems.append(f"without scales {without} of {NEW_TOKENS} tokens are the source's")
+    if with_scales < NEW_TOKENS:
+        problems.append(f"with scales only {with_scales} of {NEW_TOKENS} tokens: {found[1]} for {text!r}")
+    success = f"with scales the source's {text!r}, without {found[0][1]!r}; kernels: {kernels()}"
     report(calibrated, problems, success)
 
 
@@ -92,9 +89,8 @@ def check_baked(source: Path, baked: Path) -> None:
     """Compare the likeliest next tokens of one text."""
     wanted = next_tokens(start(source, kv_cache_dtype="bfloat16"))
     count = len(wanted)
-    wide, narrow = (
-        count_same(wanted, next_tokens(start(baked, kv_cache_dtype=cache))) for cache in ("bfloat16", "fp8")
-    )
+    caches = (start(baked, kv_cache_dtype=cache) for cache in ("bfloat16", "fp8"))
+    wide, narrow = (count_same(wanted, next_tokens(llm)) for llm in caches)
     problems = [f"with a 16-bit cache {wide} of {count} next tokens"] if wide < count else []
     if not LEAST_SAME * count <= narrow:
         problems.append(f"with an FP8 cache {narrow} of {count} next tokens")
@@ -104,18 +100,15 @@ def check_baked(source: Path, baked: Path) -> None:
 
 def check_served(directory: Path) -> None:
     """Serve `directory` with both caches."""
-    output = read_output(directory)
-    llm = start(directory, kv_cache_dtype="fp8")
+    output, llm = read_output(directory), start(directory, kv_cache_dtype="fp8")
     text, tokens = text_of(llm), next_tokens(llm)
     layers = llm.apply_model(look)[0]
     same = count_same(tokens, next_tokens(start(directory, kv_cache_dtype="bfloat16")))
     agreed = f"{same} of {len(tokens)} next tokens are those with a 16-bit cache"
     problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
-    if not LEAST_SAME * len(tokens) <= same < len(tokens):
-        problems.append(agreed)
+    problems += [] if LEAST_SAME * len(tokens) <= same < len(tokens) else [agreed]
     method = output.quantization["quant_method"]
-    success = f"vLLM holds its scales beside {method} weights in {len(layers)} layers; {agreed}"
-    report(directory, problems, f"{success}; {text!r}")
+    report(directory, problems, f"vLLM holds its scales beside {method} weights; {agreed}; {text!r}")
 
 
 def check_quantized(out: Path) -> None:
@@ -123,12 +116,14 @@ def check_quantized(out: Path) -> None:
     for directory in sorted((out / "served").iterdir()):
         check_served(directory)
     leave_out_kernels()
-    results = {directory.name: problem(directory) for directory in sorted((out / "tools").iterdir())}
+    tell((f"{directory.name}: {wrong}", wrong is None) for directory, wrong in problems_of_tools(out))
+
+
+def problems_of_tools(out: Path):
+    for directory in sorted((out / "tools").iterdir()):
+        yield directory, problem(directory)
     for directory in (out / "sources").glob("auto-round-*/*-w4"):
-        results[directory.name] = "there is a place for scales" if has_a_place(directory) else None
-    for name, wrong in results.items():
-        print(f"{'WRONG' if wrong else 'OK'} {name}: {wrong or NOT_SERVED.get(name, 'loaded')}")
-    sys.exit("FAILED" if any(results.values()) else 0)
+        yield directory, "there is a place for scales" if has_a_place(directory) else None
 
 
 def problem(directory: Path) -> str | None:
@@ -166,7 +161,7 @@ def leave_out_kernels() -> None:
     base_loader.process_weights_after_loading = _make_attention_ready
 
 
-def _make_attention_ready(model: torch.nn.Module, *_: object) -> None:
+def _make_attention_ready(model: torch.nn.Module, *_) -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
@@ -177,18 +172,14 @@ def _make_attention_ready(model: torch.nn.Module, *_: object) -> None:
             layer.process_weights_after_loading(torch.bfloat16)
 
 
-def main() -> None:
-    what, *arguments = sys.argv[1:]
-    directories = [*map(Path, arguments)]
-    if what == "stress":
-        check_stress(*directories[:3], "".join(arguments[3:]) or PROMPT)
-    elif what == "baked":
-        for source, baked in zip(directories[::2], directories[1::2], strict=True):
-            check_baked(source, baked)
-    else:
-        check_quantized(*directories)
-
-
 if __name__ == "__main__":
+    what, *arguments = sys.argv[1:]
+    paths = [*map(Path, arguments)]
     with torch.no_grad():
-        main()
+        if what == "stress":
+            check_stress(*paths[:3], "".join(arguments[3:]) or PROMPT)
+        elif what == "baked":
+            for source, baked in zip(paths[::2], paths[1::2], strict=True):
+                check_baked(source, baked)
+        else:
+            check_quantized(*paths)

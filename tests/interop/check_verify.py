@@ -5,26 +5,24 @@ check_verify.py vllm DIR   the same of the checkpoints in DIR, every one of whic
 check_verify.py sglang     by SGLang's own loader code
 
 SGLang's server needs a GPU. What decides about KV scales does not: the quantization config, the
-attention layer with its KV method, the mapping of names, the weight loader. They run here on a
-skeleton of attention layers, in the order of SGLang's Llama. What other model classes do is in
-their table, see sglang_classes.py.
+attention layer with its KV method, the mapping of names, the weight loader. They run here on
+attention layers alone, in the order of SGLang's Llama. What other model classes do is in their
+table, see sglang_classes.py.
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
+from itertools import product, zip_longest
 from pathlib import Path
 
 import torch
-from engine import ONE_GPU, Place, installed_engine, load
+from engine import ONE_GPU, Place, installed_engine, load, tell
 from safetensors import safe_open
 from scale_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLACES, write_case
-from torch import nn
 
 from calib.engines.catalogue import Engine, find_engine
 from calib.engines.simulate_loading import Simulation, simulate
@@ -60,23 +58,18 @@ def difference(predicted: Simulation, scales: Scales) -> str | None:
             return "predicted not known"
         values = scales[f"{outcome.module} {outcome.letter}"]
         wanted = list(outcome.values) * (len(values) // len(outcome.values))
-        pairs = zip(wanted, values, strict=True)
-        if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
+        if not all(a == b or (a != a and b != b) for a, b in zip(wanted, values, strict=True)):  # NaN is NaN
             return f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
     return None
 
 
-def check(
-    name: str, path: Path, scales: Scales, rules: Engine, place: Place = ONE_GPU, *, must_load: bool = False
-) -> bool:
-    """Whether the prediction for a directory is right; prints a line."""
+def check(name, path, scales: Scales, rules: Engine, place=ONE_GPU, *, must_load=False) -> tuple[str, bool]:
+    """What was found of a directory, and whether the prediction is right."""
     predicted = simulate(open_model_directory(path, weights=False), rules, place)
     wrong = difference(predicted, scales)
     if must_load and not predicted.is_good:
         wrong = wrong or "it does not load every scale"
-    outcome = wrong or (scales if isinstance(scales, str) else "loaded")
-    print(f"{'WRONG' if wrong else 'OK'} {place}: {name}: {outcome}", flush=True)
-    return wrong is None
+    return f"{place}: {name}: {wrong or (scales if isinstance(scales, str) else 'loaded')}", wrong is None
 
 
 # ---- vLLM ----
@@ -91,49 +84,50 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Scales:
         model = load(directory, place, rank, kv_cache_dtype=cache)
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         return refusal(error)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
     return {
-        f"{module.layer_name.removesuffix('.attn')} {letter}": getattr(module, f"_{letter}_scale")
-        .flatten()
-        .tolist()
-        for module in model.modules()
-        if isinstance(module, Attention)
-        for letter in "kvq"
+        f"{layer.layer_name.removesuffix('.attn')} {x}": getattr(layer, f"_{x}_scale").flatten().tolist()
+        for layer, x in product(layers, "kvq")
     }
 
 
-def held_by_all(directories: Sequence[Path], place: Place) -> list[Scales]:
+def held_by_all(directories: list[Path], place: Place) -> list[Scales]:
     """The same of several directories, every rank in a process of its own."""
     if place.ranks == 1:
         # two processes share the work
-        halves = [directories[::2], directories[1::2]]
-        started = [_start(half, place, 0) for half in halves]
-        first, second = map(_finish, started)
-        return [scales for pair in zip_longest(first, second) for scales in pair][: len(directories)]
+        started = [_start(half, place, 0) for half in (directories[::2], directories[1::2])]
+        pairs = zip_longest(*map(_finish, started))
+        return [scales for pair in pairs for scales in pair][: len(directories)]
     with tempfile.TemporaryDirectory() as meeting:
         started = [_start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)]
         return [_together(ranks) for ranks in zip(*map(_finish, started), strict=True)]
 
 
-def _start(directories: Sequence[Path], place: Place, rank: int, meeting: str = "") -> subprocess.Popen[str]:
-    arguments = [RANK, str(rank), str(place.ranks), str(int(place.fnuz)), *directories]
+def _start(directories: list[Path], place: Place, rank: int, meeting: str = ""):
+    command = [
+        sys.executable,
+        __file__,
+        RANK,
+        str(rank),
+        str(place.ranks),
+        str(int(place.fnuz)),
+        *directories,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RENDEZVOUS": meeting}
-    return subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def _finish(process: subprocess.Popen[str]) -> list[Scales]:
+def _finish(process) -> list[Scales]:
     return json.loads(process.communicate()[0].splitlines()[-1])
 
 
-def _together(ranks: Sequence[Scales]) -> Scales:
-    refused = next((scales for scales in ranks if isinstance(scales, str)), None)
-    if refused is not None:
-        return refused
+def _together(ranks: tuple[Scales, ...]) -> Scales:
+    if refused := [scales for scales in ranks if isinstance(scales, str)]:
+        return refused[0]
     return {name: [value for scales in ranks for value in scales[name]] for name in ranks[0]}
 
 
-def check_vllm(directories: Mapping[str, Path], place: Place = ONE_GPU, **options: bool) -> list[bool]:
+def check_vllm(directories: dict[str, Path], place: Place = ONE_GPU, **options) -> list[tuple[str, bool]]:
     """Check directories in one place."""
     rules = installed_engine()
     loaded = zip(directories.items(), held_by_all([*directories.values()], place), strict=True)
@@ -143,45 +137,31 @@ def check_vllm(directories: Mapping[str, Path], place: Place = ONE_GPU, **option
 # ---- SGLang ----
 
 
-class Skeleton(nn.Module):
-    """The attention layers of a model, under its names."""
-
-    def __init__(self, quantization) -> None:
-        from sglang.srt.layers.radix_attention import RadixAttention
-
-        super().__init__()
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList(nn.Module() for _ in range(LAYERS))
-        for i, layer in enumerate(self.model.layers):
-            layer.self_attn = nn.Module()
-            name = f"model.layers.{i}.self_attn.attn"
-            layer.self_attn.attn = RadixAttention(
-                HEADS, HEAD_DIM, 1.0, KV_HEADS, i, quant_config=quantization, prefix=name
-            )
-
-
 def held_by_sglang(directory: Path) -> Scales:
     """The scales of each attention layer as SGLang's code leaves them, ready to serve."""
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
 
     try:
-        model = Skeleton(quantization_of(directory))
-        params = dict(model.named_parameters())
+        quantization, layers = quantization_of(directory), {}
+        for i in range(LAYERS):
+            name = f"model.layers.{i}.self_attn.attn"
+            how = {"quant_config": quantization, "prefix": name}
+            layers[name] = RadixAttention(HEADS, HEAD_DIM, 1.0, KV_HEADS, i, **how)
+        params = {f"{at}.{name}": x for at, layer in layers.items() for name, x in layer.named_parameters()}
         for name, tensor in scales_of(directory):
             target = maybe_remap_kv_scale_name(name, params)
             if target in params:
                 default_weight_loader(params[target], tensor)
-        layers = [layer.self_attn.attn for layer in model.model.layers]
-        for layer in layers:
+        for layer in layers.values():
             if layer.quant_method is not None:
                 layer.quant_method.process_weights_after_loading(layer)
     except Exception as error:  # noqa: BLE001 (whatever SGLang raises)
         return refusal(error)
     in_force = {}
-    for i, layer in enumerate(layers):
-        for letter in "kvq":
-            scale = getattr(layer, f"{letter}_scale", None)  # 1.0 where it holds nothing
-            in_force[f"model.layers.{i}.self_attn {letter}"] = [1.0 if scale is None else float(scale)]
+    for (name, layer), letter in product(layers.items(), "kvq"):
+        scale = getattr(layer, f"{letter}_scale", None)  # 1.0 where it holds nothing
+        in_force[f"{name.removesuffix('.attn')} {letter}"] = [1.0 if scale is None else float(scale)]
     return in_force
 
 
@@ -217,7 +197,7 @@ def scales_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, tensors.get_tensor(name)
 
 
-def check_cases(engine: str) -> Iterator[bool]:
+def check_cases(engine: str):
     """Check what is made by hand and what other tools wrote."""
     with tempfile.TemporaryDirectory() as scratch:
         made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
@@ -230,28 +210,20 @@ def check_cases(engine: str) -> Iterator[bool]:
                 if name not in left_out:
                     yield check(name, path, held_by_sglang(path), find_engine("sglang"))
             return
-        golden = {name: path for name, path in GOLDEN.items() if path.name not in _WEIGHTS}
-        yield from check_vllm(made | golden)
+        yield from check_vllm(made | {n: path for n, path in GOLDEN.items() if path.name not in _WEIGHTS})
         for place, names in PLACES:
             yield from check_vllm({name: made[name] for name in names}, place)
 
 
-def main() -> None:
-    what, *arguments = sys.argv[1:]
-    if what == RANK:
-        rank, ranks, fnuz = map(int, arguments[:3])
-        place = Place(ranks, bool(fnuz))
-        print(json.dumps([held_by_vllm(Path(path), place, rank) for path in arguments[3:]]))
-        return
-    if arguments:
-        right = check_vllm({path.name: path for path in sorted(Path(arguments[0]).iterdir())}, must_load=True)
-    else:
-        right = [*check_cases(what)]
-    if not all(right):
-        sys.exit(f"FAILED: {right.count(False)} of {len(right)} directories")
-    print(f"OK: {what} does what `fp8kv verify` predicts with {len(right)} directories")
-
-
 if __name__ == "__main__":
+    what, *arguments = sys.argv[1:]
     with torch.no_grad():
-        main()
+        if what == RANK:
+            rank, ranks, fnuz = map(int, arguments[:3])
+            place = Place(ranks, bool(fnuz))
+            print(json.dumps([held_by_vllm(Path(path), place, rank) for path in arguments[3:]]))
+        elif arguments:
+            paths = {path.name: path for path in sorted(Path(arguments[0]).iterdir())}
+            tell(check_vllm(paths, must_load=True))
+        else:
+            tell(check_cases(what))

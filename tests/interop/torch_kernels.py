@@ -5,7 +5,6 @@ they hold, as they do their kernels. Where vLLM has kernels (AVX-512, AMX) nothi
 """
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +33,11 @@ def install() -> None:
         setattr(module, name, _for_fp8(getattr(module, name), ours))
 
 
-def _for_fp8(theirs: Any, ours: Any) -> Any:
+def _for_fp8(theirs, ours):
     """`ours` where the cache is FP8; without one, `theirs` asked as for a 16-bit cache."""
     signature = inspect.signature(theirs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
         if not str(given.get("kv_cache_dtype")).startswith("fp8"):
             return theirs(**given)
@@ -47,17 +46,7 @@ def _for_fp8(theirs: Any, ours: Any) -> Any:
     return call
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    isa: str,
-    k_scale: float,
-    v_scale: float,
-    kv_cache_dtype: str,
-) -> None:
+def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, **_) -> None:
     """Divide by the scale, clamp, round to FP8 and write to the slots; -1 is padding.
 
     key, value: [tokens, KV heads, head_dim]; caches: [blocks, KV heads, block size, head_dim].
@@ -70,18 +59,17 @@ def reshape_and_cache(
 
 
 def attention_with_kv_cache(
-    *,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    **unused: Any,
+    query,
+    key_cache,
+    value_cache,
+    output,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    scale,
+    k_scale,
+    v_scale,
+    **_,
 ) -> None:
     """Attend to every sequence's blocks, causally; query, output: [tokens, heads, head_dim]."""
     starts = query_start_loc.tolist()
@@ -92,9 +80,8 @@ def attention_with_kv_cache(
         v = _read(value_cache[blocks], length) * v_scale
         q = query[rows].transpose(0, 1).float()
         visible = torch.ones(q.shape[1], length, dtype=torch.bool).tril(length - q.shape[1])
-        made = scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True
-        )
+        how = {"attn_mask": visible, "scale": scale, "enable_gqa": True}
+        made = scaled_dot_product_attention(q[None], k[None], v[None], **how)
         output[rows] = made[0].transpose(0, 1).to(output.dtype).view_as(output[rows])
 
 
