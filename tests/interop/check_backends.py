@@ -1,14 +1,12 @@
 """Where vLLM serves a cache type, in how many bytes: its own backends, for GPUs not there, and us.
 
-check_backends.py                             every type, GPU and head size
-check_backends.py recommended JSON [JSON ...] `fp8kv recommend --json` of SmolLM2 and its twins for
-                                              vLLM and one GPU: vLLM's parser takes the line, a
-                                              backend the cache. The answers differ: they are
-                                              measured, not the same for every model
+check_backends.py                               every type, GPU and head size
+check_backends.py recommended JSON [JSON ...]   `fp8kv recommend --json` of SmolLM2 and its twins for vLLM and
+    one GPU: vLLM's parser takes the line, a backend the cache. The answers, measured, differ
 
-vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where
-its Triton writer then fails: that it can be compiled is asked as well. Of latents (MLA) its FP8
-Triton reader refuses an A100 when it is made, which was read.
+vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where its Triton
+writer then fails: that it can be compiled is asked as well. Of latents (MLA) its FP8 Triton reader refuses
+an A100 when it is made, which was read.
 """
 
 import importlib.machinery
@@ -48,15 +46,9 @@ _MISSING = """
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3
 LATENTS = ((512, 64), (576, 192), (256, 32), (256, 64))
-# a model type of which vLLM caches K and V of heads, though it is of latent attention
-EXPANDED = "minicpm3"
 ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
-FLAG = "--kv-cache-dtype "
 # where bytes are stored: their type in Triton
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
-
-
-# ---- vLLM on GPUs that are not there: its platforms, told what they run on, choose backends ----
 
 
 def install():
@@ -98,7 +90,6 @@ def become(platform, gpu: str) -> None:
 
 
 def selected(platform, **asked) -> list[type]:
-    """The backends of vLLM that take what is asked for."""
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     config = AttentionSelectorConfig(dtype=torch.bfloat16, block_size=None, **asked)
@@ -107,17 +98,12 @@ def selected(platform, **asked) -> list[type]:
     return [getattr(candidate, "backend", candidate[0]).get_class() for candidate in candidates]
 
 
-# ---- K and V of heads ----
-
-
 def support(kind: CacheType):
-    """What our catalogue says that vLLM has for the type."""
     return installed_engine().caches.types.get(kind.name, ())
 
 
 def names(kind: CacheType) -> set[str]:
-    """What vLLM calls the type: what its flags say."""
-    return {way.flag.removeprefix(FLAG).split()[0] for way in support(kind)}
+    return {way.flag.removeprefix("--kv-cache-dtype ").split()[0] for way in support(kind)}
 
 
 def ours(kind: CacheType, gpu: str, shape: Shape) -> Offer | str:
@@ -164,28 +150,20 @@ def compiles(stored: str, capability: int) -> bool:
 
 def compare(platform, kind: CacheType, gpu: str, name: str):
     """What vLLM and our facts say differently of a type on a GPU, for every head size."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    types = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[name], "kv_quant_mode": get_kv_quant_mode(name)}
     for head_dim in HEAD_DIMS:
         shape = Shape(HEADS, head_dim, head_dim)
         answer, chosen = ours(kind, gpu, shape), backends(platform, name, head_dim)
         if bool(chosen) != isinstance(answer, Offer):
             yield f"{kind.name} on {gpu}, {head_dim}: vLLM's backends: {chosen}; we: {answer}"
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=head_dim, **types)
         for backend in chosen:
-            theirs, mine = bytes_per_token(backend, name, head_dim), kind.bytes_per_token([shape])
-            if theirs != mine:
+            theirs = backend.customize_spec(spec).page_size_bytes / spec.block_size
+            if theirs != (mine := kind.bytes_per_token([shape])):
                 yield f"{kind.name}, {head_dim}, {backend} on {gpu}: {theirs} bytes per token; we: {mine}"
-
-
-def bytes_per_token(backend, name: str, head_dim: int) -> float:
-    """What vLLM allocates for a token of a layer of HEADS heads."""
-    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-
-    types = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[name], "kv_quant_mode": get_kv_quant_mode(name)}
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=head_dim, **types)
-    return backend.customize_spec(spec).page_size_bytes / spec.block_size
-
-
-# ---- latents ----
 
 
 def latent_backends(platform, name: str, shape: Shape) -> list[str]:
@@ -210,7 +188,12 @@ def latent_backends(platform, name: str, shape: Shape) -> list[str]:
 
 
 def compare_latents(platform, kind: CacheType, gpu: str, name: str):
-    """As `compare`, for the sizes of latents and k_pe."""
+    """As `compare`, for the sizes of latents and k_pe, which vLLM's own layer allocates."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64), model_config=None)
+    layer = SimpleNamespace(kv_cache_dtype=name, sliding_window=None, indexer=None)
+    vars(layer).update(non_causal_multi_token_decode=False, topk_buffer_width=None)
     for sizes, attention in product(LATENTS, ("latents", "sparse latents")):
         if (gpu, attention) == ("mi300x", "sparse latents"):
             continue  # AITER takes FP8 there, as E4M3FNUZ, of which we claim nothing
@@ -218,21 +201,10 @@ def compare_latents(platform, kind: CacheType, gpu: str, name: str):
         answer, chosen = ours(kind, gpu, shape), latent_backends(platform, name, shape)
         if bool(chosen) != isinstance(answer, Offer):
             yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {answer}"
-        if chosen and (theirs := latent_bytes(name, shape)) != (mine := kind.bytes_per_token([shape])):
+        layer.head_size = sum(sizes)
+        spec = MLAAttention.get_kv_cache_spec(layer, config) if chosen else None
+        if spec and (theirs := spec.page_size_bytes / 64) != (mine := kind.bytes_per_token([shape])):
             yield f"{kind.name}, {shape}: {theirs} bytes per token; we: {mine}"
-
-
-def latent_bytes(name: str, shape: Shape) -> float:
-    """What vLLM's own layer asks for a token."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-
-    layer = SimpleNamespace(
-        kv_cache_dtype=name, head_size=shape.k + shape.v, sliding_window=None, indexer=None,
-        non_causal_multi_token_decode=False, topk_buffer_width=None,
-    )  # fmt: skip
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64), model_config=None)
-    spec = MLAAttention.get_kv_cache_spec(layer, config)
-    return spec.page_size_bytes / spec.block_size
 
 
 def model_types(types: list[CacheType]):
@@ -244,7 +216,8 @@ def model_types(types: list[CacheType]):
     fixtures = {json.loads(f.read_text())["model_type"]: f.stem for f in ARCHITECTURES.iterdir()}
     own = {None, *ModelRegistry.get_supported_archs()}  # of others transformers' code is served
     named = {model for kind in types for way in support(kind) for model in way.models or ()}
-    for model_type in sorted({*named, EXPANDED}):
+    # of minicpm3 vLLM caches K and V of heads, though it is of latent attention
+    for model_type in sorted({*named, "minicpm3"}):
         config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type, kv_lora_rank=512))
         config.is_deepseek_mla = ModelArchConfigConvertorBase.is_deepseek_mla(config)
         config.using_transformers_backend = partial(bool, fixtures.get(model_type) not in own)
@@ -253,36 +226,27 @@ def model_types(types: list[CacheType]):
             yield f"{model_type}: vLLM caches {'' if is_mla else 'no '}latents"
 
 
-# ---- all that is asked ----
-
-
-def flags_parse(types: list[CacheType]) -> None:
-    """Give every flag to vLLM's own parser, and see that it does not have the other types."""
+def check_all(platform) -> None:
     from vllm.config.cache import CacheDType
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    for kind in types:
-        assert names(kind) or kind.name not in get_args(CacheDType), kind.name
-        for way in support(kind):
-            assert parser.parse_args(way.flag.split()).kv_cache_dtype in names(kind), way.flag
-
-
-def check_all(platform) -> None:
-    """Ask for every type, GPU and head size."""
     types = [cache_type(name) for name in ("fp8", *CACHES)]
     latent = [cache_type(name) for name in ("fp8", *LATENT_CACHES)]
     asked = [(one, name) for one in types for name in sorted(names(one))]
-    problems = []
+    problems = [*model_types(latent)]
     for gpu in GPUS:
         become(platform, gpu)
         for one, name in asked:
             problems += compare(platform, one, gpu, name)
         for one in latent:
             problems += compare_latents(platform, one, gpu, one.name)
-    flags_parse([*types, *latent])
-    problems += model_types(latent)
+    # its own parser takes every flag, and does not have the other types
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for kind in [*types, *latent]:
+        assert names(kind) or kind.name not in get_args(CacheDType), kind.name
+        for way in support(kind):
+            assert parser.parse_args(way.flag.split()).kv_cache_dtype in names(kind), way.flag
     count = len(asked) * len(GPUS) * len(HEAD_DIMS) + len(latent) * (len(GPUS) * 2 - 1) * len(LATENTS)
     report("cache types in vLLM", problems, f"{count} answers of its backends and sizes, the same")
 
@@ -300,21 +264,15 @@ def check_recommended(platform, path: str) -> str:
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     problems = [f"{line}: a 16-bit cache"] if parsed.kv_cache_dtype == "auto" else []
     become(platform, gpu)
-    head_dim = head_dim_read_by(commands[0])
+    paths = [Path(word, "config.json") for word in shlex.split(commands[0])]
+    config = json.loads(next(path for path in paths if path.exists()).read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     takes = {backend.get_name() for backend in backends(platform, parsed.kv_cache_dtype, head_dim)}
-    asked = getattr(parsed, "attention_backend", None)
-    wanted = asked and getattr(asked, "name", asked)
+    wanted = getattr(parsed.attention_backend, "name", parsed.attention_backend)
     if not takes or (wanted and wanted not in takes):
         problems.append(f"{line}: on {gpu} there are {sorted(takes) or 'no backends'}")
     report(path, problems, f"{line}: on {gpu} served by {', '.join(sorted(takes))}")
     return answer["chosen"]["cache"]
-
-
-def head_dim_read_by(command: str) -> int:
-    """The head size of the model that a command reads."""
-    paths = [Path(word, "config.json") for word in shlex.split(command)]
-    config = json.loads(next(path for path in paths if path.exists()).read_text())
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Spoil one copy after another of the scales that real vLLM holds; the plugin must name each.
 
-check_copies.py DIR   exit 0 if the plugin says that all scales of DIR are in use, and 20 times,
-                      with a copy of a random layer spoiled, which copy of which layer differs and
-                      ends the server as FP8KV_REQUIRE_SCALES asks; and if the backend stores and
-                      attends with the copies that the catalogue names
+check_copies.py DIR   exit 0 if the plugin says that all scales of DIR are in use, and 20 times, with a copy
+    of a random layer spoiled, which copy of which layer differs and ends the server as
+    FP8KV_REQUIRE_SCALES asks; and if the backend stores and attends with the catalogue's copies
 """
 
 import logging
@@ -12,7 +11,7 @@ import random
 import re
 import sys
 from collections import defaultdict
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import torch
@@ -27,24 +26,18 @@ SPOILED = (1.0, 2.0, 0.75)
 COPIES = installed_engine().scale_copies
 
 
-def start_with_plugin(directory: Path):
-    """An engine that holds `directory`, its runner, and what the plugin said as it loaded."""
-    lines = ["nothing"]
-    logging.getLogger("vllm.fp8kv").addFilter(lambda r: lines.append(r.getMessage()) or True)
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    plugin.register_vllm()
-    llm = start(directory)
-    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    return llm, runner, lines[-1]
-
-
-def said_of(runner) -> str:
-    """What the plugin says of a runner where it must end a server that drops scales."""
+def said_with(runner, layer: torch.nn.Module, names: list[str], factor: float) -> str:
+    """What the plugin says while these copies are 1.0, or the scale times another factor."""
+    held, line = {name: getattr(layer, name) for name in names}, "goes on"
+    for name, scale in held.items():
+        setattr(layer, name, scale**0 if factor == 1.0 else scale * factor)
     try:
         plugin._guard("vllm", lambda: plugin._check_vllm(runner))
     except plugin.ScalesNotUsedError as error:
-        return f"ends: {error}"
-    return "goes on"
+        line = f"ends: {error}"
+    for name, scale in held.items():
+        setattr(layer, name, scale)
+    return line
 
 
 def copies_read(llm, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
@@ -52,10 +45,9 @@ def copies_read(llm, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
     from vllm import _custom_ops
 
     numbers = {"tensor": 0.5, "float": 0.25, "cpu": 0.125}
-    places = [(copy, COPIES[copy].format(x=x)) for copy in numbers for x in "kv"]
-    for layer in layers.values():
-        for copy, name in places:
-            setattr(layer, name, getattr(layer, name) * 0 + numbers[copy])
+    for layer, copy, x in product(layers.values(), numbers, "kv"):
+        name = COPIES[copy].format(x=x)
+        setattr(layer, name, getattr(layer, name) * 0 + numbers[copy])
     arrived = defaultdict(set)
 
     def watched(kernel: str, step: str) -> None:
@@ -79,26 +71,29 @@ if __name__ == "__main__":
     letters = "kvq" if any("q" in layer for layer in scales.values()) else "kv"
     total = 2 * len(scales)
     good = f"fp8kv: {total} of {total} KV scales in use, FP8 cache"
-    llm, runner, line = start_with_plugin(directory)
-    problems = [] if line == good else [f"untouched: {line}"]
+    lines = ["nothing"]
+    logging.getLogger("vllm.fp8kv").addFilter(lambda record: lines.append(record.getMessage()) or True)
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    plugin.register_vllm()
+    llm = start(directory)
+    problems = [] if lines[-1] == good else [f"untouched: {lines[-1]}"]
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
     modules = [module for module in runner.model.modules() if hasattr(module, "_k_scale")]
     layers = {layer_of(module.layer_name): module for module in modules}
     chance = random.Random(0)
     # of Q there is none on the host
     copies = [n for x in letters for c in COPIES.values() if (n := c.format(x=x)) != "_q_scale_cpu"]
-    for copy, factor in islice(zip(cycle(copies), cycle(SPOILED), strict=False), TIMES):
+    cases = [([name], f"{name[1].upper()}'s copy {name} is [^;]*") for name in copies]
+    cases = [*islice(cycle(cases), TIMES), (copies[:3], "K is twice the file's")]
+    for (names, said), factor in zip(cases, cycle(SPOILED), strict=False):
         index = chance.choice(sorted(layers))
-        held = getattr(layers[index], copy)
-        setattr(layers[index], copy, held**0 if factor == 1.0 else held * factor)
-        line = said_of(runner)
-        setattr(layers[index], copy, held)
-        used = total if copy[1] == "q" else total - 1
+        line = said_with(runner, layers[index], names, 2.0 if len(names) > 1 else factor)
+        used = total if names[0][1] == "q" else total - 1
         start_of_line = f"ends: fp8kv: {used} of {total} KV scales in use, FP8 cache; "
-        of_copy = f"{copy[1].upper()}'s copy {copy} is [^;]* in layer {index}"
-        if not re.fullmatch(re.escape(start_of_line) + of_copy, line):
-            problems.append(f"{copy} of layer {index}: {line}")
-    if (line := said_of(runner)) != "goes on":
+        if not re.fullmatch(f"{start_of_line}{said} in layer {index}", line):
+            problems.append(f"{names} of layer {index}: {line}")
+    if (line := said_with(runner, layers[0], [], 1.0)) != "goes on":
         problems.append(f"mended: {line}")
     name = layers[0].attn_backend.get_name()
     backend, read = installed_engine().backends[name], copies_read(llm, layers)

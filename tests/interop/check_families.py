@@ -34,7 +34,6 @@ def layers_of(engine: str, directory: Path):
 
 
 def verdict(engine: str, name: str, home: Path) -> tuple[str, bool]:
-    """What was found of a format's output, and whether it is right."""
     refused = home / f"{name}.refused"
     if refused.exists():
         known = installed_engine() if engine == "vllm" else find_engine(engine)

@@ -33,7 +33,6 @@ OWN_NAMES = ("{module}.{x}_proj.{x}_scale", MLA_NAMINGS[1])  # those that vLLM o
 
 
 def check_vllm(out: Path):
-    """What is right of vLLM, each with its name."""
     import vllm_classes
 
     for home in sorted(out.iterdir()):
@@ -64,10 +63,11 @@ def fates(vllm, kind: str, namings: tuple[str, ...]) -> set[str]:
 def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, str], tuple]:
     """The scales in force in what vLLM's loader makes of the checkpoint, weights and all."""
     model = engine.load(directory, kv_cache_dtype="fp8", **options)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kind)}
-    names = {name: name.partition(".self_attn")[0] + ".self_attn" for name in layers}
-    held = {(name, x): getattr(layers[name], f"_{x}_scale").flatten() for name in layers for x in "kv"}
-    return {(names[name], x): tuple(scale.tolist()) for (name, x), scale in held.items()}
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, kind)]
+    held = [
+        (name, x, getattr(layer, f"_{x}_scale").flatten().tolist()) for name, layer in layers for x in "kv"
+    ]
+    return {(name.partition(".self_attn")[0] + ".self_attn", x): tuple(scale) for name, x, scale in held}
 
 
 @contextmanager
@@ -84,7 +84,6 @@ def mended():
 
 
 def check_baked(out: Path):
-    """What is right of a baked model in vLLM, each with its name."""
     source, twin, baked = (served(out / name) for name in ("source", "twin", "baked"))
     yield "baked: in 16 bits the source's logprobs, exactly", torch.equal(baked[0], source[0])
     garbage, lost = (float((each[1] - source[0]).abs().mean()) for each in (twin, baked))
@@ -126,7 +125,6 @@ def rounded():
 
 
 def check_sglang(out: Path):
-    """What is right of SGLang, each with its name."""
     import sglang_classes
     from sglang.srt.layers.attention.trtllm_mla_backend import TRTLLMMLABackend
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

@@ -2,14 +2,11 @@
 
 check_outputs.py vllm DIR       exit 0 if every attention layer holds exactly the file's scales
 check_outputs.py doubled DIR    the same with one scale doubled in a copy: exit 0 if that is found
-check_outputs.py reloaded DIR   gives the engine that serves DIR all scales doubled, the ways that a
-                                training loop could: exit 0 if `reload_weights` takes them with the
-                                weights and, as our pages say, `load_weights` drops them alone
+check_outputs.py reloaded DIR   all scales doubled, as a training loop could: `reload_weights` takes
+                                them with the weights and, as our pages say, `load_weights` drops them
 check_outputs.py transformers SOURCE DIR...
-                                the same weights as SOURCE's, and nothing missing. The one format
-                                that transformers itself acts on is compressed-tensors: it gives
-                                each attention module a `k_scale` and a `v_scale` and rounds K and V
-                                by them. All others are listed as unexpected
+    the same weights as SOURCE's, and nothing missing. It acts on compressed-tensors alone: it gives each
+    attention module a `k_scale` and a `v_scale` and rounds by them. All others are listed as unexpected
 
 The text that they generate and the bytes in vLLM's caches are looked at too.
 """
@@ -17,11 +14,11 @@ The text that they generate and the bytes in vLLM's caches are looked at too.
 import shutil
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from engine import SCALES_FILE, STATS_FILE, Output, kernels, read_output, report, start
+from engine import SCALES_FILE, STATS_FILE, Output, read_output, report, start
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,49 +29,29 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 LEAST_USED = FP8_MAX / 16
 
 
-class Layer(NamedTuple):
-    """What one attention layer of vLLM holds after generating."""
-
-    scales: dict[str, Tensor]  # q, k, v -> float32
-    kernel_scales: dict[str, float]  # k, v -> what kernels take that know one scale per layer
-    cache_dtype: str
-    cache_bytes: int  # per value
-    largest: float  # FP8 value of K and V in the cache
-
-
-def look(model: torch.nn.Module) -> dict[str, Layer]:
+def layers_of(llm) -> dict[str, torch.nn.Module]:
     """Every attention layer, by the name of the module around it."""
     from vllm.model_executor.layers.attention import Attention
 
-    return {
-        layer.layer_name.removesuffix(".attn"): Layer(
-            {which: getattr(layer, f"_{which}_scale").detach().clone() for which in "qkv"},
-            {which: getattr(layer, f"_{which}_scale_float") for which in "kv"},
-            layer.kv_cache_dtype,
-            layer.kv_cache.element_size(),
-            layer.kv_cache.view(torch.float8_e4m3fn).float().abs().max().item(),
-        )
-        for layer in model.modules()
-        if isinstance(layer, Attention)
-    }
+    (layers,) = llm.apply_model(lambda model: [m for m in model.modules() if isinstance(m, Attention)])
+    return {layer.layer_name.removesuffix(".attn"): layer for layer in layers}
 
 
 def text_of(llm) -> str:
-    """How vLLM continues the prompt, greedily."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=20)
     return llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
 
 
-def wrong_scales(layers: dict[str, Layer], output: Output) -> list[str]:
+def wrong_scales(layers: dict[str, torch.nn.Module], output: Output) -> list[str]:
     """Name the attention modules whose scales are not exactly those of `output`."""
-    return [
-        f"{name}: vLLM's {which} scale is {held.tolist()}, the file says {wanted.tolist()}"
-        for name, layer in layers.items()
-        for which, held in layer.scales.items()
-        if not torch.equal(held.flatten(), wanted := as_held(output, name, which))
-    ]
+    problems = []
+    for (name, layer), x in product(layers.items(), "qkv"):
+        held, wanted = getattr(layer, f"_{x}_scale").flatten(), as_held(output, name, x)
+        if not torch.equal(held, wanted):
+            problems.append(f"{name}: vLLM's {x} scale is {held.tolist()}, the file says {wanted.tolist()}")
+    return problems
 
 
 def as_held(output: Output, name: str, which: str) -> Tensor:
@@ -89,31 +66,31 @@ def as_held(output: Output, name: str, which: str) -> Tensor:
     return filed.view(output.scales_per_layer, -1).amax(dim=1) if which == "q" else filed.flatten()
 
 
-def other_problems(layers: dict[str, Layer], output: Output, text: str) -> list[str]:
-    """Say what else is not as it should be."""
+def other_problems(layers: dict[str, torch.nn.Module], output: Output, text: str) -> list[str]:
     wanted = output.config["num_hidden_layers"]
     problems = [] if len(layers) == wanted else [f"{len(layers)} attention layers, not {wanted}"]
     for name, layer in layers.items():
-        if not layer.cache_dtype.startswith("fp8") or layer.cache_bytes != 1:
-            problems.append(f"{name}: the cache is {layer.cache_dtype}, not FP8")
-        if not LEAST_USED <= layer.largest <= FP8_MAX:
-            problems.append(f"{name}: the largest FP8 value cached is {layer.largest}")
-        if layer.kernel_scales != (largest := {x: layer.scales[x].max().item() for x in "kv"}):
-            problems.append(f"{name}: the kernel takes {layer.kernel_scales}, not {largest}")
+        cache = layer.kv_cache
+        if not layer.kv_cache_dtype.startswith("fp8") or cache.element_size() != 1:
+            problems.append(f"{name}: the cache is {layer.kv_cache_dtype}, not FP8")
+        if not LEAST_USED <= (largest := cache.view(torch.float8_e4m3fn).float().abs().max()) <= FP8_MAX:
+            problems.append(f"{name}: the largest FP8 value cached is {largest}")
+        for x in "kv":
+            # what kernels take that know one scale per layer
+            if (taken := getattr(layer, f"_{x}_scale_float")) != getattr(layer, f"_{x}_scale").max().item():
+                problems.append(f"{name}: the kernel takes {taken} for {x}")
     return problems if ANSWER in text else [*problems, f"generated {text!r}"]
 
 
 def check_vllm(directory: Path) -> None:
-    """Check `directory` against its own file."""
     output, llm = read_output(directory), start(directory)
-    text, layers = text_of(llm), llm.apply_model(look)[0]
+    text, layers = text_of(llm), layers_of(llm)
     if layers.keys() != output.scales.keys():
         report(directory, [f"layers {sorted(layers.keys() ^ output.scales.keys())} differ"], "")
     problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
     letters = {which for scales in output.scales.values() for which in scales}
-    success = f"vLLM holds the file's {sorted(letters)} scales in {len(layers)} layers, "
-    success += f"{output.scales_per_layer} each; kernels {kernels()}; {text!r}"
-    report(directory, problems, success)
+    success = f"vLLM holds the file's {sorted(letters)} scales in {len(layers)} layers"
+    report(directory, problems, f"{success}, {output.scales_per_layer} each; {text!r}")
 
 
 def check_doubled(directory: Path) -> None:
@@ -123,14 +100,12 @@ def check_doubled(directory: Path) -> None:
         tensors = load_file(directory / SCALES_FILE)
         tensors[f"{DOUBLED}.v_scale"] *= 2
         save_file(tensors, copy / SCALES_FILE, metadata={"format": "pt"})
-        layers = start(copy).apply_model(look)[0]
-    wrong = wrong_scales(layers, read_output(directory))
+        wrong = wrong_scales(layers_of(start(copy)), read_output(directory))
     caught = len(wrong) == 1 and wrong[0].startswith(f"{DOUBLED}: vLLM's v scale")
     report(directory, [] if caught else [f"a doubled v scale of {DOUBLED} gave {wrong}"], str(wrong))
 
 
 def check_reloaded(directory: Path) -> None:
-    """Give a running engine weights with other scales."""
     first, llm = read_output(directory), start(directory)
     twice = {name: {x: 2 * scale for x, scale in layer.items()} for name, layer in first.scales.items()}
     doubled, before = first._replace(scales=twice), text_of(llm)
@@ -138,21 +113,16 @@ def check_reloaded(directory: Path) -> None:
     weights = ((file.name, *pair) for file in files for pair in load_file(file).items())
     others = ((name, x * 2 if file == SCALES_FILE else x) for file, name, x in weights)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": others})
-    reloaded, text = llm.apply_model(look)[0], text_of(llm)
-    held = llm.apply_model(look)[0]
-    problems = [*wrong_scales(reloaded, doubled), *other_problems(held, doubled, text)]
+    problems, text = wrong_scales(layers_of(llm), doubled), text_of(llm)
+    problems += other_problems(layers_of(llm), doubled, text)
     again = [(name, scale * 4) for name, scale in load_file(directory / SCALES_FILE).items()]
     llm.apply_model(lambda model: len(model.load_weights(iter(again))))
-    problems += [f"load_weights: {x}" for x in wrong_scales(llm.apply_model(look)[0], doubled)]
+    problems += [f"load_weights: {x}" for x in wrong_scales(layers_of(llm), doubled)]
     success = "scales twice as large are taken by reload_weights, and dropped by load_weights"
     report(directory, problems, f"{success}; {before!r}, {text!r}")
 
 
-# ---- transformers ----
-
-
 def check_transformers(source: Path, *directories: Path) -> None:
-    """Load each, compare and generate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     weights = {name: x for file in source.glob("*.safetensors") for name, x in load_file(file).items()}
@@ -165,37 +135,29 @@ def check_transformers(source: Path, *directories: Path) -> None:
         state = model.state_dict()
         changed = [name for name, x in weights.items() if name not in state or not same(state[name], x)]
         problems = [f"{name} is not the source's" for name in changed]
-        problems += [*loading_problems(info, output), *wrongly_attached(state, output)]
+        problems += transformers_problems(info, state, output)
         problems += [] if ANSWER in text else [f"generated {text!r}"]
         unused = len(info["unexpected_keys"])
         report(directory, problems, f"{len(weights)} weights as in the source; {unused} left out; {text!r}")
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two are the same, bit for bit."""
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def loading_problems(info: dict, output: Output) -> list[str]:
-    """Say what transformers missed, and what it found beyond our scales."""
+def transformers_problems(info: dict, state: dict[str, Tensor], output: Output) -> list[str]:
+    """What it missed or found beyond our scales, and scales that are not the file's, cast to their dtype."""
     bad = ("missing_keys", "mismatched_keys", "error_msgs")
     problems = [f"{key}: {sorted(info[key])}" for key in bad if info[key]]
     is_taken = output.quantization.get("quant_method") == "compressed-tensors"
-    ours = ".q_scale" if is_taken else "_scale"
-    strangers = [key for key in info["unexpected_keys"] if not key.endswith(ours)]
-    return [*problems, f"unexpected: {sorted(strangers)}"] if strangers else problems
-
-
-def wrongly_attached(state: dict[str, Tensor], output: Output) -> list[str]:
-    """Name the scales that are not the file's, cast to the dtype they have."""
-    is_taken = output.quantization.get("quant_method") == "compressed-tensors"
-    wanted = {(name, x) for name in output.scales for x in "kv"} if is_taken else set()
-    endings = (".q_scale", ".k_scale", ".v_scale")
-    names = {(key[: -len(".k_scale")], key[-len("k_scale")]): key for key in state if key.endswith(endings)}
-    if names.keys() != wanted:
-        return [f"scales attached to {len(names)} of {len(wanted)} places"]
-    held = {key: (state[key], output.scales[name][x]) for (name, x), key in names.items()}
-    return [f"{key} is {one.tolist()}" for key, (one, filed) in held.items() if not same(one, filed.to(one))]
+    unused = ".q_scale" if is_taken else "_scale"
+    if strangers := [key for key in info["unexpected_keys"] if not key.endswith(unused)]:
+        problems.append(f"unexpected: {sorted(strangers)}")
+    wanted = {f"{name}.{x}_scale": output.scales[name][x] for name in output.scales for x in "kv"}
+    held = {key: x for key, x in state.items() if key.endswith((".q_scale", ".k_scale", ".v_scale"))}
+    if held.keys() != (wanted.keys() if is_taken else set()):
+        return [*problems, f"scales attached to {len(held)} places"]
+    return problems + [f"{key} is {x.tolist()}" for key, x in held.items() if not same(x, wanted[key].to(x))]
 
 
 if __name__ == "__main__":

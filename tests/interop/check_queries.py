@@ -6,9 +6,7 @@ check_queries.py OUT [ARCHITECTURE ...]   OUT as `write_models.py queries` leave
 
 import json
 import re
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import no_pictures  # noqa: F401 (before an engine)
@@ -18,18 +16,17 @@ from vllm_process import join_group
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
-MIXTRAL = Path(__file__).parents[2] / "tools/engine_classes/architectures/MixtralForCausalLM.json"
-# their experts compute otherwise after some of the other classes (why was not found out)
-FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+# the groups of processes of a model with experts do for all, and experts of Llama 4 compute otherwise
+# after some of the other classes (why was not found out)
+FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "MixtralForCausalLM")
 SEEN: dict[str, dict[str, torch.Tensor]] = {}
 
 
 def attend(layer, query, key, value, output_shape=None, **_):
     """Stand in for `Attention.forward`: note Q, K and V, and attend to them causally."""
-    size, out_size = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
-    tokens = query.shape[0]
-    q = query.reshape(tokens, layer.num_heads, size)
-    k = key.reshape(tokens, layer.num_kv_heads, size)
+    tokens, out_size = len(query), getattr(layer, "head_size_v", layer.head_size)
+    q = query.reshape(tokens, layer.num_heads, layer.head_size)
+    k = key.reshape(tokens, layer.num_kv_heads, layer.head_size)
     v = value.reshape(tokens, layer.num_kv_heads, out_size)
     SEEN[layer.layer_name] = {letter: x.abs().amax((0, 2)) for letter, x in (("k", k), ("v", v), ("q", q))}
     repeat = layer.num_heads // layer.num_kv_heads
@@ -45,7 +42,7 @@ def attend(layer, query, key, value, output_shape=None, **_):
 
 
 def run(home: Path, tokens: list[int]) -> list[dict[str, torch.Tensor]]:
-    """What the layers of the engine's class are handed when it reads the tokens, layer by layer."""
+    """What the layers of the engine's class are handed when it reads the tokens."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.model_loader import get_model
@@ -53,6 +50,7 @@ def run(home: Path, tokens: list[int]) -> list[dict[str, torch.Tensor]]:
     SEEN.clear()
     config = configure(home, dtype="float32")
     with set_current_vllm_config(config):
+        join_group(1, 0)
         model = get_model(vllm_config=config)
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     if config.model_config.uses_mrope:
@@ -89,20 +87,12 @@ def verdict(home: Path) -> str:
 
 
 def main() -> None:
-    """Check every family."""
-    out = Path(sys.argv[1])
-    names = sys.argv[2:] or sorted(home.name for home in out.iterdir())
-    with tempfile.TemporaryDirectory() as home:
-        shutil.copy(MIXTRAL, Path(home, "config.json"))
-        config = configure(home, dtype="float32")
-    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    # the groups of processes of a model with experts do for all
-    with set_current_vllm_config(config):
-        join_group(1, 0)
     Attention.forward = attend
-    names = [*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)]
+    out = Path(sys.argv[1])
+    names = sys.argv[2:] or [home.name for home in out.iterdir()]
+    names.sort(key=lambda name: (name not in FIRST, name))
     results = ((name, verdict(out / name)) for name in names)
     tell((f"{name} | {result}", result == "right") for name, result in results)
 

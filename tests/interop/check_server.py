@@ -1,12 +1,11 @@
 """Start `vllm serve` on this CPU: what the plugin says, and what `fp8kv verify --served` says.
 
 check_server.py plugin WHEEL [NAME ...]
-    Serves hand-made directories with our wheel installed; exit 0 if the line is right for each, and
-    only the good ones are served where FP8KV_REQUIRE_SCALES is set; a bad one is where it is not
+    Hand-made directories with our wheel installed: exit 0 if the line is right for each, and only
+    the good are served where FP8KV_REQUIRE_SCALES is set. A bad one is where it is not
 check_server.py verify FP8KV TWIN TWIN_CALIBRATED PLAIN_CALIBRATED
-    FP8KV is the command, which has an environment of its own. A server of TWIN_CALIBRATED, the twin
-    with its scales, must be nearer to them; one of TWIN nearer to 1.0; of PLAIN_CALIBRATED, a model
-    that does without, nobody can tell
+    By the command FP8KV of another environment a server of TWIN_CALIBRATED, the twin with its scales,
+    is nearer to them, one of TWIN to 1.0; of PLAIN_CALIBRATED, which does without, nobody can tell
 """
 
 import json
@@ -28,9 +27,7 @@ from safetensors.torch import load_file, save_file
 from scale_cases import CASES, write_case
 from vllm_process import ENVIRONMENT
 
-SECONDS = 300
-# a plugin of its own: FP8 kernels for CPUs without, and a fault: scales twice as large, all copies
-# of them or the numbers alone
+# a plugin of its own: FP8 kernels for CPUs without
 HELPER = """
 import os, sys
 def register():
@@ -38,18 +35,6 @@ def register():
     import torch_kernels
     if torch_kernels.is_needed():
         torch_kernels.install()
-    if what := os.environ.get("DOUBLED"):
-        from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-        method = compressed_tensors.CompressedTensorsKVCacheMethod
-        process = method.process_weights_after_loading
-        def doubled(self, layer):
-            process(self, layer)
-            layer._k_scale_float *= 2
-            layer._v_scale_float *= 2
-            if what == "all":
-                for x in (layer._k_scale, layer._v_scale, layer._k_scale_cpu, layer._v_scale_cpu):
-                    x.mul_(2)
-        method.process_weights_after_loading = doubled
 """
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: 0.32.0+cpu\n"
 POINTS = "[vllm.general_plugins]\ninterop_helper = interop_helper:register\n"
@@ -80,8 +65,8 @@ def serving(model: Path, packages: Path, *options: str, **variables: str):
         port = free.getsockname()[1]
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "INTEROP": str(Path(__file__).parent)}
     own |= {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": str(packages)}
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--enforce-eager", *options]
-    command += ["--port", str(port)]
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [vllm, "serve", model, "--enforce-eager", *options, "--port", str(port)]
     environment = {**os.environ, **ENVIRONMENT, **own, **variables}
     log = packages / f"{port}.log"
     with log.open("w") as out:
@@ -95,8 +80,7 @@ def serving(model: Path, packages: Path, *options: str, **variables: str):
 
 
 def is_healthy(server, url: str) -> bool:
-    """Wait until the server answers, or has ended."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + 300
     while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -106,18 +90,12 @@ def is_healthy(server, url: str) -> bool:
     return False
 
 
-# ---- the plugin ----
-
-
 class Served(NamedTuple):
-    """A directory, how it is served, and the line that the plugin must write."""
-
     name: str
-    line: str
+    line: str  # which the plugin must write
     change: Callable[[Tensors], Tensors] = dict
     case: str = "one scale per layer, [1]"
     options: tuple[str, ...] = ()
-    doubled: str = ""
     required: bool = True  # FP8KV_REQUIRE_SCALES
     serves: bool = False
 
@@ -129,42 +107,26 @@ def one_for_both(scales: Tensors) -> Tensors:
     return scales | {"model.layers.1.self_attn.kv_scale": shared}
 
 
-def without_a_layer(scales: Tensors) -> Tensors:
-    return {name: x for name, x in scales.items() if "layers.1." not in name}
-
-
-def all_ones(scales: Tensors) -> Tensors:
-    return {name: torch.ones_like(x) for name, x in scales.items()}
-
-
-GOOD, NONE = (f"fp8kv: {n} of 4 KV scales in use, FP8 cache" for n in (4, 0))
-LACKS = (
-    "fp8kv: 2 of 4 KV scales in use, FP8 cache; "
-    "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
-)
-DROPS = (
-    "fp8kv: 3 of 4 KV scales in use, FP8 cache; V is at 1.0: the engine dropped the file's scale in layer 1"
-)
-HALF = "fp8kv: 2 of 2 KV scales in use, FP8 cache"
+GOOD, HALF, NONE = (f"fp8kv: {n} KV scales in use, FP8 cache" for n in ("4 of 4", "2 of 2", "0 of 4"))
+ABSENT = "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
+LACKS = f"fp8kv: 2 of 4 KV scales in use, FP8 cache; {ABSENT}"
+DROPPED = "V is at 1.0: the engine dropped the file's scale in layer 1"
+DROPS = f"fp8kv: 3 of 4 KV scales in use, FP8 cache; {DROPPED}"
 HEADS, RANKS = "per head, [H, 1, 1]", ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0")
-FLOATS = "the numbers doubled that vLLM's kernel for CPUs reads"
 SERVED = [
     Served("good", GOOD, serves=True),
-    Served("a layer without scales", LACKS, without_a_layer),
-    # one bad directory shows that without the variable a warning is all
-    Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
+    Served("a layer without scales", LACKS, lambda s: {n: x for n, x in s.items() if "layers.1." not in n}),
     Served("a scale that vLLM drops", DROPS, one_for_both),
-    Served("doubled", f"{NONE}; K is twice the file's", doubled="all"),
-    Served(FLOATS, f"{NONE}; K's copy _k_scale_float is twice the file's", doubled="floats"),
     Served("shards of scales per head", GOOD, case=HEADS, options=RANKS, serves=True),
     Served("two pipeline stages, one of them left in 16 bits", HALF, options=STAGES, serves=True),
-    Served("at 1.0", f"{NONE}; K is 1.0 in the files", all_ones),
+    Served("at 1.0", f"{NONE}; K is 1.0 in the files", lambda s: {n: x**0 for n, x in s.items()}),
 ]
+# one bad directory shows that without the variable a warning is all
+SERVED.append(SERVED[1]._replace(name="the same, not required", required=False, serves=True))
 
 
 def check_plugin(wheel: str, *names: str):
-    """Serve every directory, or those of these names."""
     work = Path(tempfile.mkdtemp())
     packages = install(work / "packages", wheel)
     for i, served in enumerate([served for served in SERVED if served.name in names] or SERVED):
@@ -176,20 +138,16 @@ def check_line(served: Served, directory: Path, packages: Path) -> tuple[str, bo
     (made,) = [case for case in CASES if case.name == served.case]
     file = write_case(made, directory) / "scales.safetensors"
     save_file(served.change(load_file(file)), file, {"format": "pt"})
-    variables = {"DOUBLED": served.doubled, "FP8KV_REQUIRE_SCALES": "1" if served.required else ""}
+    required = {"FP8KV_REQUIRE_SCALES": "1" if served.required else ""}
     options = ["--skip-tokenizer-init", "--max-model-len", "128", "--num-gpu-blocks-override", "8"]
-    with serving(directory, packages, *options, *served.options, **variables) as (url, log):
+    with serving(directory, packages, *options, *served.options, **required) as (url, log):
         serves = url is not None
     said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(served.line in line for line in said) and serves == served.serves
     return f"{served.name}: serves {serves}; {said}", is_right
 
 
-# ---- verify --served ----
-
-
 def check_verify(fp8kv: str, twin: str, scaled: str, plain: str):
-    """Serve three directories, one after the other."""
     packages = install(Path(tempfile.mkdtemp(), "packages"))
     options = ["--kv-cache-dtype", "fp8", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     cases = ((scaled, scaled, "scales"), (twin, scaled, "1.0"), (plain, plain, "cannot tell"))

@@ -1,17 +1,15 @@
 """Which tokens vLLM finds next, with our scales, with a model baked, and beside quantised weights.
 
 check_tokens.py stress SOURCE TWIN CALIBRATED [PROMPT]
-    SOURCE continues a prompt with a bfloat16 cache. TWIN, its `fp8kv stress`, must say something
-    else with an FP8 cache and no scales; CALIBRATED, the twin's `fp8kv calibrate`, the same. So
-    must its `fp8kv bake`, without scales
+    With an FP8 cache TWIN, the `fp8kv stress` of SOURCE, must not say what SOURCE says in 16 bits;
+    CALIBRATED, the twin's `fp8kv calibrate`, must, and so its `fp8kv bake`, without scales
 check_tokens.py baked SOURCE BAKED [SOURCE BAKED ...]
     With a 16-bit cache BAKED must find every token likeliest that SOURCE does: powers of two do not
     round. With an FP8 cache and no scales in its files it must agree as FP8 caches do
 check_tokens.py quantized OUT
-    OUT as write_quantized.py leaves it. OUT/served are served with an FP8 cache and exactly their
-    own scales, and find the tokens that they find with a 16-bit cache; of OUT/tools vLLM's classes
-    hold what `fp8kv verify` predicts, and for weights that `fp8kv calibrate` refuses they make no
-    parameters
+    Of what write_quantized.py leaves OUT/served hold, with an FP8 cache, exactly their own scales, and
+    find the tokens of a 16-bit cache; of OUT/tools vLLM's classes hold what `fp8kv verify` predicts,
+    and make no parameters for weights that `fp8kv calibrate` refuses
 """
 
 import re
@@ -21,9 +19,9 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
-from check_outputs import look, other_problems, text_of, wrong_scales
+from check_outputs import layers_of, other_problems, text_of, wrong_scales
 from check_verify import difference, held_by_vllm
-from engine import ONE_GPU, installed_engine, kernels, load, read_output, report, start, tell
+from engine import ONE_GPU, installed_engine, load, read_output, report, start, tell
 
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
@@ -48,7 +46,6 @@ NOT_SERVED = {
 
 
 def continued(directory: Path, cache: str, prompt: str) -> tuple[list[int], str]:
-    """How the model goes on, greedily: the new tokens, and their text."""
     llm = start(directory, kv_cache_dtype=cache)
     from vllm import SamplingParams
 
@@ -58,7 +55,6 @@ def continued(directory: Path, cache: str, prompt: str) -> tuple[list[int], str]
 
 
 def next_tokens(llm) -> list[int]:
-    """The likeliest token after each of the text."""
     from vllm import SamplingParams
 
     asked = SamplingParams(max_tokens=1, prompt_logprobs=1)
@@ -71,7 +67,6 @@ def count_same(first: list[int], second: list[int]) -> int:
 
 
 def check_stress(source: Path, twin: Path, calibrated: Path, prompt: str) -> None:
-    """Compare the three texts, up to where two first differ."""
     wanted, text = continued(source, "auto", prompt)
     found = [continued(directory, "fp8", prompt) for directory in (twin, calibrated)]
     pairs = [zip(wanted, tokens, strict=True) for tokens, _ in found]
@@ -81,12 +76,10 @@ def check_stress(source: Path, twin: Path, calibrated: Path, prompt: str) -> Non
         problems.append(f"without scales {without} of {NEW_TOKENS} tokens are the source's")
     if with_scales < NEW_TOKENS:
         problems.append(f"with scales only {with_scales} of {NEW_TOKENS} tokens: {found[1]} for {text!r}")
-    success = f"with scales the source's {text!r}, without {found[0][1]!r}; kernels: {kernels()}"
-    report(calibrated, problems, success)
+    report(calibrated, problems, f"with scales the source's {text!r}, without {found[0][1]!r}")
 
 
 def check_baked(source: Path, baked: Path) -> None:
-    """Compare the likeliest next tokens of one text."""
     wanted = next_tokens(start(source, kv_cache_dtype="bfloat16"))
     count = len(wanted)
     caches = (start(baked, kv_cache_dtype=cache) for cache in ("bfloat16", "fp8"))
@@ -94,36 +87,28 @@ def check_baked(source: Path, baked: Path) -> None:
     problems = [f"with a 16-bit cache {wide} of {count} next tokens"] if wide < count else []
     if not LEAST_SAME * count <= narrow:
         problems.append(f"with an FP8 cache {narrow} of {count} next tokens")
-    success = f"all of {count} next tokens with a 16-bit cache, {narrow} with FP8 at 1.0"
-    report(baked, problems, f"{success}; kernels: {kernels()}")
+    report(baked, problems, f"all of {count} next tokens with a 16-bit cache, {narrow} with FP8 at 1.0")
 
 
 def check_served(directory: Path) -> None:
-    """Serve `directory` with both caches."""
     output, llm = read_output(directory), start(directory, kv_cache_dtype="fp8")
     text, tokens = text_of(llm), next_tokens(llm)
-    layers = llm.apply_model(look)[0]
     same = count_same(tokens, next_tokens(start(directory, kv_cache_dtype="bfloat16")))
     agreed = f"{same} of {len(tokens)} next tokens are those with a 16-bit cache"
-    problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
+    problems = [*wrong_scales(layers_of(llm), output), *other_problems(layers_of(llm), output, text)]
     problems += [] if LEAST_SAME * len(tokens) <= same < len(tokens) else [agreed]
     method = output.quantization["quant_method"]
     report(directory, problems, f"vLLM holds its scales beside {method} weights; {agreed}; {text!r}")
 
 
 def check_quantized(out: Path) -> None:
-    """Serve what this CPU can, and load the others."""
     for directory in sorted((out / "served").iterdir()):
         check_served(directory)
     leave_out_kernels()
-    tell((f"{directory.name}: {wrong}", wrong is None) for directory, wrong in problems_of_tools(out))
-
-
-def problems_of_tools(out: Path):
-    for directory in sorted((out / "tools").iterdir()):
-        yield directory, problem(directory)
+    tools = {directory: problem(directory) for directory in sorted((out / "tools").iterdir())}
     for directory in (out / "sources").glob("auto-round-*/*-w4"):
-        yield directory, "there is a place for scales" if has_a_place(directory) else None
+        tools[directory] = "there is a place for scales" if has_a_place(directory) else None
+    tell((f"{directory.name}: {wrong or 'as predicted'}", not wrong) for directory, wrong in tools.items())
 
 
 def problem(directory: Path) -> str | None:
@@ -144,10 +129,9 @@ def has_a_place(directory: Path) -> bool:
 
 
 def leave_out_kernels() -> None:
-    """Replace what chooses vLLM's kernels for weights, and what makes weights ready for them.
+    """Replace what chooses vLLM's kernels for weights, and makes weights ready: here are none for some.
 
-    This machine has none for some. Layers still make their parameters, load them, and make
-    attention ready to serve.
+    Layers still make their parameters, load them, and make attention ready to serve.
     """
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.model_executor.model_loader import base_loader

@@ -4,10 +4,9 @@ check_verify.py vllm       exit 0 if `fp8kv verify` is right about every one
 check_verify.py vllm DIR   the same of the checkpoints in DIR, every one of which must load
 check_verify.py sglang     by SGLang's own loader code
 
-SGLang's server needs a GPU. What decides about KV scales does not: the quantization config, the
-attention layer with its KV method, the mapping of names, the weight loader. They run here on
-attention layers alone, in the order of SGLang's Llama. What other model classes do is in their
-table, see sglang_classes.py.
+SGLang's server needs a GPU. What decides about KV scales does not: quantization config, attention
+layer with its KV method, mapping of names, weight loader. They run here on attention layers alone, in
+the order of SGLang's Llama. What other model classes do is in their table, see sglang_classes.py.
 """
 
 import json
@@ -64,15 +63,11 @@ def difference(predicted: Simulation, scales: Scales) -> str | None:
 
 
 def check(name, path, scales: Scales, rules: Engine, place=ONE_GPU, *, must_load=False) -> tuple[str, bool]:
-    """What was found of a directory, and whether the prediction is right."""
     predicted = simulate(open_model_directory(path, weights=False), rules, place)
     wrong = difference(predicted, scales)
     if must_load and not predicted.is_good:
         wrong = wrong or "it does not load every scale"
     return f"{place}: {name}: {wrong or (scales if isinstance(scales, str) else 'loaded')}", wrong is None
-
-
-# ---- vLLM ----
 
 
 def held_by_vllm(directory: Path, place: Place, rank: int) -> Scales:
@@ -92,33 +87,21 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Scales:
 
 
 def held_by_all(directories: list[Path], place: Place) -> list[Scales]:
-    """The same of several directories, every rank in a process of its own."""
+    """The same of several directories: on one rank by two processes, each of half; else every rank in one."""
+    shares = [(rank, directories) for rank in range(place.ranks)]
     if place.ranks == 1:
-        # two processes share the work
-        started = [_start(half, place, 0) for half in (directories[::2], directories[1::2])]
-        pairs = zip_longest(*map(_finish, started))
-        return [scales for pair in pairs for scales in pair][: len(directories)]
+        shares = [(0, directories[::2]), (0, directories[1::2])]
     with tempfile.TemporaryDirectory() as meeting:
-        started = [_start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)]
-        return [_together(ranks) for ranks in zip(*map(_finish, started), strict=True)]
-
-
-def _start(directories: list[Path], place: Place, rank: int, meeting: str = ""):
-    command = [
-        sys.executable,
-        __file__,
-        RANK,
-        str(rank),
-        str(place.ranks),
-        str(int(place.fnuz)),
-        *directories,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RENDEZVOUS": meeting}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def _finish(process) -> list[Scales]:
-    return json.loads(process.communicate()[0].splitlines()[-1])
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment["RENDEZVOUS"] = f"{meeting}/rendezvous" if place.ranks > 1 else ""
+        how, started = {"stdout": subprocess.PIPE, "text": True, "env": environment}, []
+        for rank, share in shares:
+            numbers = map(str, (rank, place.ranks, int(place.fnuz)))
+            started.append(subprocess.Popen([sys.executable, __file__, RANK, *numbers, *share], **how))
+        found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+    if place.ranks == 1:
+        return [scales for pair in zip_longest(*found) for scales in pair][: len(directories)]
+    return [_together(ranks) for ranks in zip(*found, strict=True)]
 
 
 def _together(ranks: tuple[Scales, ...]) -> Scales:
@@ -128,13 +111,9 @@ def _together(ranks: tuple[Scales, ...]) -> Scales:
 
 
 def check_vllm(directories: dict[str, Path], place: Place = ONE_GPU, **options) -> list[tuple[str, bool]]:
-    """Check directories in one place."""
     rules = installed_engine()
     loaded = zip(directories.items(), held_by_all([*directories.values()], place), strict=True)
     return [check(name, path, scales, rules, place, **options) for (name, path), scales in loaded]
-
-
-# ---- SGLang ----
 
 
 def held_by_sglang(directory: Path) -> Scales:
@@ -198,7 +177,6 @@ def scales_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_cases(engine: str):
-    """Check what is made by hand and what other tools wrote."""
     with tempfile.TemporaryDirectory() as scratch:
         made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
         if engine == "sglang":

@@ -1,8 +1,7 @@
 """vLLM's Triton attention kernel beside ours, in Triton's interpreter: the same numbers.
 
-Shows that `make bench-kernels`, where vLLM is installed, times the same work; that two kernels
-written apart agree on FP8 blocks, on prompts and on decode; and that `--attention vllm_triton` and
-`vllm_triton_fp8` round as the kernel does.
+So `make bench-kernels` times the same work, two kernels written apart agree on FP8 blocks, on prompts and
+on decode, and `--attention vllm_triton` and `vllm_triton_fp8` round as the kernel does.
 """
 
 from functools import partial
@@ -31,8 +30,6 @@ _SUMS = 2.0**-20
 
 
 class Case(NamedTuple):
-    """One sequence."""
-
     tokens: int  # new ones
     length: int
     num_heads: int
@@ -99,35 +96,21 @@ def _inputs(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 
 def _theirs(library, case: Case, query: Tensor, codes: list[Tensor], scales: list[Tensor]) -> Tensor:
-    """The kernel's output [T, H, D] in bfloat16, launched as vLLM's Triton backend does."""
-    out, options = torch.empty_like(query), case.options
-    segments = (1, case.num_heads, _SEGMENTS)
-    width = 1 << (case.head_dim - 1).bit_length()
-    key, value = map(_pages, codes)
+    """The kernel's output [T, H, D] in bfloat16; K and V [N, K, D] in blocks of 16 tokens."""
+    q_scale, segments = case.options.q_scale, (1, case.num_heads, _SEGMENTS)
+    stored = query if q_scale is None else quantize(query, q_scale, case.fp8)
+    padded = [torch.cat([x, x[: -case.length % _BLOCK]]) for x in (c.view(torch.uint8) for c in codes)]
+    key, value = (x.unflatten(0, (-1, _BLOCK)).view(case.fp8) for x in padded)
     k_scale, v_scale = (scale.expand(1, case.num_kv_heads) for scale in scales)
-    fp8_dtype = patch.object(library.current_platform, "fp8_dtype", lambda: case.fp8)
-    with interpreted_triton.right_casts(), fp8_dtype:
-        library.unified_attention(
-            q=query if options.q_scale is None else quantize(query, options.q_scale, case.fp8),
-            k=key, v=value, out=out, cu_seqlens_q=torch.tensor([0, case.tokens], dtype=torch.int32),
-            max_seqlen_q=case.tokens, seqused_k=torch.tensor([case.length], dtype=torch.int32),
-            max_seqlen_k=case.length, softmax_scale=case.head_dim**-0.5, causal=True,
-            window_size=(-1, -1) if case.window is None else (case.window - 1, 0),
-            block_table=torch.arange(len(key), dtype=torch.int32)[None], softcap=case.softcap or 0,
-            q_descale=options.q_scale, k_descale=k_scale, v_descale=v_scale, sinks=options.sinks,
-            seq_threshold_3D=1, num_par_softmax_segments=_SEGMENTS,
-            softmax_segm_output=torch.empty(*segments, width),
-            softmax_segm_max=torch.empty(segments), softmax_segm_expsum=torch.empty(segments),
-            kv_quant_mode=library.KVQuantMode.FP8_PER_TENSOR,
-        )  # fmt: skip
-    return out
-
-
-def _pages(codes: Tensor) -> Tensor:
-    """[N, K, D] as blocks of 16 tokens."""
-    stored = codes.view(torch.uint8)
-    padded = torch.cat([stored, stored[: -len(codes) % _BLOCK]])
-    return padded.unflatten(0, (-1, _BLOCK)).view(codes.dtype)
+    options = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale, "sinks": case.options.sinks}
+    options |= {"softcap": case.softcap or 0, "kv_quant_mode": library.KVQuantMode.FP8_PER_TENSOR}
+    options["window_size"] = (-1, -1) if case.window is None else (case.window - 1, 0)
+    options |= {"seq_threshold_3D": 1, "num_par_softmax_segments": _SEGMENTS}
+    options["softmax_segm_output"] = torch.empty(*segments, 1 << (case.head_dim - 1).bit_length())
+    options |= {f"softmax_segm_{name}": torch.empty(segments) for name in ("max", "expsum")}
+    with patch.object(library.current_platform, "fp8_dtype", lambda: case.fp8):
+        out = torch.empty_like(query)
+        return interpreted_triton.vllm_attention(stored, key, value, case.length, out, **options)
 
 
 def _ours(case: Case, query: Tensor, stored: list[Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -148,7 +131,6 @@ def _differing(ours: Tensor, theirs: Tensor) -> tuple[float, int]:
 
 
 def check_kernels() -> None:
-    """Compare every tiny case of the benchmark, in 16 bits and in FP8."""
     worst, problems = {"ours": 0.0} | dict.fromkeys(PEERS, 0.0), []
     for case in shrink(TIMED):
         if case.kernel == "append_kv" or case.q_fp8:

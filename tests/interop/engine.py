@@ -29,18 +29,13 @@ def installed_engine():
     return find_engine("vllm", vllm.__version__)
 
 
-def kernels() -> str:
-    """Whose kernels serve an FP8 cache on this CPU."""
-    return "torch's (no AVX-512)" if torch_kernels.is_needed() else "vLLM's"
-
-
 def start(directory: Path, **options):
-    """An engine that holds `directory`."""
     set_environment()
     from vllm import LLM
 
     if torch_kernels.is_needed():
         torch_kernels.install()
+        print("torch's kernels for an FP8 cache: there is no AVX-512")
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
 
 
@@ -74,8 +69,6 @@ def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> t
 
 
 class Output(NamedTuple):
-    """What an output directory says."""
-
     config: dict
     quantization: dict  # empty where the format has none
     scales: dict[str, dict[str, Tensor]]  # attention module -> q, k, v -> float32, as in the file
@@ -97,8 +90,7 @@ def read_output(directory: Path) -> Output:
 def report(what: object, problems: list[str], success: str) -> None:
     """Print one line, and leave with status 1 if there are problems."""
     if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        sys.exit(f"FAILED {what}: {'; '.join(problems[:3])}{more}")
+        sys.exit(f"FAILED {what}: {len(problems)} problems: {'; '.join(problems[:3])}")
     print(f"OK {what}: {success}", flush=True)
 
 

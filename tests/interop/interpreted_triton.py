@@ -26,6 +26,25 @@ _CASTS = _EIGHT | {tl.bfloat16: torch.bfloat16}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
+def vllm_attention(query, key, value, length: int, out, **options):
+    """vLLM's kernel, launched as by its Triton backend, for queries [T, H, D] of a sequence of blocks."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    ends, length_of = (torch.tensor(x, dtype=torch.int32) for x in ([0, len(query)], [length]))
+    tables = {
+        "cu_seqlens_q": ends,
+        "seqused_k": length_of,
+        "max_seqlen_q": len(query),
+        "max_seqlen_k": length,
+    }
+    tables["block_table"] = torch.arange(len(key), dtype=torch.int32)[None]
+    options = {"window_size": (-1, -1), "softcap": 0, "q_descale": None} | options
+    how = {"softmax_scale": query.shape[-1] ** -0.5, "causal": True}
+    with right_casts():
+        unified_attention(q=query, k=key, v=value, out=out, **tables, **how, **options)
+    return out
+
+
 @contextmanager
 def right_casts():
     """Inside the block casts between float32 and E4M3, E4M3FNUZ or bfloat16 are PyTorch's."""

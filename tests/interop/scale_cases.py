@@ -5,47 +5,35 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import product
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.engines.outcome import Place
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
-HIDDEN = HEADS * HEAD_DIM
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+MODEL |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+MODEL |= {"num_hidden_layers": LAYERS, "hidden_size": HEADS * HEAD_DIM, "intermediate_size": 256}
+MODEL |= {"vocab_size": 128, "max_position_embeddings": 256, "tie_word_embeddings": True}
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 PER_HEAD = SCHEME | {"strategy": "attn_head"}
-NAN, INF = float("nan"), float("inf")
-
 Tensors = dict[str, torch.Tensor]
 
 
-def compressed(scheme: dict[str, Any] | None = SCHEME, **changes: Any) -> dict[str, Any]:
+def compressed(scheme=SCHEME, **changes):
     """A config of compressed-tensors; a change to None leaves the key out."""
     config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
     config |= {"ignore": [], "kv_cache_scheme": scheme} | changes
     return {key: value for key, value in config.items() if value is not None}
 
 
-def with_scheme(**changes: Any) -> dict[str, Any]:
-    """The same with another kv_cache_scheme."""
+def with_scheme(**changes):
     return compressed(SCHEME | changes)
 
 
@@ -55,23 +43,18 @@ _LINEARS = [f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v", "o")]
 _LINEARS += [f"mlp.{name}_proj" for name in ("gate_up", "gate", "up", "down")]
 IGNORED = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in _LINEARS]
 _FP8_OUTPUT = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
-QUARKED = {
-    "quant_method": "quark",
-    "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
-    "layer_quant_config": {"*k_proj": _FP8_OUTPUT, "*v_proj": _FP8_OUTPUT},
-    "layer_type_quant_config": {},
-    "global_quant_config": {},
-    "exclude": IGNORED,
-}
+_LAYERS = {"*k_proj": _FP8_OUTPUT, "*v_proj": _FP8_OUTPUT}
+QUARKED = {"quant_method": "quark", "layer_quant_config": _LAYERS, "exclude": IGNORED}
+QUARKED |= {"export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}}
+QUARKED |= {"layer_type_quant_config": {}, "global_quant_config": {}}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": IGNORED}
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One directory. `expected`: what becomes of K, V and Q, or "refused"."""
 
     name: str
-    config: dict[str, Any] | None
+    config: dict | None
     tensors: Callable[[], Tensors]
     expected: str
     indexed: bool = True  # the scales' file is in the index
@@ -81,25 +64,16 @@ class Case:
 
 
 def scales(
-    k: Any = 0.02,
-    v: Any = 0.01,
-    q: Any = None,
-    *,
-    names: str = "{module}.{x}_scale",
-    prefix: str = "model.",
-    dtype: torch.dtype = torch.float32,
-    layers: int = LAYERS,
-) -> Callable[[], Tensors]:
+    k=0.02, v=0.01, q=None, *, names="{module}.{x}_scale", prefix="model.", dtype=torch.float32, layers=LAYERS
+):
     """Scales of each layer, layer / 1000 added to numbers; None leaves a letter out."""
 
     def make() -> Tensors:
         made = {}
-        for layer in range(layers):
-            module = f"{prefix}layers.{layer}.self_attn"
-            for x, value in {"k": k, "v": v, "q": q}.items():
-                if value is not None:
-                    tensor = torch.tensor(value, dtype=torch.float64) + layer / 1000
-                    made[names.format(module=module, x=x)] = tensor.to(dtype)
+        for layer, (x, value) in product(range(layers), {"k": k, "v": v, "q": q}.items()):
+            if value is not None:
+                name = names.format(module=f"{prefix}layers.{layer}.self_attn", x=x)
+                made[name] = (torch.tensor(value, dtype=torch.float64) + layer / 1000).to(dtype)
         return made
 
     return make
@@ -110,7 +84,7 @@ def heads(*values: float) -> list[list[list[float]]]:  # [H, 1, 1]
 
 
 def with_zero_points() -> Tensors:
-    made = scales([0.02], [0.01])()
+    made = ONE()
     return made | {n.replace("_scale", "_zero_point"): torch.zeros(1) for n in made}
 
 
@@ -176,7 +150,6 @@ CASES = [
     Case("no K scales", CT, scales(None, [0.01]), "v"),
     Case("kv_scale", CT, scales([0.02], None, names="{module}.{x}v_scale"), "k"),
     Case("no prefix", CT, scales([0.02], [0.01], prefix=""), "refused"),
-    Case("another prefix", CT, scales([0.02], [0.01], prefix="text.model."), "refused"),
     Case("a layer too many", CT, scales([0.02], [0.01], layers=3), "refused"),
     Case("ModelOpt names", CT, scales([0.02], [0.01], names=PROJ), "k v"),
     Case("fused names", CT, scales([0.02], [0.01], names="{module}.qkv_proj.{x}_scale"), "k v"),
@@ -185,8 +158,7 @@ CASES = [
     Case("Quark names", CT, scales([0.02], [0.01], names=QUARK), "refused"),
     Case("zero", CT, scales([0.0], [0.01], layers=1), "k v in 1 of 2"),
     Case("negative", CT, scales([-0.02], [0.01]), "k v"),
-    Case("NaN", CT, scales([NAN], [0.01]), "k v"),
-    Case("infinite", CT, scales([INF], [0.01]), "k v"),
+    Case("NaN", CT, scales([nan], [0.01]), "k v"),
     Case("memory that nobody wrote", CT, scales([1e-33], [0.01], layers=1), "k v in 1 of 2"),
     Case("constant 1.0", CT, scales([1.0], [1.0]), "k v"),
     Case("not in the index", CT, ONE, "", indexed=False),
@@ -206,7 +178,7 @@ CASES = [
     Case("modelopt, K zero", OPT, scales(0.0, 0.01, names=PROJ), "refused"),
     Case("modelopt, V zero", OPT, scales(0.02, 0.0, names=PROJ, layers=1), "k v in 1 of 2"),
     Case("modelopt, negative", OPT, scales(-0.02, -0.01, names=PROJ), ""),
-    Case("modelopt, K NaN", OPT, scales(NAN, 0.01, names=PROJ), "refused"),
+    Case("modelopt, K NaN", OPT, scales(nan, 0.01, names=PROJ), "refused"),
     Case("modelopt, per head", OPT, scales(K2, V2, names=PROJ), "refused"),
     Case("modelopt, no quant_algo", OPT | {"quant_algo": None}, scales(names=PROJ), "refused"),
     Case("modelopt, no KV cache", OPT | {"kv_cache_scheme": None}, scales(names=PROJ), "k v"),
@@ -249,7 +221,6 @@ PLACES = [
 
 
 def write_case(case: Case, directory: Path) -> Path:
-    """Write the directory of `case`."""
     directory.mkdir(parents=True)
     config = MODEL | ({case.key: case.config} if case.config else {})
     (directory / "config.json").write_text(json.dumps(config))
@@ -268,13 +239,6 @@ def write_case(case: Case, directory: Path) -> Path:
 
 
 def _weights() -> Tensors:
-    inner, vocabulary = MODEL["intermediate_size"], MODEL["vocab_size"]
-    shapes = {"model.embed_tokens": (vocabulary, HIDDEN), "model.norm": (HIDDEN,)}
-    for layer in range(LAYERS):
-        here = f"model.layers.{layer}"
-        shapes |= {f"{here}.self_attn.{x}_proj": (HIDDEN, HIDDEN) for x in "qo"}
-        shapes |= {f"{here}.self_attn.{x}_proj": (KV_HEADS * HEAD_DIM, HIDDEN) for x in "kv"}
-        shapes |= {f"{here}.mlp.{x}_proj": (inner, HIDDEN) for x in ("gate", "up")}
-        shapes |= {f"{here}.mlp.down_proj": (HIDDEN, inner)}
-        shapes |= {f"{here}.{x}_layernorm": (HIDDEN,) for x in ("input", "post_attention")}
-    return {f"{n}.weight": torch.ones(s, dtype=torch.bfloat16) for n, s in shapes.items()}
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in LlamaForCausalLM(LlamaConfig(**MODEL)).named_parameters()}
+    return {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}

@@ -7,7 +7,6 @@ they hold, as they do their kernels. Where vLLM has kernels (AVX-512, AMX) nothi
 import inspect
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FP8 = torch.float8_e4m3fn
@@ -58,33 +57,18 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale,
         cache[blocks, :, offsets] = kept.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
-def attention_with_kv_cache(
-    query,
-    key_cache,
-    value_cache,
-    output,
-    query_start_loc,
-    seq_lens,
-    block_table,
-    scale,
-    k_scale,
-    v_scale,
-    **_,
-) -> None:
+def attention_with_kv_cache(query, output, query_start_loc, seq_lens, block_table, scale, **given) -> None:
     """Attend to every sequence's blocks, causally; query, output: [tokens, heads, head_dim]."""
     starts = query_start_loc.tolist()
+    stored = ((given["key_cache"], given["k_scale"]), (given["value_cache"], given["v_scale"]))
     for i, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
-        blocks = block_table[i, : -(-length // key_cache.shape[2])].long()
-        k = _read(key_cache[blocks], length) * k_scale
-        v = _read(value_cache[blocks], length) * v_scale
+        blocks = block_table[i, : -(-length // given["key_cache"].shape[2])].long()
+        # [blocks, KV heads, block size, head_dim] of bytes as [KV heads, length, head_dim]
+        tokens = (x[blocks].view(FP8).float().transpose(0, 1).flatten(1, 2)[:, :length] for x, _ in stored)
+        k, v = (x * factor for x, (_, factor) in zip(tokens, stored, strict=True))
         q = query[rows].transpose(0, 1).float()
         visible = torch.ones(q.shape[1], length, dtype=torch.bool).tril(length - q.shape[1])
         how = {"attn_mask": visible, "scale": scale, "enable_gqa": True}
         made = scaled_dot_product_attention(q[None], k[None], v[None], **how)
         output[rows] = made[0].transpose(0, 1).to(output.dtype).view_as(output[rows])
-
-
-def _read(blocks: Tensor, length: int) -> Tensor:
-    """[blocks, KV heads, block size, head_dim] of bytes as [KV heads, length, head_dim]."""
-    return blocks.view(FP8).float().transpose(0, 1).flatten(1, 2)[:, :length]

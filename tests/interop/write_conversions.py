@@ -23,41 +23,24 @@ NAMES = [
     *("per head, with query scales", "fused names", "HY names", "Quark names", "quark"),
     *("modelopt", "modelopt with query scales", "fp8", "no quantization_config"),
 ]
-# whose config is about weights as well: it stays, and ModelOpt's has no room beside it
-KEPT = ["quark", "fp8"]
 BROKEN = ["zero", "memory that nobody wrote", "NaN", "no V scales"]
 
-
-def main() -> None:
-    output = Path(sys.argv[1])
-    shutil.rmtree(output, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
-        sources = {name: made[name] for name in NAMES}
-        # the others have FP8 weights, which vLLM cannot hold on every CPU
-        for tool in (*GOLDEN.glob("llmcompressor-*/*"), *GOLDEN.glob("nvidia-modelopt-*/kv")):
-            sources[f"{tool.parent.name} {tool.name}"] = tool
-        for name, source in sources.items():
-            plain = name.translate(str.maketrans("", "", "[]"))  # vLLM globs with the path
-            convert(source, "vllm", output / f"{plain}, to vllm")
-            if name not in KEPT:
-                to = output / f"{plain}, to modelopt"
-                convert(source, "modelopt", to, reduce="max", without_q=True)
-        statistics = _statistics(Path(scratch, "statistics"))
-        for name in BROKEN:
-            repair(made[name], statistics, "vllm", output / f"{name}, repaired")
-    print(f"{len([*output.iterdir()])} directories in {output}")
-
-
-def _statistics(directory: Path) -> Path:
-    directory.mkdir()
-    heads = TensorStats(torch.tensor([[8.0], [6.0]]).expand(2, HEAD_DIM))
-    layers = {
-        f"model.layers.{i}.self_attn": LayerStats(i, 1, k=heads, v=heads, q=heads) for i in range(LAYERS)
-    }
-    save_stats(KVStats(layers), directory / STATS_FILE)
-    return directory
-
-
-if __name__ == "__main__":
-    main()
+output = Path(sys.argv[1])
+shutil.rmtree(output, ignore_errors=True)
+with tempfile.TemporaryDirectory() as scratch:
+    made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
+    # the others have FP8 weights, which vLLM cannot hold on every CPU
+    tools = [*GOLDEN.glob("llmcompressor-*/*"), *GOLDEN.glob("nvidia-modelopt-*/kv")]
+    sources = {name: made[name] for name in NAMES} | {f"{t.parent.name} {t.name}": t for t in tools}
+    for name, source in sources.items():
+        plain = name.replace("[", "").replace("]", "")  # vLLM globs with the path
+        convert(source, "vllm", output / f"{plain}, to vllm")
+        # their config is about weights as well: it stays, and ModelOpt's has no room beside it
+        if name not in ("quark", "fp8"):
+            convert(source, "modelopt", output / f"{plain}, to modelopt", reduce="max", without_q=True)
+    x = TensorStats(torch.tensor([[8.0], [6.0]]).expand(2, HEAD_DIM))
+    layers = {f"model.layers.{i}.self_attn": LayerStats(i, 1, k=x, v=x, q=x) for i in range(LAYERS)}
+    save_stats(KVStats(layers), Path(scratch, STATS_FILE))
+    for name in BROKEN:
+        repair(made[name], Path(scratch), "vllm", output / f"{name}, repaired")
+print(f"{len([*output.iterdir()])} directories in {output}")

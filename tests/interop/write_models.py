@@ -1,14 +1,12 @@
 """Write small models of many families, from the configs that the engines' classes are built from.
 
 write_models.py families OUT [ARCHITECTURE ...]
-    Calibrates random weights in every format of vLLM and SGLang: OUT/<architecture>/<format>, or
-    with the reason OUT/<architecture>/<format>.refused
+    Random weights calibrated in each format: OUT/<architecture>/<format>, or the reason in <format>.refused
 write_models.py latents OUT
-    A DeepSeek-V2 whose latents FP8 does not hold at 1.0: OUT/source, its stress twin OUT/twin, and
-    of the twin OUT/scales and OUT/baked, by fp8kv's own commands
+    A DeepSeek-V2 whose latents FP8 does not hold at 1.0: OUT/source, its stress twin OUT/twin, and of the
+    twin OUT/scales and OUT/baked, by fp8kv's own commands
 write_models.py queries OUT [ARCHITECTURE ...]
-    Realistic weights in float32: OUT/<architecture>, with the measured amax of each head of Q, K
-    and V in measured.json, or why there is none; for check_queries.py
+    Realistic weights in float32, and each head's measured amax of Q, K and V in measured.json, or why not
 """
 
 import json
@@ -17,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from command_line import calibrate, fp8kv
+from command_line import calibrate, ran, succeeded
 from families import save_model
 from realistic import give_realistic_weights
 from safetensors.torch import load_file, save_file
@@ -30,16 +28,9 @@ from calib.errors import Fp8kvError
 from calib.recipe import load_recipe
 
 ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
-FORMATS = ("vllm", "modelopt", "sglang")
-_CAUSAL = (
-    *("Mixtral", "Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2"),
-    *("Gemma3", "Phi3", "GptOss", "Glm4", "Granite", "Olmo2", "Starcoder2", "Cohere2"),
-    "GPTBigCode",
-)
-FAMILIES = (
-    *(f"{name}ForCausalLM" for name in _CAUSAL),
-    *("GPT2LMHeadModel", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"),
-)
+_CAUSAL = "Mixtral Llama Mistral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Gemma2 Gemma3 Phi3 GptOss Glm4 Granite"
+FAMILIES = [f"{name}ForCausalLM" for name in f"{_CAUSAL} Olmo2 Starcoder2 Cohere2 GPTBigCode".split()]
+FAMILIES += ["GPT2LMHeadModel", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"]
 TOKENS = [1, *torch.randint(3, 110, (47,), generator=torch.Generator().manual_seed(5)).tolist()]
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "qkv"})
 # the classes whose vision towers vLLM names as transformers does
@@ -47,7 +38,6 @@ SAME_TOWERS = ("AriaForConditionalGeneration", "InternVLForConditionalGeneration
 
 
 def make_model(architecture: str, dtype: torch.dtype) -> torch.nn.Module:
-    """A random model of the family."""
     fields = json.loads((ARCHITECTURES / f"{architecture}.json").read_text())
     del fields["fp8kv_attention"]
     if fields.get("multi_query"):
@@ -63,9 +53,8 @@ def make_model(architecture: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def write_family(home: Path) -> None:
-    """A random model, and its calibration in every format."""
     save_model(make_model(home.name, torch.bfloat16), home / "source")
-    for name in FORMATS:
+    for name in ("vllm", "modelopt", "sglang"):
         done = calibrate(home / "source", "-o", home / name, "--format", name, "--quiet")
         if done.exit_code:
             (home / f"{name}.refused").write_text(done.stderr)
@@ -81,22 +70,18 @@ def write_latents(out: Path) -> None:
         layer.self_attn.kv_a_proj_with_mqa.weight.mul_(8)
         layer.self_attn.q_b_proj.weight.mul_(8)
     save_model(model, source)
-    for command in (
-        lambda: fp8kv("stress", source, "-o", twin),
-        lambda: calibrate(twin, "-o", scales, "--format", "fp8kv", "--quiet"),
-        lambda: fp8kv("bake", twin, "--scales", scales, "--for", "fp8", "-o", baked),
-    ):
-        done = command()
-        assert done.exit_code == 0, done.stderr
+    ran("stress", source, "-o", twin)
+    succeeded(calibrate(twin, "-o", scales, "--format", "fp8kv", "--quiet"))
+    ran("bake", twin, "--scales", scales, "--for", "fp8", "-o", baked)
 
 
 def write_measured(home: Path) -> None:
-    """A model, and what we measure of it."""
     home.mkdir(parents=True)
     try:
         model = give_realistic_weights(make_model(home.name, torch.float32)).eval()
         layers = measure(model, make_batches([TOKENS], 1, pad_id=0), RECIPE).layers.values()
-        document = {"tokens": TOKENS, "layers": {str(layer.layer_idx): amax_of(layer) for layer in layers}}
+        amax = {x.layer_idx: {y: getattr(x, y).amax.amax(-1).tolist() for y in "kvq"} for x in layers}
+        document = {"tokens": TOKENS, "layers": amax}
         save_model(model, home)
         if home.name not in SAME_TOWERS:
             give_vllms_names(home / "model.safetensors")
@@ -108,11 +93,6 @@ def write_measured(home: Path) -> None:
     print(home.name, document.get("refused") or document.get("not built") or "written", flush=True)
 
 
-def amax_of(layer) -> dict[str, list[float]]:
-    """The largest magnitude of each head of K, V and Q."""
-    return {letter: getattr(layer, letter).amax.amax(-1).tolist() for letter in "kvq"}
-
-
 def give_vllms_names(file: Path) -> None:
     """Name the weights of vision towers as vLLM 0.32 does, which transformers no longer does."""
     weights, tower = load_file(file), "vision_tower."
@@ -121,21 +101,14 @@ def give_vllms_names(file: Path) -> None:
         save_file(renamed, file, {"format": "pt"})
 
 
-def main() -> None:
-    what, out, *names = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-    if what == "queries":
-        for name in names or sorted(RUN):
-            shutil.rmtree(out / name, ignore_errors=True)
-            write_measured(out / name)
-        return
-    shutil.rmtree(out, ignore_errors=True)
-    if what == "latents":
-        write_latents(out)
-        return
-    for name in names or FAMILIES:
-        write_family(out / name)
-
-
 if __name__ == "__main__":
+    what, out, *names = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    names = names or (sorted(RUN) if what == "queries" else FAMILIES)
+    for home in [out / name for name in names] if what == "queries" else [out]:
+        shutil.rmtree(home, ignore_errors=True)
     with torch.no_grad():
-        main()
+        if what == "latents":
+            write_latents(out)
+        else:
+            for name in names:
+                (write_measured if what == "queries" else write_family)(out / name)
