@@ -23,25 +23,21 @@ from calib.serving.plugin import sglang_layers, vllm_layers
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 
 
-def layers_of(engine: str, directory: Path):
-    """The attention layers as the engine's loader leaves them, weights and all in vLLM."""
-    if engine == "vllm":
-        return vllm_layers(load_vllm(directory, kv_cache_dtype="fp8"))
-    from check_verify import scales_of
-    from sglang_classes import load
-
-    return sglang_layers(load(directory, scales_of(directory)), True)
-
-
 def verdict(engine: str, name: str, home: Path) -> tuple[str, bool]:
-    refused = home / f"{name}.refused"
-    if refused.exists():
+    if (refused := home / f"{name}.refused").exists():
         known = installed_engine() if engine == "vllm" else find_engine(engine)
         kind = "modelopt" if name == "modelopt" else "compressed-tensors"
         fates = known.classes.results[home.name][kind]
         nothing = all(fates[naming] != "loaded" for naming in NAMES)
         return f"{home.name} {name}: refused: {refused.read_text().strip()}", nothing
-    report = compare([*layers_of(engine, home / name)], read_scales(home / name), Place())
+    if engine == "vllm":
+        layers = vllm_layers(load_vllm(home / name, kv_cache_dtype="fp8"))
+    else:
+        from check_verify import scales_of
+        from sglang_classes import load
+
+        layers = sglang_layers(load(home / name, scales_of(home / name)), True)
+    report = compare([*layers], read_scales(home / name), Place())
     return f"{home.name} {name}: {report}", report.total > 0 and not report.problems
 
 

@@ -97,15 +97,12 @@ def served(directory: Path) -> list[torch.Tensor]:
     # 8 pages are too few for more
     with patch.dict(engine.OPTIONS, max_model_len=64):
         llm = engine.start(directory, skip_tokenizer_init=True, enable_prefix_caching=False)
-    from vllm import SamplingParams
-
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompt, found = {"prompt_token_ids": list(range(3, 60))}, []
     for rounds in (nullcontext, rounded):
         with rounds():
-            made = llm.generate([prompt], asked, use_tqdm=False)[0].prompt_logprobs[1:]
-        found.append(torch.tensor([next(iter(each.values())).logprob for each in made]))
-    return found
+            made = engine.generate(llm, prompt, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        found.append([next(iter(each.values())).logprob for each in made.prompt_logprobs[1:]])
+    return [torch.tensor(each) for each in found]
 
 
 @contextmanager

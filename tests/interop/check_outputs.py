@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from engine import SCALES_FILE, STATS_FILE, Output, read_output, report, start
+from engine import SCALES_FILE, STATS_FILE, Output, generate, read_output, report, start
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,10 +38,7 @@ def layers_of(llm) -> dict[str, torch.nn.Module]:
 
 
 def text_of(llm) -> str:
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(temperature=0, max_tokens=20)
-    return llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
+    return generate(llm, PROMPT, temperature=0, max_tokens=20).outputs[0].text
 
 
 def wrong_scales(layers: dict[str, torch.nn.Module], output: Output) -> list[str]:

