@@ -1,11 +1,12 @@
 """Start `vllm serve` on this CPU: what the plugin says, and what `fp8kv verify --served` says.
 
 check_server.py plugin WHEEL [NAME ...]
-    Hand-made directories with our wheel installed: exit 0 if the line is right for each, and only
-    the good are served where FP8KV_REQUIRE_SCALES is set. A bad one is where it is not
+    Serves hand-made directories with our wheel installed; exit 0 if the line is right for each, and
+    only the good ones are served where FP8KV_REQUIRE_SCALES is set; a bad one is where it is not
 check_server.py verify FP8KV TWIN TWIN_CALIBRATED PLAIN_CALIBRATED
-    By the command FP8KV of another environment a server of TWIN_CALIBRATED, the twin with its scales,
-    is nearer to them, one of TWIN to 1.0; of PLAIN_CALIBRATED, which does without, nobody can tell
+    FP8KV is the command, which has an environment of its own. A server of TWIN_CALIBRATED, the twin
+    with its scales, must be nearer to them; one of TWIN nearer to 1.0; of PLAIN_CALIBRATED, a model
+    that does without, nobody can tell
 """
 
 import json
@@ -15,19 +16,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from engine import tell
 from safetensors.torch import load_file, save_file
 from scale_cases import CASES, write_case
 from vllm_process import ENVIRONMENT
 
-# a plugin of its own: FP8 kernels for CPUs without
+SECONDS = 300
+# a plugin of its own: FP8 kernels for CPUs without, and a fault: scales twice as large, all copies
+# of them or the numbers alone
 HELPER = """
 import os, sys
 def register():
@@ -35,8 +38,19 @@ def register():
     import torch_kernels
     if torch_kernels.is_needed():
         torch_kernels.install()
+    if what := os.environ.get("DOUBLED"):
+        from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+        method = compressed_tensors.CompressedTensorsKVCacheMethod
+        process = method.process_weights_after_loading
+        def doubled(self, layer):
+            process(self, layer)
+            layer._k_scale_float *= 2
+            layer._v_scale_float *= 2
+            if what == "all":
+                for x in (layer._k_scale, layer._v_scale, layer._k_scale_cpu, layer._v_scale_cpu):
+                    x.mul_(2)
+        method.process_weights_after_loading = doubled
 """
-METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: 0.32.0+cpu\n"
 POINTS = "[vllm.general_plugins]\ninterop_helper = interop_helper:register\n"
 Tensors = dict[str, torch.Tensor]
 
@@ -52,25 +66,30 @@ def install(packages: Path, wheel: str | None = None) -> Path:
     for name, entries in (("interop_helper", POINTS), ("vllm", "")):
         about = packages / f"{name}-0.32.0.dist-info"
         about.mkdir()
-        about.joinpath("METADATA").write_text(METADATA.format(name))
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0+cpu\n"
+        about.joinpath("METADATA").write_text(metadata)
         about.joinpath("entry_points.txt").write_text(entries)
     return packages
 
 
 @contextmanager
-def serving(model: Path, packages: Path, *options: str, **variables: str):
+def serving(
+    model: Path | str, packages: Path, *options: str, **variables: str
+) -> Iterator[tuple[str | None, Path]]:
     """Serve a model; yields the URL, None if the server ends instead, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "INTEROP": str(Path(__file__).parent)}
     own |= {"VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": str(packages)}
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", model, "--enforce-eager", *options, "--port", str(port)]
-    environment = {**os.environ, **ENVIRONMENT, **own, **variables}
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--enforce-eager"]
     log = packages / f"{port}.log"
     with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=packages)
+        server = subprocess.Popen(
+            [*command, *options, "--port", str(port)],
+            stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT, **own, **variables},
+            cwd=packages,
+        )  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
         yield (url if is_healthy(server, url) else None), log
@@ -79,25 +98,38 @@ def serving(model: Path, packages: Path, *options: str, **variables: str):
         server.wait(60)
 
 
-def is_healthy(server, url: str) -> bool:
-    deadline = time.monotonic() + 300
+def is_healthy(server: "subprocess.Popen[bytes]", url: str) -> bool:
+    """Wait until the server answers, or has ended."""
+    deadline = time.monotonic() + SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return True
-        except OSError:
+        except (urllib.error.URLError, OSError):
             time.sleep(1)
     return False
 
 
-class Served(NamedTuple):
+# ---- the plugin ----
+
+
+@dataclass(frozen=True)
+class Served:
+    """A directory, how it is served, and the line that the plugin must write."""
+
     name: str
-    line: str  # which the plugin must write
+    line: str
     change: Callable[[Tensors], Tensors] = dict
     case: str = "one scale per layer, [1]"
     options: tuple[str, ...] = ()
+    doubled: str = ""
     required: bool = True  # FP8KV_REQUIRE_SCALES
     serves: bool = False
+
+
+def without_a_layer(scales: Tensors) -> Tensors:
+    """The files have no scales for layer 1."""
+    return {name: x for name, x in scales.items() if "layers.1." not in name}
 
 
 def one_for_both(scales: Tensors) -> Tensors:
@@ -107,47 +139,75 @@ def one_for_both(scales: Tensors) -> Tensors:
     return scales | {"model.layers.1.self_attn.kv_scale": shared}
 
 
-GOOD, HALF, NONE = (f"fp8kv: {n} KV scales in use, FP8 cache" for n in ("4 of 4", "2 of 2", "0 of 4"))
-ABSENT = "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
-LACKS = f"fp8kv: 2 of 4 KV scales in use, FP8 cache; {ABSENT}"
-DROPPED = "V is at 1.0: the engine dropped the file's scale in layer 1"
-DROPS = f"fp8kv: 3 of 4 KV scales in use, FP8 cache; {DROPPED}"
-HEADS, RANKS = "per head, [H, 1, 1]", ("--tensor-parallel-size", "2")
+def all_ones(scales: Tensors) -> Tensors:
+    """Nobody measured."""
+    return {name: torch.ones_like(x) for name, x in scales.items()}
+
+
+GOOD, NONE = (f"fp8kv: {n} of 4 KV scales in use, FP8 cache" for n in (4, 0))
+LACKS = (
+    "fp8kv: 2 of 4 KV scales in use, FP8 cache; "
+    "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
+)
+DROPS = (
+    "fp8kv: 3 of 4 KV scales in use, FP8 cache; V is at 1.0: the engine dropped the file's scale in layer 1"
+)
+HALF = "fp8kv: 2 of 2 KV scales in use, FP8 cache"
 STAGES = ("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0")
 SERVED = [
     Served("good", GOOD, serves=True),
-    Served("a layer without scales", LACKS, lambda s: {n: x for n, x in s.items() if "layers.1." not in n}),
+    Served("a layer without scales", LACKS, without_a_layer),
+    # one bad directory shows that without the variable a warning is all
+    Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
     Served("a scale that vLLM drops", DROPS, one_for_both),
-    Served("shards of scales per head", GOOD, case=HEADS, options=RANKS, serves=True),
+    Served("doubled", f"{NONE}; K is twice the file's", doubled="all"),
+    Served(
+        "the numbers doubled that vLLM's kernel for CPUs reads",
+        f"{NONE}; K's copy _k_scale_float is twice the file's",
+        doubled="floats",
+    ),
+    Served(
+        "shards of scales per head",
+        GOOD,
+        case="per head, [H, 1, 1]",
+        options=("--tensor-parallel-size", "2"),
+        serves=True,
+    ),
     Served("two pipeline stages, one of them left in 16 bits", HALF, options=STAGES, serves=True),
-    Served("at 1.0", f"{NONE}; K is 1.0 in the files", lambda s: {n: x**0 for n, x in s.items()}),
+    Served("at 1.0", f"{NONE}; K is 1.0 in the files", all_ones),
 ]
-# one bad directory shows that without the variable a warning is all
-SERVED.append(SERVED[1]._replace(name="the same, not required", required=False, serves=True))
 
 
-def check_plugin(wheel: str, *names: str):
+def check_plugin(wheel: str, *names: str) -> Iterator[bool]:
+    """Serve every directory, or those of these names."""
     work = Path(tempfile.mkdtemp())
     packages = install(work / "packages", wheel)
-    for i, served in enumerate([served for served in SERVED if served.name in names] or SERVED):
+    chosen = [served for served in SERVED if served.name in names] or SERVED
+    for i, served in enumerate(chosen):
         yield check_line(served, work / f"model-{i}", packages)
 
 
-def check_line(served: Served, directory: Path, packages: Path) -> tuple[str, bool]:
+def check_line(served: Served, directory: Path, packages: Path) -> bool:
     """Serve a tiny model; whether the line is right and it serves or ends as it must."""
     (made,) = [case for case in CASES if case.name == served.case]
     file = write_case(made, directory) / "scales.safetensors"
     save_file(served.change(load_file(file)), file, {"format": "pt"})
-    required = {"FP8KV_REQUIRE_SCALES": "1" if served.required else ""}
+    variables = {"DOUBLED": served.doubled} if served.doubled else {}
+    variables["FP8KV_REQUIRE_SCALES"] = "1" if served.required else ""
     options = ["--skip-tokenizer-init", "--max-model-len", "128", "--num-gpu-blocks-override", "8"]
-    with serving(directory, packages, *options, *served.options, **required) as (url, log):
+    with serving(directory, packages, *options, *served.options, **variables) as (url, log):
         serves = url is not None
     said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(served.line in line for line in said) and serves == served.serves
-    return f"{served.name}: serves {serves}; {said}", is_right
+    print(f"{'ok   ' if is_right else 'WRONG'} {served.name}: serves {serves}; {said}", flush=True)
+    return is_right
 
 
-def check_verify(fp8kv: str, twin: str, scaled: str, plain: str):
+# ---- verify --served ----
+
+
+def check_verify(fp8kv: str, twin: str, scaled: str, plain: str) -> Iterator[bool]:
+    """Serve three directories, one after the other."""
     packages = install(Path(tempfile.mkdtemp(), "packages"))
     options = ["--kv-cache-dtype", "fp8", "--max-model-len", "512", "--num-gpu-blocks-override", "64"]
     cases = ((scaled, scaled, "scales"), (twin, scaled, "1.0"), (plain, plain, "cannot tell"))
@@ -157,10 +217,18 @@ def check_verify(fp8kv: str, twin: str, scaled: str, plain: str):
                 sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
             command = [fp8kv, "verify", scales, "--served", url, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        answer, status = json.loads(done.stdout), 0 if expected == "scales" else 1
-        yield f"{directory}: {answer}", (answer["nearer"], done.returncode) == (expected, status)
+        answer = json.loads(done.stdout)
+        status = 0 if expected == "scales" else 1
+        is_right = (answer["nearer"], done.returncode) == (expected, status)
+        print(f"{'OK' if is_right else 'FAILED'} {directory}: {answer}", flush=True)
+        yield is_right
+
+
+def main() -> None:
+    what, *arguments = sys.argv[1:]
+    right = [*{"plugin": check_plugin, "verify": check_verify}[what](*arguments)]
+    sys.exit(0 if all(right) else 1)
 
 
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
-    tell({"plugin": check_plugin, "verify": check_verify}[what](*arguments))
+    main()

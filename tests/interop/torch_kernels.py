@@ -5,8 +5,10 @@ they hold, as they do their kernels. Where vLLM has kernels (AVX-512, AMX) nothi
 """
 
 import inspect
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FP8 = torch.float8_e4m3fn
@@ -32,11 +34,11 @@ def install() -> None:
         setattr(module, name, _for_fp8(getattr(module, name), ours))
 
 
-def _for_fp8(theirs, ours):
+def _for_fp8(theirs: Any, ours: Any) -> Any:
     """`ours` where the cache is FP8; without one, `theirs` asked as for a 16-bit cache."""
     signature = inspect.signature(theirs)
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         if not str(given.get("kv_cache_dtype")).startswith("fp8"):
             return theirs(**given)
@@ -45,7 +47,17 @@ def _for_fp8(theirs, ours):
     return call
 
 
-def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, **_) -> None:
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    isa: str,
+    k_scale: float,
+    v_scale: float,
+    kv_cache_dtype: str,
+) -> None:
     """Divide by the scale, clamp, round to FP8 and write to the slots; -1 is padding.
 
     key, value: [tokens, KV heads, head_dim]; caches: [blocks, KV heads, block size, head_dim].
@@ -57,18 +69,35 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale,
         cache[blocks, :, offsets] = kept.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
-def attention_with_kv_cache(query, output, query_start_loc, seq_lens, block_table, scale, **given) -> None:
+def attention_with_kv_cache(
+    *,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    **unused: Any,
+) -> None:
     """Attend to every sequence's blocks, causally; query, output: [tokens, heads, head_dim]."""
     starts = query_start_loc.tolist()
-    stored = ((given["key_cache"], given["k_scale"]), (given["value_cache"], given["v_scale"]))
     for i, length in enumerate(seq_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
-        blocks = block_table[i, : -(-length // given["key_cache"].shape[2])].long()
-        # [blocks, KV heads, block size, head_dim] of bytes as [KV heads, length, head_dim]
-        tokens = (x[blocks].view(FP8).float().transpose(0, 1).flatten(1, 2)[:, :length] for x, _ in stored)
-        k, v = (x * factor for x, (_, factor) in zip(tokens, stored, strict=True))
+        blocks = block_table[i, : -(-length // key_cache.shape[2])].long()
+        k = _read(key_cache[blocks], length) * k_scale
+        v = _read(value_cache[blocks], length) * v_scale
         q = query[rows].transpose(0, 1).float()
         visible = torch.ones(q.shape[1], length, dtype=torch.bool).tril(length - q.shape[1])
-        how = {"attn_mask": visible, "scale": scale, "enable_gqa": True}
-        made = scaled_dot_product_attention(q[None], k[None], v[None], **how)
+        made = scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True
+        )
         output[rows] = made[0].transpose(0, 1).to(output.dtype).view_as(output[rows])
+
+
+def _read(blocks: Tensor, length: int) -> Tensor:
+    """[blocks, KV heads, block size, head_dim] of bytes as [KV heads, length, head_dim]."""
+    return blocks.view(FP8).float().transpose(0, 1).flatten(1, 2)[:, :length]

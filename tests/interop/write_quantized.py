@@ -10,11 +10,12 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from coded_forms import Form, awq, fp8, packed
-from command_line import calibrate, ran, succeeded
+from command_line import calibrate, fp8kv
 from families import save_model, tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
@@ -38,6 +39,11 @@ def tiles_with_ones(module, weight):
     return tensors | scale, values
 
 
+def fp8_row(module, weight):
+    """ModelOpt's scales of rows have one dimension."""
+    return fp8(module, weight, high=1, shape=[-1])
+
+
 # as the tools' own, whose tiny models have fewer rows than a tile, so vLLM does not start
 TILES = {
     "llmcompressor-0.14.0.1/fp8-block": partial(fp8, **TILE),
@@ -47,8 +53,7 @@ TILES = {
 # each with the config that the tool itself wrote for a tiny model
 LAYOUTS = {
     "llmcompressor-0.14.0.1/w4a16": packed,
-    # scales of rows have one dimension
-    "nvidia-modelopt-0.47.0/fp8-channel": partial(fp8, high=1, shape=[-1]),
+    "nvidia-modelopt-0.47.0/fp8-channel": fp8_row,
     "amd-quark-0.13/uint4-asym": quark_uint4,
 }
 
@@ -61,7 +66,12 @@ def quantise(model: Path, case: str, make, directory: Path) -> Path:
         return Form(says, make).quantise(directory, Path(scratch, "plain"))
 
 
-def sources(home: Path):
+def written(done) -> None:
+    if done.exit_code:
+        sys.exit(f"FAILED: {done.stderr}")
+
+
+def sources(home: Path) -> Iterator[tuple[str, Path]]:
     """The tiny models of other tools, with a tokenizer."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -77,19 +87,25 @@ def sources(home: Path):
             yield name, home / name
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write them all."""
     model, calibration, out = map(Path, sys.argv[1:])
     shutil.rmtree(out, ignore_errors=True)
     for name, source in sources(out / "sources"):
         done = calibrate(source, "-o", out / "tools" / name.replace("/", ", "), "--quiet")
-        if source.name in NO_PLACE:
-            assert "engines have no place for KV scales" in done.stderr, name
-        else:
-            succeeded(done)
+        if source.name not in NO_PLACE:
+            written(done)
+        elif "engines have no place for KV scales" not in done.stderr:
+            sys.exit(f"FAILED: scales beside {name}")
     for case, make in LAYOUTS.items():
         name = case.partition("-")[0]
         source = quantise(model, case, make, out / "sources" / name)
         flags = ("--dataset", "builtin:python-docs", "--samples", 4, "--seq-len", 128, "--quiet")
-        ran("calibrate", source, "-o", out / "served" / name, *flags)
-    ran("apply", calibration, out / "sources" / "llmcompressor", "-o", out / "served" / "applied")
+        written(fp8kv("calibrate", source, "-o", out / "served" / name, *flags))
+    source = out / "sources" / "llmcompressor"
+    written(fp8kv("apply", calibration, source, "-o", out / "served" / "applied"))
     print(f"{len([*(out / 'tools').iterdir()])} tiny models and {len(LAYOUTS)} others in {out}")
+
+
+if __name__ == "__main__":
+    main()
