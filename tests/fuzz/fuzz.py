@@ -1,10 +1,6 @@
-"""Coverage-guided fuzzing of everything that reads files of others.
+"""Coverage-guided fuzzing of all that reads files of others: `fuzz.py`, or `fuzz.py TARGET [-runs=N]`.
 
-fuzz.py                    every target, six million inputs in all
-fuzz.py TARGET [-runs=N]   one of them, with libFuzzer's flags
-
-A target fails on any exception but the one that users see as one line, and on any input that takes
-longer than libFuzzer's -timeout.
+A target fails on any exception but the one that users see as one line, and on any input that takes too long.
 """
 
 import subprocess
@@ -42,45 +38,42 @@ ENGINES = choose_engines(None, None)
 PLACES = (Place(), Place(2, fnuz=True))
 
 
-def header(data: bytes) -> None:
-    """A safetensors file, length and all."""
-    path = SCRATCH / "x.safetensors"
-    path.write_bytes(data)
+def written(name, data):
+    (SCRATCH / name).write_bytes(data)
+    return SCRATCH / name
+
+
+def header(data):
+    path = written("x.safetensors", data)
     for entry in read_header(path).values():
         read_values(path, entry)
 
 
-def header_text(data: bytes) -> None:
+def header_text(data):
     """The JSON of a header, with a length that is right and eight bytes of data."""
     header(len(data).to_bytes(8, "little") + data + bytes(8))
 
 
-def json(data: bytes) -> None:
-    """Any JSON file."""
+def json(data):
     parse_object(data, "it")
 
 
-def names(data: bytes) -> None:
-    """Names of tensors."""
+def names(data):
     parse_scale_name(data.decode(errors="replace"))
 
 
-def scales_json(data: bytes) -> None:
-    """kv_cache_scales.json."""
-    path = SCRATCH / "kv_cache_scales.json"
-    path.write_bytes(data)
-    read_scales_json(path)
+def scales_json(data):
+    read_scales_json(written("kv_cache_scales.json", data))
 
 
-def directory(data: bytes) -> None:
+def directory(data):
     """A config and scales, through inspection and every engine's rules."""
     model = SCRATCH / "model"
     model.mkdir(exist_ok=True)
     config, _, rest = data.partition(b"\n\n")
     (model / "config.json").write_bytes(config)
-    text = rest[:-8]
-    file = len(text).to_bytes(8, "little") + text + rest[-8:]
-    (model / "model.safetensors").write_bytes(file)
+    length = len(rest[:-8]).to_bytes(8, "little")
+    (model / "model.safetensors").write_bytes(length + rest)
     read_scales(model).to_json()
     found = open_model_directory(model, weights=False)
     for rules in ENGINES:
@@ -88,14 +81,11 @@ def directory(data: bytes) -> None:
             simulate(found, rules, place)
 
 
-def recipe(data: bytes) -> None:
-    """A recipe in YAML."""
-    path = SCRATCH / "recipe.yaml"
-    path.write_bytes(data)
-    load_recipe(str(path))
+def recipe(data):
+    load_recipe(str(written("recipe.yaml", data)))
 
 
-def quantized_weights(data: bytes) -> None:
+def quantized_weights(data):
     """A quantization_config, and the types and shapes of a module's tensors, filled with bytes."""
     config, _, rest = data.partition(b"\n\n")
     says, shapes = parse_object(config, "it"), parse_object(rest, "them")
@@ -111,7 +101,7 @@ def quantized_weights(data: bytes) -> None:
                 weight.decode(tensors, torch.empty(weight.shape))
 
 
-def _entry(text: object) -> Entry | None:
+def _entry(text):
     """`F32 4 8` is a matrix; nothing larger than 64 KiB."""
     dtype, *sizes = str(text).split() or [""]
     if dtype not in DTYPES or not all(size.isascii() and size.isdecimal() for size in sizes):
@@ -120,12 +110,11 @@ def _entry(text: object) -> Entry | None:
     return Entry(dtype, shape, 0, 0) if prod(shape) <= 1 << 13 else None
 
 
-def _filled(entry: Entry, data: bytes) -> torch.Tensor:
-    dtype = DTYPES[entry.dtype]
-    size = entry.size * dtype.itemsize
-    values = bytearray((data * (size // len(data) + 1))[:size])
+def _filled(entry, data):
+    dtype, size = DTYPES[entry.dtype], entry.size * DTYPES[entry.dtype].itemsize
     if dtype == torch.bool or not size:
         return torch.zeros(entry.shape, dtype=dtype)
+    values = bytearray((data * (size // len(data) + 1))[:size])
     return torch.frombuffer(values, dtype=dtype).view(entry.shape)
 
 
@@ -140,8 +129,8 @@ CONFIG = (
 WEIGHT = b'"model.layers.0.self_attn.k_proj.weight":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
 
 
-def _coded_modules() -> list[bytes]:
-    """Return configs, and types and shapes of a module's tensors, of each form of quantised weights."""
+def _coded_modules():
+    """Configs, and types and shapes of a module's tensors, of each form of quantised weights."""
     types = {dtype: name for name, dtype in DTYPES.items()}
     found = [({"quant_method": "mxfp4"}, {"down_proj_blocks": "U8 2 4 1 16", "down_proj_scales": "U8 2 4 1"})]
     for form in FORMS.values():
@@ -166,20 +155,11 @@ SEEDS = {
     "recipe": [b"strategy: attn_head\ndata: {samples: 4, seq_len: 8}\nobserver: {name: mse}\n"],
 }
 # target -> inputs
-RUNS = {
-    header: 1_500_000,
-    header_text: 1_000_000,
-    json: 1_000_000,
-    names: 850_000,
-    scales_json: 500_000,
-    directory: 100_000,
-    quantized_weights: 1_000_000,
-    recipe: 50_000,
-}
+RUNS = {header: 1_500_000, header_text: 1_000_000, json: 1_000_000, names: 850_000, scales_json: 500_000}
+RUNS |= {directory: 100_000, quantized_weights: 1_000_000, recipe: 50_000}
 
 
-def main() -> None:
-    """Run all targets, or one."""
+def main():
     if len(sys.argv) > 1:
         run_one(sys.argv.pop(1))
         return
@@ -190,7 +170,7 @@ def main() -> None:
     print(f"{sum(RUNS.values()):,} inputs, no crash, no hang")
 
 
-def run_one(name: str) -> None:
+def run_one(name):
     """Run one target; the other arguments are libFuzzer's."""
     chosen = {target.__name__: target for target in RUNS}[name]
     corpus = SCRATCH / "corpus"
@@ -199,7 +179,7 @@ def run_one(name: str) -> None:
         (corpus / str(i)).write_bytes(seed)
     sys.argv += [str(corpus), f"-dict={Path(__file__).with_name('words.dict')}"]
 
-    def once(data: bytes) -> None:
+    def once(data):
         try:
             chosen(data)
         except Fp8kvError as error:

@@ -1,10 +1,7 @@
-"""Build wheel and sdist, install them into empty environments, run the main job and tests there.
-
-check_install.py   every Python and resolution; exit 0 if all passed. Needs uv, which takes torch
-                   from where UV_TORCH_BACKEND, UV_FIND_LINKS and UV_OVERRIDE say.
-"""
+"""Build wheel and sdist, install them into empty environments by uv, run the main job and tests there."""
 
 import argparse
+import hashlib
 import json
 import platform
 import shutil
@@ -12,8 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zipfile import ZipFile
 
-from archives import build, differences
 from environment import Environment
 from installed_checks import CHECKS
 
@@ -24,11 +21,20 @@ RESOLUTIONS = ("lowest-direct", "highest")
 
 
 def main():
-    options = parse()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="append", help="repeatable; default: all of them")
+    parser.add_argument("--resolution", action="append", choices=RESOLUTIONS)
+    parser.add_argument("--torch", help="this version alone")
+    parser.add_argument("--scratch", type=Path, default=Path("build/install"))
+    parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
+    options = parser.parse_args()
     scratch = options.scratch.resolve()
     shutil.rmtree(scratch, ignore_errors=True)
-    wheel, from_sdist = build(ROOT, scratch / "dist")
-    found = differences(wheel, from_sdist)
+    wheel, sdist = (built(ROOT, form, scratch / "dist" / form) for form in ("wheel", "sdist"))
+    from_sdist = built(sdist, "wheel", scratch / "dist/wheel-from-sdist")
+    first, second = contents(wheel), contents(from_sdist)
+    found = sorted(name for name in first | second if first.get(name) != second.get(name))
     print(f"{wheel.name}: {len(found)} files differ from the sdist's wheel {found}", flush=True)
     rows = []
     for python in options.python or PYTHONS:
@@ -41,15 +47,15 @@ def main():
     sys.exit(1 if found or not all(row["passed"] for row in rows) else 0)
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", action="append", help="repeatable; default: all of them")
-    parser.add_argument("--resolution", action="append", choices=RESOLUTIONS)
-    parser.add_argument("--torch", help="this version alone")
-    parser.add_argument("--scratch", type=Path, default=Path("build/install"))
-    parser.add_argument("--keep", action="store_true", help="leave the environments")
-    parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
-    return parser.parse_args()
+def built(source, form, out):
+    subprocess.run(["uv", "build", "-q", f"--{form}", "-o", str(out), str(source)], check=True)
+    (archive,) = (p for p in out.iterdir() if p.name.endswith((".whl", ".tar.gz")))
+    return archive
+
+
+def contents(wheel):
+    with ZipFile(wheel) as archive:
+        return {n: hashlib.sha256(archive.read(n)).hexdigest() for n in archive.namelist()}
 
 
 def check(python, resolution, archive, options):
@@ -80,16 +86,12 @@ def check(python, resolution, archive, options):
 
 def record(rows):
     """Replace the rows of the same Python and resolution; the others stay."""
-    before = json.loads(RESULTS.read_text())["installs"] if RESULTS.exists() else []
-    merged = {place(row): row for row in [*before, *rows]}
-    installs = [merged[each] for each in sorted(merged)]
+    merged = {}
+    for row in [*json.loads(RESULTS.read_text())["installs"], *rows]:
+        merged[int(row["python"].split(".")[1]), RESOLUTIONS.index(row["resolution"])] = row
+    installs = [merged[place] for place in sorted(merged)]
     document = {"system": f"{platform.system()} {platform.machine()}", "installs": installs}
     RESULTS.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def place(row):
-    minor = int(row["python"].split(".")[1])
-    return minor, RESOLUTIONS.index(row["resolution"])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from email import message_from_bytes
 from pathlib import Path
-
-from archives import requirements
+from zipfile import ZipFile
 
 # what would lead to the checkout, or to what was made before
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
@@ -45,13 +45,14 @@ class Environment:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def install_ours(self, extra=""):
-        """Install our archive and what it, or an `extra` of it, needs: oldest or newest versions.
-
-        Only of what has a wheel for this Python: the others would be compiled.
-        """
+        """Install our archive and what it, or an `extra` of it, needs: oldest or newest wheels."""
+        with ZipFile(self.archive) as archive:
+            (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            needed = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
+        parts = [each.partition("; extra == ") for each in needed]
         # the oldest is taken of what is named to uv, so each dependency is
-        flags = ("--resolution", self.resolution, "--no-build")
-        self.install([str(self.archive), *requirements(self.archive, extra)], *flags)
+        named = [first for first, _, last in parts if last.strip("'\"") == extra]
+        self.install([str(self.archive), *named], "--resolution", self.resolution, "--no-build")
 
     def install(self, packages, *flags):
         file = self.work / "constraints.txt"

@@ -2,10 +2,8 @@
 
 import ast
 import random
-from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -18,7 +16,9 @@ OPERATORS = {
 }  # fmt: skip
 KINDS = ("comparison", "constant", "operator", "statement")
 # a dropped assignment to a name would only be a NameError
-Statement = ast.Expr | ast.AugAssign | ast.Raise | ast.Return | ast.Delete | ast.Continue | ast.Break
+Statement = (
+    ast.Expr | ast.Assign | ast.AugAssign | ast.Raise | ast.Return | ast.Delete | ast.Continue | ast.Break
+)
 
 
 @dataclass(frozen=True)
@@ -36,94 +36,72 @@ class Mutant:
         return f"{self.file}:{self.line}: {self.before[:40]!r} -> {self.after[:40]!r}"
 
 
-def find_mutants(root: Path) -> list[Mutant]:
+def find_mutants(root):
     """Return every mutant of the shipped modules under `root`."""
     files = sorted(path for room in ("calib", "fp8kv_runtime") for path in (root / room).rglob("*.py"))
     return [mutant for path in files for mutant in mutants_of(path.read_text(), str(path.relative_to(root)))]
 
 
-def mutants_of(source: str, file: str) -> Iterator[Mutant]:
+def mutants_of(source, file):
     """Yield every mutant of one file."""
-    tree = ast.parse(source)
     for kind in KINDS:
-        for index, (parent, _, node) in enumerate(_places(tree, kind)):
-            if isinstance(parent, ast.Module) and kind == "statement":
-                continue  # what a module does when it is imported
-            yield Mutant(file, kind, index, node.lineno, ast.unparse(node), ast.unparse(_changed(node)))
+        for index, (parent, _, node, new) in enumerate(_places(ast.parse(source), kind)):
+            if not isinstance(parent, ast.Module) or kind != "statement":  # which an import runs
+                yield Mutant(file, kind, index, node.lineno, ast.unparse(node), ast.unparse(new))
 
 
-def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
+def sample(mutants, count, seed):
     """Return `count` of the mutants, as many of each kind."""
-    numbers = random.Random(seed)
-    parts = [[mutant for mutant in mutants if mutant.kind == kind] for kind in KINDS]
-    sizes = [count // len(KINDS) + (i < count % len(KINDS)) for i in range(len(KINDS))]
-    return [
-        mutant
-        for part, size in zip(parts, sizes, strict=True)
-        for mutant in numbers.sample(part, min(size, len(part)))
-    ]
+    numbers, found = random.Random(seed), []
+    for i, kind in enumerate(KINDS):
+        part = [mutant for mutant in mutants if mutant.kind == kind]
+        size = count // len(KINDS) + (i < count % len(KINDS))
+        found += numbers.sample(part, min(size, len(part)))
+    return found
 
 
-def apply(source: str, mutant: Mutant) -> str:
+def apply(source, mutant):
     """Return the source with the mistake."""
     tree = ast.parse(source)
-    parent, field, node = list(_places(tree, mutant.kind))[mutant.index]
+    parent, field, node, new = list(_places(tree, mutant.kind))[mutant.index]
     assert ast.unparse(node) == mutant.before, f"{mutant.file} is another than the sample was taken of"
     value = getattr(parent, field)
     if isinstance(value, list):
-        value[next(i for i, item in enumerate(value) if item is node)] = _changed(node)
-    else:
-        setattr(parent, field, _changed(node))
+        new = [new if item is node else item for item in value]
+    setattr(parent, field, new)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def _places(tree: ast.AST, kind: str) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Yield parent, field and node of everything of `kind`, without annotations and docstrings."""
+def _places(tree, kind):
+    """Yield parent, field, node and its mistake of this kind, without annotations and docstrings."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns"):
             continue
         for node in value if isinstance(value, list) else [value]:
             if isinstance(node, ast.AST):
-                if _is_of_kind(node, kind):
-                    yield tree, field, node
+                if (found := _mistake(node)) and found[0] == kind:
+                    yield tree, field, node, found[1]
                 yield from _places(node, kind)
 
 
-def _is_of_kind(node: ast.AST, kind: str) -> bool:
-    if kind == "comparison":
-        return isinstance(node, ast.Compare)
-    if kind == "constant":
-        return isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float)
-    if kind == "operator":
-        has_other = isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS
-        text = isinstance(node, ast.BinOp) and any(
-            isinstance(n, ast.JoinedStr) for n in (node.left, node.right)
-        )
-        return (has_other and not text) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
-    if isinstance(node, ast.Expr):
-        return not isinstance(node.value, ast.Constant)  # a docstring
-    if isinstance(node, ast.Assign):
-        return not isinstance(node.targets[0], ast.Name | ast.Tuple)
+def _mistake(node):
+    """The kind of the mistake that can be made at a node, and what it makes of it."""
+    new = copy(node)
+    if isinstance(node, ast.Compare):
+        new.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
+        return "comparison", new
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+        new.value = node.value + 1 if isinstance(node.value, int) else node.value * 1.5 or 1.0
+        new.value = not node.value if isinstance(node.value, bool) else new.value
+        return "constant", new
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return "operator", node.operand
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
+        new.op = OPERATORS[type(node.op)]()
+        text = isinstance(node, ast.BinOp) and ast.JoinedStr in (type(node.left), type(node.right))
+        return None if text else ("operator", new)
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    binds = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
     returns_none = isinstance(node, ast.Return) and ast.unparse(node) in ("return", "return None")
-    return isinstance(node, Statement) and not returns_none
-
-
-def _changed(node: ast.AST) -> ast.AST:
-    changed = deepcopy(node)
-    if isinstance(changed, ast.Compare):
-        changed.ops[0] = COMPARISONS[type(changed.ops[0])]()
-    elif isinstance(changed, ast.Constant):
-        value = changed.value
-        if isinstance(value, bool):
-            changed.value = not value
-        elif isinstance(value, int):
-            changed.value = value + 1
-        else:
-            changed.value = value * 1.5 or 1.0
-    elif isinstance(changed, ast.BinOp | ast.BoolOp):
-        changed.op = OPERATORS[type(changed.op)]()
-    elif isinstance(changed, ast.UnaryOp):
-        return changed.operand
-    else:
-        return ast.Pass()
-    return changed
+    dropped = isinstance(node, Statement) and not (is_docstring or binds or returns_none)
+    return ("statement", ast.Pass()) if dropped else None

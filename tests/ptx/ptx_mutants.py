@@ -30,11 +30,9 @@ _OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 def _separates(text, match):
     """Whether shared memory is used on both sides, before the barriers next to this one."""
-    before = re.split(f"{_BARRIER}|{_BRANCH}", text[: match.start()])[-1]
-    after = re.split(f"{_BARRIER}|{_BRANCH}", text[match.end() :])[0]
-    ends = text[: match.start()].removesuffix(before), text[match.end() :].removeprefix(after)
-    beside = re.search(f"{_BARRIER}$", ends[0]), re.match(_BARRIER, ends[1])
-    return all("shared" in side or not b for side, b in zip((before, after), beside, strict=True))
+    before = ["", *re.split(f"({_BARRIER}|{_BRANCH})", text[: match.start()])][-2:]
+    after = [*re.split(f"({_BARRIER}|{_BRANCH})", text[match.end() :]), ""][1::-1]
+    return all("shared" in side or not re.match(_BARRIER, end) for end, side in (before, after))
 
 
 def _ends_a_group(text, match):
@@ -87,18 +85,14 @@ def mutants(text: str, kind: str, most: int):
     make up for one another but for few lengths (`test_split.py`).
     """
     pattern, new = KINDS[kind]
-    plan = re.search(r'\.file\s+(\d+)\s+"[^"]*split\.py"', text)
-    found = [
-        match
-        for match in re.finditer(pattern, text)
-        if MATTERS.get(kind, lambda *_: True)(text, match)
-        and not (plan and re.findall(r"\.loc\s+(\d+)", text[: match.start()])[-1:] == [plan[1]])
-    ]
+    found, plan = list(re.finditer(pattern, text)), re.search(r'\.file\s+(\d+)\s+"[^"]*split\.py"', text)
+    if kind in MATTERS:
+        found = [match for match in found if MATTERS[kind](text, match)]
+    if plan:
+        files = {match: re.findall(r"\.loc\s+(\d+)", text[: match.start()])[-1:] for match in found}
+        found = [match for match in found if files[match] != [plan[1]]]
     step = max(1, -(-len(found) // most))
     for number, match in enumerate(found[::step]):
-        replacement = new(match) if callable(new) else new
         line = " ".join(text[match.start() :].split(";")[0].split())
-        yield (
-            f"{kind} {number * step} {line[:60]}",
-            (text[: match.start()] + replacement + text[match.end() :]),
-        )
+        changed = text[: match.start()] + (new(match) if callable(new) else new) + text[match.end() :]
+        yield f"{kind} {number * step} {line[:60]}", changed

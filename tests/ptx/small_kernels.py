@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from virtual_gpu.global_memory import GlobalMemory
 from virtual_gpu.machine import Machine
+from virtual_gpu.memory_access import GlobalMemory
 from virtual_gpu.program import parse
 
 _KERNEL = """

@@ -20,28 +20,27 @@ COPIED = f"{COPY} {WAIT} {BARRIER} {READ} {STORE}"
 OVERWRITTEN = f"{LOAD} {WRITE} {BARRIER} {READ} {BARRIER} {WRITE} {STORE}"
 
 # what is right, what is wrong without, and what is said
-PAIRS = {
-    "a race to read": (EXCHANGED, BARRIER, "race: read"),
-    "a race to overwrite": (OVERWRITTEN, BARRIER, "race: write to what another thread read"),
-    "a copy on its way": (COPIED, WAIT, "that a copy has not delivered"),
-    "a copy that only its thread waited for": (COPIED, BARRIER, "race: read"),
-    "a copy of a group that is not closed": (COPIED, GROUP, "that a copy has not delivered"),
-    "memory that was not written": (EXCHANGED, WRITE, "never written"),
-}
+PAIRS = [
+    (EXCHANGED, BARRIER, "race: read"),
+    (OVERWRITTEN, BARRIER, "race: write to what another thread read"),
+    (COPIED, WAIT, "that a copy has not delivered"),
+    (COPIED, BARRIER, "race: read"),  # a copy that only its thread waited for
+    (COPIED, GROUP, "that a copy has not delivered"),  # of a group that is not closed
+    (EXCHANGED, WRITE, "never written"),
+]
 
 
-def replaced_last(text, removed):
+def without_last(text, removed):
     assert removed in text
     return "".join(text.rpartition(removed)[::2])
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_faults_in_shared_memory(name):
-    right, removed, message = PAIRS[name]
+@pytest.mark.parametrize(("right", "removed", "message"), PAIRS)
+def test_faults_in_shared_memory(right, removed, message):
     numbers, got = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
     run(ADDRESS + OTHER + right, got, numbers, threads=64, shared=256)
     with pytest.raises(FaultError, match=message):
-        run(ADDRESS + OTHER + replaced_last(right, removed), got, numbers, threads=64, shared=256)
+        run(ADDRESS + OTHER + without_last(right, removed), got, numbers, threads=64, shared=256)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +67,13 @@ def test_faults(body, message):
         run(body, torch.empty(32, dtype=torch.int32), numbers, shared=64)
 
 
-@pytest.mark.parametrize(("threads", "barrier"), [(32, ""), (64, "bar.warp.sync -1;")])
-def test_a_barrier_of_one_warp(threads, barrier):
-    """It is the program's where that has no other; of two warps it says nothing."""
-    body = (ADDRESS + OTHER).replace("63", str(threads - 1)) + f"{LOAD} {WRITE} BARRIER {READ} {STORE}"
-    numbers, got = torch.arange(threads, dtype=torch.int32), torch.empty(threads, dtype=torch.int32)
-    if threads == 32:
-        run(body.replace("BARRIER", "bar.warp.sync -1;"), got, numbers, threads=32, shared=256)
-        assert torch.equal(got, numbers.roll(-1))
+def test_a_warps_barrier_orders_a_program_of_one_warp_alone():
+    body = ADDRESS + OTHER + EXCHANGED.replace(BARRIER, "bar.warp.sync -1;")
+    numbers, got = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    run(body.replace("63", "31"), got[:32], numbers[:32], threads=32, shared=256)
+    assert torch.equal(got[:32], numbers[:32].roll(-1))
     with pytest.raises(FaultError, match="race: read"):
-        run(body.replace("BARRIER", barrier), got, numbers, threads=threads, shared=256)
+        run(body, got, numbers, threads=64, shared=256)
 
 
 # two matrices of ones, of 64 rows and of 8, that are one: 16 float16 a row, in pieces of 8 x 8
@@ -105,40 +101,29 @@ MBARRIER = f"""{ONES} {LANES} mov.b64 %rd9, {PIECES | 1 << 46};
     @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r14], %rd9, %rd9, %r15, %p2; @%p1 {COMMIT}
     WAIT: {TRY} tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {{%r6}}, [%r12], 4; {AGAIN}
     bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r13]; st.global.b32 [%rd0], {{%r6}};"""
-MATRIX_UNITS = {
-    "sums of a warp group that did not wait": (
-        WARP_GROUP.replace(AGAIN, ""), "wgmma.wait_group.sync.aligned 0;", None,
-    ),
-    "what a warp group's matrix unit reads": (
-        WARP_GROUP, "wgmma.wait_group.sync.aligned 0;", "what a matrix unit may still read",
-    ),
-    "what another warp's matrix unit reads": (WARP_GROUP, "bar.sync 0;", "another thread read"),
-    "tensor memory that was not written": (
-        TENSOR_MEMORY, "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r12], {%r5};", "never written",
-    ),
-    "tensor memory on its way": (
-        TENSOR_MEMORY, "tcgen05.wait::st.sync.aligned;", "still stored to",
-    ),
-    "tensor memory that is loaded from": (
-        TENSOR_MEMORY, "tcgen05.wait::ld.sync.aligned;", "still loaded from",
-    ),
-    "an mbarrier that began for one thread": (MBARRIER, "barrier.sync 0;", "race: read"),
-    "an mbarrier that ends while others wait": (MBARRIER, "bar.sync 0;", "another thread read"),
-    "an mbarrier that ends before its instruction": (
-        MBARRIER.replace(AGAIN, ""), TRY, "will arrive there|matrix instruction writes",
-    ),
-    "an mbarrier without an instruction": (MBARRIER, f"@%p1 {COMMIT}", "nothing completes"),
-}  # fmt: skip
+GROUP_WAIT = "wgmma.wait_group.sync.aligned 0;"
+TENSOR_STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r12], {%r5};"
+# what is right, what is wrong without, and what is said; where only registers would be wrong, they are NaN
+MATRIX_UNITS = [
+    (WARP_GROUP.replace(AGAIN, ""), GROUP_WAIT, None),
+    (WARP_GROUP, GROUP_WAIT, "what a matrix unit may still read"),
+    (WARP_GROUP, "bar.sync 0;", "another thread read"),
+    (TENSOR_MEMORY, TENSOR_STORE, "never written"),
+    (TENSOR_MEMORY, "tcgen05.wait::st.sync.aligned;", "still stored to"),
+    (TENSOR_MEMORY, "tcgen05.wait::ld.sync.aligned;", "still loaded from"),
+    (MBARRIER, "barrier.sync 0;", "race: read"),  # it began for one thread
+    (MBARRIER, "bar.sync 0;", "another thread read"),  # it ends while others wait
+    (MBARRIER.replace(AGAIN, ""), TRY, "will arrive there|matrix instruction writes"),
+    (MBARRIER, f"@%p1 {COMMIT}", "nothing completes"),
+]
 
 
-@pytest.mark.parametrize("name", MATRIX_UNITS)
-def test_faults_of_matrix_units(name):
-    """Sums of 16 ones; where only registers would be wrong, they are NaN and nothing is said."""
-    right, removed, message = MATRIX_UNITS[name]
+@pytest.mark.parametrize(("right", "removed", "message"), MATRIX_UNITS)
+def test_faults_of_matrix_units(right, removed, message):
     got = torch.empty(128)
     run(right, got, threads=128, shared=2056)
-    assert (got == 16).all()
-    wrong = replaced_last(right, removed)
+    assert (got == 16).all()  # sums of 16 ones
+    wrong = without_last(right, removed)
     if message is None:
         run(wrong, got, threads=128, shared=2056)
         assert got.isnan().all()

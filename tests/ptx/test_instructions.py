@@ -2,6 +2,7 @@
 
 import random
 from fractions import Fraction
+from math import frexp
 
 import pytest
 import torch
@@ -46,14 +47,10 @@ def test_sixteen_bits_to_float_and_back(kind, dtype):
     same(elementwise(body, torch.int32, x.view(torch.int64)).view(dtype), x.to(dtype))
 
 
-def rounded(value, bits=24):
+def rounded(value):
     """The Fraction as the nearest float32, ties to even; normal values only."""
-    exponent = 0
-    while abs(value) * Fraction(2) ** -exponent >= 2**bits:
-        exponent += 1
-    while 0 < abs(value) * Fraction(2) ** -exponent < 2 ** (bits - 1):
-        exponent -= 1
-    return float(round(value * Fraction(2) ** -exponent) * Fraction(2) ** exponent)
+    step = Fraction(2) ** (frexp(value)[1] - 24)
+    return float(round(value / step) * step)
 
 
 def test_multiply_add_rounds_once():
@@ -86,38 +83,30 @@ def test_prmt_of_every_selector():
     selectors = torch.arange(2**16, dtype=torch.int32)
     body = "mov.b32 %r6, 0x83020100; mov.b32 %r7, 0x07F60504; prmt.b32 %d, %r6, %r7, %a;"
     got = elementwise(body, torch.int32, selectors).view(torch.uint8).view(-1, 4)
-    both = torch.tensor([0x00, 0x01, 0x02, 0x83, 0x04, 0x05, 0xF6, 0x07], dtype=torch.uint8)
-    for i in range(4):
-        digit = (selectors >> (4 * i)) & 15
-        byte = both[digit & 7]
-        sign = torch.where(byte >= 128, 255, 0).to(torch.uint8)
-        assert torch.equal(got[:, i], torch.where(digit >= 8, sign, byte))
+    both, signs = (0x00, 0x01, 0x02, 0x83, 0x04, 0x05, 0xF6, 0x07), (0, 0, 0, 255, 0, 0, 255, 0)
+    table = torch.tensor([*both, *signs], dtype=torch.uint8)
+    assert torch.equal(got, table[(selectors[:, None] >> torch.arange(0, 16, 4)) & 15])
 
 
-@pytest.mark.parametrize(
-    ("k", "kind", "dtype"),
-    [(16, "f16", torch.float16), (32, "e4m3", FP8["e4m3"]), (32, "e5m2", FP8["e5m2"])],
-)
-def test_matrices_of_a_warp(k, kind, dtype):
+@pytest.mark.parametrize(("k", "kind"), [(16, "f16"), (32, "e4m3"), (32, "e5m2")])
+def test_matrices_of_a_warp(k, kind):
     """Fragments as the PTX ISA draws them: of lane / 4 and lane % 4, then of a register's values."""
-    e = k // 8
+    e, dtype = k // 8, FP8.get(kind, torch.float16)
     generator = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(shape, generator=generator) for shape in ((16, k), (k, 8), (16, 8)))
-    a, b = a.to(dtype), b.to(dtype)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, k), (k, 8)))
+    c = torch.randn(16, 8, generator=generator)
     fragments_a = a.view(2, 8, 2, 4, e).permute(1, 3, 2, 0, 4).reshape(32, 4 * e)
     fragments_b = b.view(2, 4, e, 8).permute(3, 1, 0, 2).reshape(32, 2 * e)
-    fragments_c, got = _fragments_of_result(c), torch.empty(32, 4)
+    got = torch.empty(32, 4)
     body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; ld.global.b64 {{%rd9}}, [%rd2];
         mov.b64 {{%r8, %r9}}, %rd9; ld.global.v4.b32 {{%r12, %r13, %r14, %r15}}, [%rd3];
         mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r12, %r13, %r14, %r15}},
         {{%r4, %r5, %r6, %r7}}, {{%r8, %r9}}, {{%r12, %r13, %r14, %r15}};
         st.global.v4.b32 [%rd0], {{%r12, %r13, %r14, %r15}};"""
-    run(body, got, fragments_a, fragments_b, fragments_c)
-    assert torch.equal(got, _fragments_of_result((a.double() @ b.double() + c.double()).float()))
-
-
-def _fragments_of_result(c):
-    return c.view(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4)
+    want = (a.double() @ b.double() + c.double()).float()
+    c, want = (x.view(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4) for x in (c, want))
+    run(body, got, fragments_a, fragments_b, c)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])

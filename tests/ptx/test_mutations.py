@@ -43,7 +43,7 @@ SPECIAL = [
 
 
 def batches(case, *others):
-    """The same layer with other lengths and numbers of parts, for which nothing is compiled."""
+    """The layer with other lengths and numbers of parts, for which nothing is compiled."""
     for lengths, num_splits in others:
         starts = case.starts and tuple(map(min, (20, 7, 55 - num_splits, 0), lengths))
         yield replace(case, lengths=lengths, num_splits=num_splits, starts=starts)
@@ -107,39 +107,28 @@ def assert_special_values_stored(case):
     assert torch.equal(got_counted, counted)
 
 
-class Run:
-    """The checks of one kernel on one target, as it is and with other PTX."""
-
-    def __init__(self, target, kernel):
-        self.target, self.kernel = TARGETS[target], f"{kernel}_kernel"
-        self.checks = [check(case) for case in CASES[kernel]]
-        self.texts = set()
-        with virtual_gpu(self.target, self._keep):
-            for each in self.checks:
-                each()
-
-    def _keep(self, name, text):
-        if name == self.kernel:
-            self.texts.add(text)
-        return text
-
-    def notices(self, mutant):
-        """Whether a check fails where the kernel has this PTX."""
-        with virtual_gpu(self.target, lambda name, text: mutant if name == self.kernel else text):
-            for each in self.checks:
-                try:
-                    each()
-                except (AssertionError, FaultError):
-                    return True
-        return False
-
-
 @pytest.mark.parametrize(("target", "kernel"), RUNS)
 def test_most_wrong_instructions_are_noticed(target, kernel):
-    run = Run(target, kernel)
-    (text,) = run.texts  # one kernel for all batches
+    checks, texts = [check(case) for case in CASES[kernel]], set()
+
+    def run(change):
+        with virtual_gpu(
+            TARGETS[target], lambda name, text: change(text) if name == f"{kernel}_kernel" else text
+        ):
+            for each in checks:
+                each()
+
+    def is_noticed(mutant):
+        try:
+            run(lambda text: mutant)
+        except (AssertionError, FaultError):
+            return True
+        return False
+
+    run(lambda text: texts.add(text) or text)
+    (text,) = texts  # one kernel for all batches
     wrong = [each for kind in KINDS for each in mutants(text, kind, MOST)]
-    missed = [name for name, mutant in wrong if not run.notices(mutant)]
+    missed = [name for name, mutant in wrong if not is_noticed(mutant)]
     sys.stdout.write(f"{target} {kernel}: {len(wrong) - len(missed)} of {len(wrong)} noticed\n")
     sys.stdout.writelines(f"  {name}\n" for name in missed)
     assert len(wrong) >= 3

@@ -1,13 +1,11 @@
-"""Launch kernels on GPUs that are absent; print what would have run on them, by function.
-
-A script for `test_launch.py`: kernels that an interpreter runs are launched in another way. Each function
-runs in a fork, with which all that it puts into Triton's place ends.
-"""
+"""For `test_launch.py`: launch kernels on absent GPUs; print what would have run on them, by function."""
 
 import contextlib
 import json
+import math
 import os
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -33,7 +31,6 @@ PLAIN = next(v for v in VARIANTS if v.name == "plain-64")
 
 
 def give_kernels_to(run):
-    """Have `run(kernel, *what the driver gets)` called instead of the driver."""
     CompiledKernel.run = property(lambda kernel: lambda *given: run(kernel, *given))
     CompiledKernel._init_handles = lambda self: None
     CompiledKernel.launch_metadata = lambda self, *arguments: None
@@ -41,20 +38,13 @@ def give_kernels_to(run):
 
 
 def twice():
-    """What the driver gets from three calls, and which kernels Triton itself was asked for.
-
-    The second call is the first again, the third has a query that is not aligned.
-    """
-    launched, by_triton, find, found = [], [], JITFunction.run, {}
-
-    def plain(argument):
-        # of memory allocated anew only what it is
-        is_tensor = isinstance(argument, torch.Tensor)
-        return f"{argument.dtype} {list(argument.shape)}" if is_tensor else repr(argument)
+    """What the driver gets, and what Triton is asked for: the same twice, then a query not aligned."""
+    find, found = JITFunction.run, {}
 
     def record(kernel, *given):
-        grid, arguments = given[:3], given[9:]
-        launched.append([kernel.name, id(kernel), list(grid), [plain(each) for each in arguments]])
+        # of memory allocated anew only what it is
+        plain = [[str(x.dtype), *x.shape] if isinstance(x, torch.Tensor) else repr(x) for x in given[9:]]
+        launched.append([kernel.name, id(kernel), given[:3], plain])
 
     def counted(self, *arguments, **options):
         by_triton.append(self.fn.__name__)
@@ -63,10 +53,11 @@ def twice():
     JITFunction.run = counted
     give_kernels_to(record)
     for variant in (v for v in VARIANTS if v.name in ("plain-64", "float16-64")):
+        launched, by_triton = [], []
         blocks, options = variant.blocks(TARGET), variant.options()
-        heads = (variant.group * 8, variant.head_dim)
-        memory = torch.zeros(4 * heads[0] * heads[1] + 1, dtype=variant.dtype)
-        aligned, not_aligned = memory[:-1].view(4, *heads), memory[1:].view(4, *heads)
+        shape = (4, variant.group * 8, variant.head_dim)
+        memory = torch.zeros(math.prod(shape) + 1, dtype=variant.dtype)
+        aligned, not_aligned = memory[:-1].view(shape), memory[1:].view(shape)
         new = torch.zeros(4, 8, variant.head_dim, dtype=variant.dtype)
         cu_seqlens, slots = torch.arange(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         with pretend(TARGET):
@@ -74,9 +65,7 @@ def twice():
                 decode_attention(query, blocks, variant.sequences(), options)
                 extend_attention(query, blocks, variant.sequences(), cu_seqlens, 1, options)
                 append_kv(new, new, blocks, slots)
-        found[variant.name] = {"launched": [*launched], "by triton": [*by_triton]}
-        launched.clear()
-        by_triton.clear()
+        found[variant.name] = {"launched": launched, "by triton": by_triton}
     return found
 
 
@@ -86,10 +75,9 @@ def growing():
 
     def ask(self, *arguments, **options):
         asked.append(self.fn.__name__)
-        return Launchable()
+        return defaultdict(lambda: lambda *arguments: None)  # a compiled kernel, launched by grid
 
     def serve():
-        """Serve every batch of up to 64 sequences, with tables of 1 to 64 blocks."""
         blocks, options = PLAIN.blocks(TARGET), PLAIN.options()
         for num_seqs in range(1, 65):
             lengths = torch.full((num_seqs,), 64 * num_seqs, dtype=torch.int32)
@@ -110,13 +98,6 @@ def growing():
     return {name: {"compiled": compiled.count(name), "asked": asked.count(name)} for name in asked}
 
 
-class Launchable:
-    """A compiled kernel that is launched without Triton."""
-
-    def __getitem__(self, grid):
-        return lambda *arguments: None
-
-
 class OnFirst(torch.Tensor):
     """On the CPU, and says that it is not; so does all that is made of it."""
 
@@ -128,15 +109,10 @@ class OnSecond(torch.Tensor):
 
 
 def on_devices():
-    """Which of two GPUs was current at every allocation and launch: [name, GPU, stream, kernel].
-
-    The tensors are on the current GPU, on another, and on that when it is current.
-    """
+    """Which of two GPUs was current at every allocation and launch: [name, GPU, stream, kernel]."""
     current, entered, seen = [0], [], []
 
     class TwoGPUs(_AbsentGPU):
-        """Triton's driver; a stream is the number of its GPU."""
-
         def get_current_device(self):
             return current[0]
 
@@ -162,8 +138,6 @@ def on_devices():
         return allocated
 
     def call(kind):
-        """Call all launchers, twice; the last call is refused."""
-
         def on(made):
             tensors = {n: x.as_subclass(kind) for n, x in vars(made).items() if isinstance(x, torch.Tensor)}
             return replace(made, **tensors)
@@ -189,11 +163,9 @@ def on_devices():
     driver.set_active(TwoGPUs(TARGET))
     found = []
     for gpu, kind in ((0, OnFirst), (0, OnSecond), (1, OnSecond)):
-        current[0] = gpu
+        current[0], entered, seen = gpu, [], []
         call(kind)
-        found.append({"entered": [*entered], "seen": [*seen], "after": current[0]})
-        entered.clear()
-        seen.clear()
+        found.append({"entered": entered, "seen": seen, "after": current[0]})
     return found
 
 

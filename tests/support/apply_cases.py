@@ -12,10 +12,10 @@ from calib.files.stored_scales import read_scales
 
 LAYERS = range(3)
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
-PACK_FILES = {
-    *("README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"),
-    "kv_cache_scales.json",
-}
+NORMS = {"input_layernorm": [f"self_attn.{letter}" for letter in "qkv"]}
+NORMS |= {"post_attention_layernorm": ["mlp.gate", "mlp.up"]}
+PACK_FILES = {"README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"}
+PACK_FILES |= {"kv_cache_scales.json"}
 
 
 def config_of(directory):
@@ -57,10 +57,9 @@ def refused(measured, model, out, *phrases, flags=(), status=2):
 def copy(model, path, edit=lambda tensors: None, config=None):
     """A copy of the model whose tensors `edit` changed."""
     shutil.copytree(model, path)
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    edit(tensors := load_file(path / "model.safetensors"))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     edit_json(path / "config.json", **(config or {}))
     return path
 
@@ -76,14 +75,11 @@ def smooth(tensors, size=0.5):
     """Move factors from norms into the weights that read them, as AWQ and SmoothQuant do."""
     generator = torch.Generator().manual_seed(1)
     for layer in LAYERS:
-        of = f"model.layers.{layer}."
-        attention, mlp = (torch.rand(64, generator=generator) * 2 * size + 1 - size for _ in "ab")
-        tensors[f"{of}input_layernorm.weight"] /= attention
-        tensors[f"{of}post_attention_layernorm.weight"] /= mlp
-        for letter in "qkv":
-            tensors[ATTENTION.format(layer, letter)] *= attention
-        for name in ("gate", "up"):
-            tensors[f"{of}mlp.{name}_proj.weight"] *= mlp
+        for norm, readers in NORMS.items():
+            factors = torch.rand(64, generator=generator) * 2 * size + 1 - size
+            tensors[f"model.layers.{layer}.{norm}.weight"] /= factors
+            for reader in readers:
+                tensors[f"model.layers.{layer}.{reader}_proj.weight"] *= factors
 
 
 def rescale_values(tensors, factor=1.5, channels=slice(None)):
@@ -100,10 +96,9 @@ def damage(directory, out, changes):
     for name, value in changes.items():
         if value is None:
             del tensors[name], document["weight_map"][name]
-        elif isinstance(value, torch.Tensor):
-            tensors[name] = value
         else:
-            tensors[name] = torch.full_like(tensors[name], value)
+            is_tensor = isinstance(value, torch.Tensor)
+            tensors[name] = value if is_tensor else torch.full_like(tensors[name], value)
     save_file(tensors, path, {"format": "pt"})
     index.write_text(json.dumps(document))
     return out

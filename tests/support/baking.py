@@ -10,26 +10,21 @@ from calib.capture.attention import observe_qkv
 from calib.rescale.weight_changes import cached_attention
 from calib.scales.stats_file import load_scales
 
-OTHERS = {
-    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
-    "qwen3_next": HYBRIDS["qwen3_next"],
-}
+OTHERS = {"glm4": {"head_dim": 16, "partial_rotary_factor": 0.5}, "qwen3_next": HYBRIDS["qwen3_next"]}
 # what the latent and k_pe of one layer after the other are multiplied by
 LATENT_SIZES = ((0.003, 9000.0), (3000.0, 0.002), (0.7, 40.0), (1.3, 0.9))
 TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def model_directory(path, model_type, *, dtype=torch.bfloat16):
-    options = (FAMILIES | OTHERS)[model_type]
-    model = tiny_model(model_type, **options)
+    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type])
     with torch.no_grad():
         for module in cached_attention(model):
             attention = model.get_submodule(module)
             # K and V of any size, and heads and channels that differ
             for child in attention.children():
                 if hasattr(child, "weight") and child.weight.dim() == 2:
-                    rows = torch.linspace(-3, 3, child.weight.shape[0]).exp2()
-                    child.weight.mul_(rows[:, None])
+                    child.weight.mul_(torch.linspace(-3, 3, child.weight.shape[0]).exp2()[:, None])
     return save_model(model.to(dtype), path)
 
 
@@ -40,9 +35,8 @@ def latent_directory(path, model_type, *, dtype=torch.bfloat16, **options):
     with torch.no_grad():
         for module, (latent, k_pe) in zip(modules, LATENT_SIZES, strict=False):
             module.kv_a_layernorm.weight.mul_(latent)
-            rank = module.kv_lora_rank
             for parameter in module.kv_a_proj_with_mqa.parameters():
-                parameter[rank:].mul_(k_pe)
+                parameter[module.kv_lora_rank :].mul_(k_pe)
     return save_model(model.to(dtype), path)
 
 

@@ -1,7 +1,4 @@
-"""A paged cache whose bytes tell which tokens were written, and random histories of it.
-
-A history is checked against plain lists after every step.
-"""
+"""A paged cache whose bytes tell which tokens were written, and random histories beside plain lists."""
 
 import random
 
@@ -24,16 +21,9 @@ def make_cache(num_blocks, *, block_size=4, can_grow=False, runtime=RUNTIME):
 
 def layer(num_blocks, block_size, heads, channels, runtime=RUNTIME):
     """Blocks in which nothing was written."""
-    scale = torch.ones(1)
-    blocks = runtime.storage.KVBlocks.empty(
-        num_blocks,
-        block_size,
-        num_kv_heads=heads,
-        head_dim=channels,
-        k_scale=scale,
-        v_scale=scale,
-        count=True,
-    )
+    sizes, one = {"num_kv_heads": heads, "head_dim": channels}, torch.ones(1)
+    empty = runtime.storage.KVBlocks.empty
+    blocks = empty(num_blocks, block_size, **sizes, k_scale=one, v_scale=one, count=True)
     blocks.codes.view(torch.uint8).fill_(UNWRITTEN)
     return blocks
 
@@ -60,13 +50,11 @@ def filled(cache, token_ids, *, commit=True):
 
 def contents(cache, sequence):
     """What `sequence` sees, through its block table: per token, the bytes of both layers."""
-    table = cache.block_tables([sequence])[0]
-    seen = []
+    table, seen = cache.block_tables([sequence])[0], []
+    parts = [part for blocks in cache.layers.values() for part in blocks.codes.view(torch.uint8)]
     for position in range(sequence.length):
         block_id, offset = int(table[position // cache.block_size]), position % cache.block_size
-        codes = [blocks.codes.view(torch.uint8) for blocks in cache.layers.values()]
-        seen.append([sorted({*c[p, block_id, :, offset].flatten().tolist()}) for c in codes
-                     for p in (0, 1)])  # fmt: skip
+        seen.append([sorted({*part[block_id, :, offset].flatten().tolist()}) for part in parts])
     return seen
 
 
@@ -83,13 +71,8 @@ def byte(mark, index, part):
 def state(cache):
     """Everything that an operation may change."""
     pool = cache._pool
-    return (
-        list(pool._references),
-        list(pool._free),
-        dict(pool._by_content),
-        dict(pool._content),
-        [blocks.codes.view(torch.uint8).flatten().tolist() for blocks in cache.layers.values()],
-    )
+    stored = [blocks.codes.view(torch.uint8).flatten().tolist() for blocks in cache.layers.values()]
+    return [*pool._references], [*pool._free], {**pool._by_content}, {**pool._content}, stored
 
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
@@ -107,26 +90,21 @@ class Model:
     """A cache beside the tokens that each of its sequences must hold, in plain lists."""
 
     def __init__(self, seed, cache, out_of_blocks):
-        self.rng = random.Random(seed)
-        self.cache = cache
-        self.out_of_blocks = out_of_blocks
+        self.rng, self.cache, self.out_of_blocks = random.Random(seed), cache, out_of_blocks
         self.live = []  # [sequence, marks]
 
-    def marks(self, past, tokens):
+    def write(self, marks, tokens, slots=None):
         """What is written for a token depends on all tokens before it, as K and V do."""
-        marks = []
+        first = len(marks)
         for token in tokens:
-            past = hash((past, token))
-            marks.append(past)
-        return marks
+            marks.append(hash((marks[-1] if marks else 0, token)))
+        if slots is not None:
+            write(self.cache, slots, marks[first:])
 
     def run(self, sequence, marks, tokens, *, known):
         """Append, write, commit at times."""
-        new = self.marks(marks[-1] if marks else 0, tokens)
         known = {"token_ids": tokens} if known else {}
-        slots = self.cache.append(sequence, len(tokens), **known)
-        write(self.cache, slots, new)
-        marks += new
+        self.write(marks, tokens, self.cache.append(sequence, len(tokens), **known))
         if self.rng.random() < 0.7:
             self.cache.commit(sequence)
 
@@ -137,9 +115,9 @@ class Model:
     def start(self):
         tokens = self.tokens(14)
         sequence = self.cache.allocate(tokens)
-        cached = sequence.num_cached_tokens
+        cached, marks = sequence.num_cached_tokens, []
         assert cached < len(tokens)
-        marks = self.marks(0, tokens)[:cached]
+        self.write(marks, tokens[:cached])
         self.live.append([sequence, marks])
         self.run(sequence, marks, tokens[cached:], known=True)
 
@@ -151,9 +129,7 @@ class Model:
         chosen = self.rng.sample(self.live, self.rng.randint(1, len(self.live)))
         self.cache.reserve([sequence for sequence, _ in chosen], 1)
         for sequence, marks in chosen:
-            new = self.marks(marks[-1] if marks else 0, [2])
-            write(self.cache, self.cache.slots([sequence], sequence.length - 1, 1)[0], new)
-            marks += new
+            self.write(marks, [2], self.cache.slots([sequence], sequence.length - 1, 1)[0])
 
     def fork(self):
         sequence, marks = self.rng.choice(self.live)

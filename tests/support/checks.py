@@ -7,8 +7,7 @@ import oracle
 import torch
 from paged import RUNTIME, Case, build
 
-# Rounding one value: half a step of its significand. Triton's interpreter cuts bfloat16 off, which
-# is a whole step.
+# Rounding one value: half a step of its significand; Triton's interpreter cuts bfloat16 off, a whole step.
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 REFERENCE = RUNTIME.reference
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,11 +16,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def tolerance(dtype):
     """Largest relative error allowed to an output of this type.
 
-    Softmax weights are rounded to float16 (2^-11) and the output to its own type: together 2^-10,
-    less than 1e-3, for float16. For float32 Q and the weights are two float16 values each, 22 bits;
-    what is left is fp32's error of logits up to 2^6, 2^-18, which exp makes relative, and again
-    that of the running maximum which they are taken from. Tensor cores cut sums off where others
-    round them: on an H100 up to 8.6e-5 was seen, so 2^-13 is allowed there.
+    Softmax weights are rounded to float16 (2^-11) and the output to its own type: together 2^-10 for float16.
+    For float32 Q and the weights are two float16 values each; what is left is fp32's error of logits up to
+    2^6 and of the running maximum, 2^-18 each. Tensor cores cut sums off: an H100 showed 8.6e-5, below 2^-13.
     """
     if dtype == torch.float16:
         return 1e-3
@@ -31,11 +28,7 @@ def tolerance(dtype):
 
 
 def floor(dtype):
-    """Smallest error per value that is told apart, of outputs of this type.
-
-    Float16 has no steps smaller than 2^-24, which is what remains of outputs that are as small;
-    and of weights beside a sink that takes nearly all, whose own is 2^14, times V, here below 1.
-    """
+    """Smallest error per value that is told apart: float16 has steps of 2^-24, weights beside a sink too."""
     return 2.0**-24 if dtype == torch.float16 else 2.0**-38
 
 
@@ -102,8 +95,7 @@ def without_nan_signs(codes):
 
 def assert_rounded(format, device="cpu", runtime=RUNTIME):
     """The kernel rounds all bfloat16 values, ties among them, as torch's cast does, and counts."""
-    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = x.view(256, 2, 128)
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 2, 128)
     case = Case((256,), head_dim=128, format=format, k_scales="tensor", v_scales="tensor")
     one = torch.ones(1, device=device)
     blocks = replace(build(case, device, runtime).blocks, k_scale=one, v_scale=one)
@@ -116,8 +108,7 @@ def assert_rounded(format, device="cpu", runtime=RUNTIME):
         # arithmetic on a GPU forgets the sign of NaN
         assert torch.equal(codes | (x.isnan() * 0x80), want | (x.isnan() * 0x80))
     # as float32, because the interpreter loses bfloat16's smallest values
-    counts = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
-    x = x.float()
+    counts, x = torch.zeros(2, 2, 3, dtype=torch.int64, device=device), x.float()
     runtime.append_kv.append_kv(x.to(device), x.to(device), replace(blocks, counts=counts), slots)
     saturated = (x.abs() > limit) & x.isfinite()
     became_zero = (want & 0x7F == 0) & (x != 0) & ~x.isnan()

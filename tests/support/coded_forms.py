@@ -1,7 +1,4 @@
-"""Models in each form of quantised weights, as each tool stores them, by the formats' documentation.
-
-Written apart from the readers: codes are packed bit by bit.
-"""
+"""Models in each form of quantised weights, as each tool stores them; codes are packed bit by bit."""
 
 import json
 import re
@@ -50,13 +47,11 @@ def integers(weight, bits, group, *, symmetric=False, order=None):
 
 def gptq(module, weight, *, bits=4, group=32, version=1, ordered=False):
     """Packed down the columns, zero points of the first version less one."""
-    order = None
+    index = torch.arange(weight.shape[1]) // group
     if ordered:
         shuffled = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
-        order = torch.empty_like(shuffled)
-        order[shuffled] = torch.arange(len(order)) // group
-    codes, zero, scale, value = integers(weight, bits, group, order=order)
-    index = torch.arange(weight.shape[1]) // group if order is None else order
+        index = torch.empty_like(shuffled).scatter(0, shuffled, index)
+    codes, zero, scale, value = integers(weight, bits, group, order=index)
     return {
         f"{module}.qweight": words(codes, bits).t().contiguous(),
         f"{module}.qzeros": words(zero.t() - int(version == 1), bits),
@@ -78,9 +73,8 @@ def awq(module, weight, *, group=32):
 def packed(module, weight, *, bits=4, group=32, symmetric=True, ordered=False, per_word=None):
     """compressed-tensors' pack-quantized; `per_word` as 0.17 writes 3 bits."""
     order = torch.arange(weight.shape[1]).flip(0) // group if ordered else None
-    codes, zero, scale, value = integers(
-        weight, bits, group or weight.shape[1], symmetric=symmetric, order=order
-    )
+    group = group or weight.shape[1]
+    codes, zero, scale, value = integers(weight, bits, group, symmetric=symmetric, order=order)
     tensors = {
         f"{module}.weight_packed": words(codes, bits, per_word),
         f"{module}.weight_scale": scale,
@@ -105,9 +99,8 @@ def blocked(weight, high, wide, largest):
 def fp8(module, weight, *, high=None, wide=None, name="weight_scale", shape=None, extra=()):
     scale, full = blocked(weight, high or weight.shape[0], wide or weight.shape[1], 448)
     codes = (weight / full).to(FP8)
+    scale = scale if shape is None else scale.reshape(shape)
     tensors = {f"{module}.weight": codes, f"{module}.{name}": scale}
-    if shape is not None:
-        tensors[f"{module}.{name}"] = scale.reshape(shape)
     tensors |= {f"{module}.{part}": torch.tensor([0.25]) for part in extra}
     return tensors, codes.float() * full
 
@@ -122,10 +115,7 @@ def mxfp8(module, weight):
 
 def int8(module, weight, *, symmetric=True):
     codes, zero, scale, value = integers(weight, 8, weight.shape[1], symmetric=symmetric)
-    tensors = {
-        f"{module}.weight": (codes - 128).to(torch.int8),
-        f"{module}.weight_scale": scale.float(),
-    }
+    tensors = {f"{module}.weight": (codes - 128).to(torch.int8), f"{module}.weight_scale": scale.float()}
     if not symmetric:
         tensors[f"{module}.weight_zero_point"] = (zero - 128).to(torch.int8)
     return tensors, value
@@ -143,18 +133,18 @@ def pairs(codes):
 
 def nvfp4(module, weight, *, form="compressed-tensors"):
     top = blocked(weight, 1, 16, 6)[0]
-    second = 448 / top.max() if form == "compressed-tensors" else top.max() / 448
-    scale = (top * second if form == "compressed-tensors" else top / second).to(FP8)
-    small = scale.float() / second if form == "compressed-tensors" else scale.float() * second
+    if form == "compressed-tensors":
+        second = 448 / top.max()
+        scale = (top * second).to(FP8)
+        small, names, second = scale.float() / second, ("weight_packed", "weight_global_scale"), second[None]
+    else:
+        second = top.max() / 448
+        scale = (top / second).to(FP8)
+        small, names = scale.float() * second, ("weight", "weight_scale_2")
     full = small.repeat_interleave(16, 1)
     codes, value = fp4_codes(weight / full)
-    names = ("weight_packed", "weight_global_scale")
-    names = names if form == "compressed-tensors" else ("weight", "weight_scale_2")
-    return {
-        f"{module}.{names[0]}": pairs(codes),
-        f"{module}.weight_scale": scale,
-        f"{module}.{names[1]}": second.reshape([1] if "global" in names[1] else []),
-    }, value * full
+    tensors = {names[0]: pairs(codes), "weight_scale": scale, names[1]: second}
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}, value * full
 
 
 def mxfp4(module, weight, *, name="weight_packed"):
@@ -188,8 +178,7 @@ class Form:
 
     def quantised(self, model, directory):
         """A copy of the model in this form."""
-        shutil.copytree(model, directory)
-        return self.quantise(directory)
+        return self.quantise(shutil.copytree(model, directory))
 
     def quantise(self, directory, plain=None):
         """Quantise the model in `directory`, and keep what its weights stand for in `plain`."""
@@ -197,12 +186,10 @@ class Form:
             shutil.copytree(directory, plain)
         coded, values = {}, {}
         for name, tensor in load_file(directory / "model.safetensors").items():
-            values[name] = tensor
-            if not re.search(self.weights, name):
-                coded[name] = tensor
-                continue
-            module = name.removesuffix(".weight")
-            tensors, values[name] = self.make(module, tensor.float(), **self.options)
+            tensors, values[name] = {name: tensor}, tensor
+            if re.search(self.weights, name):
+                module = name.removesuffix(".weight")
+                tensors, values[name] = self.make(module, tensor.float(), **self.options)
             coded |= tensors
         save_file(coded, directory / "model.safetensors", {"format": "pt"})
         if plain:
@@ -218,97 +205,73 @@ class Form:
 def compressed(form, bits, kind="int", **weights):
     weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    says = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return says | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-def gptq_says(bits=4, **more):
+def _integers(form, bits, make, options, **weights):
+    return Form(compressed(form, bits, **weights), make, options)
+
+
+def _floats(form, bits, make, options, **weights):
+    return Form(compressed(form, bits, "float", **weights), make, options)
+
+
+def _gptq(bits, options, **more):
     says = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False, "sym": False}
-    return {**says, **more}
+    return Form(says | more, gptq, {"bits": bits} | options)
 
 
-def quark_says(**weight):
-    return {
-        "quant_method": "quark",
-        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
-        "global_quant_config": {"weight": {"is_dynamic": False, **weight}},
-        "layer_quant_config": {},
-        "exclude": ["lm_head"],
-    }
+def _quark(make, options, **weight):
+    says = {"quant_method": "quark", "export": {"weight_format": "real_quantized", "pack_method": "reorder"}}
+    says |= {"global_quant_config": {"weight": {"is_dynamic": False, **weight}}, "layer_quant_config": {}}
+    return Form(says | {"exclude": ["lm_head"]}, make, options)
 
 
 GPT_OSS = Form({"quant_method": "mxfp4"}, gpt_oss, weights=r"experts\.\w+_proj$")
-PER_TENSOR = {"shape": [], "extra": ["input_scale"]}
+PER_TENSOR, BLOCKS = {"shape": [], "extra": ["input_scale"]}, {"high": 40, "wide": 48}
 GROUP = {"strategy": "group", "group_size": 32}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+_NVFP4 = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}}
+_FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 48]}
 FORMS = {
-    "gptq-2": Form(gptq_says(2), gptq, {"bits": 2}),
-    "gptq-3": Form(gptq_says(3), gptq, {"bits": 3}),
-    "gptq-4": Form(gptq_says(), gptq),
-    "gptq-4-ordered": Form(gptq_says(desc_act=True), gptq, {"ordered": True}),
-    "gptq-8": Form(gptq_says(8), gptq, {"bits": 8}),
-    "gptq-v2": Form(gptq_says(checkpoint_format="gptq_v2"), gptq, {"version": 2}),
-    "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
-    "compressed-fp8": Form(
-        compressed("float-quantized", 8, "float", strategy="tensor"),
-        fp8,
-        {"shape": [1], "extra": ["input_scale"]},
+    "gptq-2": _gptq(2, {}),
+    "gptq-3": _gptq(3, {}),
+    "gptq-4": _gptq(4, {}),
+    "gptq-4-ordered": _gptq(4, {"ordered": True}, desc_act=True),
+    "gptq-8": _gptq(8, {}),
+    "gptq-v2": _gptq(4, {"version": 2}, checkpoint_format="gptq_v2"),
+    "awq": Form(_AWQ, awq),
+    "compressed-fp8": _floats("float-quantized", 8, fp8, PER_TENSOR | {"shape": [1]}, strategy="tensor"),
+    "compressed-fp8-channel": _floats("float-quantized", 8, fp8, {"high": 1}, strategy="channel"),
+    "compressed-fp8-block": _floats(
+        "float-quantized", 8, fp8, BLOCKS, strategy="block", block_structure=[40, 48]
     ),
-    "compressed-fp8-channel": Form(
-        compressed("float-quantized", 8, "float", strategy="channel"), fp8, {"high": 1}
+    "compressed-int8": _integers("int-quantized", 8, int8, {}, strategy="channel"),
+    "compressed-int8-asymmetric": _integers(
+        "int-quantized", 8, int8, {"symmetric": False}, strategy="channel", symmetric=False
     ),
-    "compressed-fp8-block": Form(
-        compressed("float-quantized", 8, "float", strategy="block", block_structure=[40, 48]),
-        fp8,
-        {"high": 40, "wide": 48},
+    "compressed-w4": _integers("pack-quantized", 4, packed, {}, **GROUP),
+    "compressed-w4-asymmetric": _integers(
+        "pack-quantized", 4, packed, {"symmetric": False}, symmetric=False, **GROUP
     ),
-    "compressed-int8": Form(compressed("int-quantized", 8, strategy="channel"), int8),
-    "compressed-int8-asymmetric": Form(
-        compressed("int-quantized", 8, strategy="channel", symmetric=False),
-        int8,
-        {"symmetric": False},
+    "compressed-w4-ordered": _integers(
+        "pack-quantized", 4, packed, {"ordered": True}, actorder="group", **GROUP
     ),
-    "compressed-w4": Form(compressed("pack-quantized", 4, **GROUP), packed),
-    "compressed-w4-asymmetric": Form(
-        compressed("pack-quantized", 4, symmetric=False, **GROUP), packed, {"symmetric": False}
+    "compressed-w3": _integers("pack-quantized", 3, packed, {"bits": 3}, **GROUP),
+    "compressed-w3-of-0.17": _integers("pack-quantized", 3, packed, {"bits": 3, "per_word": 10}, **GROUP),
+    "compressed-w8-channel": _integers(
+        "pack-quantized", 8, packed, {"bits": 8, "group": None}, strategy="channel"
     ),
-    "compressed-w4-ordered": Form(
-        compressed("pack-quantized", 4, actorder="group", **GROUP), packed, {"ordered": True}
-    ),
-    "compressed-w3": Form(compressed("pack-quantized", 3, **GROUP), packed, {"bits": 3}),
-    "compressed-w3-of-0.17": Form(
-        compressed("pack-quantized", 3, **GROUP), packed, {"bits": 3, "per_word": 10}
-    ),
-    "compressed-w8-channel": Form(
-        compressed("pack-quantized", 8, strategy="channel"), packed, {"bits": 8, "group": None}
-    ),
-    "compressed-nvfp4": Form(
-        compressed("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
-        nvfp4,
-    ),
-    "compressed-mxfp4": Form(compressed("mxfp4-pack-quantized", 4, "float", **GROUP), mxfp4),
-    "compressed-mxfp8": Form(compressed("mxfp8-quantized", 8, "float", **GROUP), mxfp8),
+    "compressed-nvfp4": _floats("nvfp4-pack-quantized", 4, nvfp4, {}, strategy="tensor_group", group_size=16),
+    "compressed-mxfp4": _floats("mxfp4-pack-quantized", 4, mxfp4, {}, **GROUP),
+    "compressed-mxfp8": _floats("mxfp8-quantized", 8, mxfp8, {}, **GROUP),
     "modelopt-fp8": Form({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8, PER_TENSOR),
-    "modelopt-nvfp4": Form(
-        {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}},
-        nvfp4,
-        {"form": "modelopt"},
-        "hf_quant_config.json",
-    ),
-    "fp8-block": Form(
-        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 48]},
-        fp8,
-        {"high": 40, "wide": 48, "name": "weight_scale_inv"},
-    ),
+    "modelopt-nvfp4": Form(_NVFP4, nvfp4, {"form": "modelopt"}, "hf_quant_config.json"),
+    "fp8-block": Form(_FP8_BLOCK, fp8, BLOCKS | {"name": "weight_scale_inv"}),
     "fp8-tensor": Form({"quant_method": "fp8", "activation_scheme": "static"}, fp8, PER_TENSOR),
-    "quark-fp8": Form(quark_says(dtype="fp8_e4m3", qscheme="per_tensor"), fp8, PER_TENSOR),
-    "quark-mxfp4": Form(
-        quark_says(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
-        mxfp4,
-        {"name": "weight"},
+    "quark-fp8": _quark(fp8, PER_TENSOR, dtype="fp8_e4m3", qscheme="per_tensor"),
+    "quark-mxfp4": _quark(
+        mxfp4, {"name": "weight"}, dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"
     ),
 }

@@ -3,7 +3,6 @@
 import os
 import shutil
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -33,10 +32,7 @@ FILES = {
 # directories by the commands that make them, in this order
 _SMALL = "--dataset prompts.jsonl --samples 4"
 DIRECTORIES = {
-    "MODEL": None,
-    "QUANTISED_MODEL": None,
-    "MODEL_DIRECTORY": None,
-    "path/to/model": None,
+    **dict.fromkeys(("MODEL", "QUANTISED_MODEL", "MODEL_DIRECTORY", "path/to/model")),
     **dict.fromkeys(("OUTPUT", "RUN_A", "A"), f"fp8kv-calibrate MODEL {_SMALL}"),
     **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=1.25"),
     "RUN_B": f"fp8kv-calibrate MODEL {_SMALL} --seed 1",
@@ -45,10 +41,6 @@ DIRECTORIES = {
     "--strategy attn_head --dtype float32 --samples 8",
 }
 
-# an evaluation's and a text's size here; the text of SmolLM2 is as short
-_SUITE = Suite(4, 2, 32, 1, 2, (), (), 1)
-_ROWS, _CHARACTERS = 24, 100
-_CHATS = 48
 _CARD = """---
 configs: [{config_name: default, data_files: [{split: train_sft, path: a.jsonl}]}]
 ---
@@ -60,14 +52,12 @@ class Names:
     """Makes what a page names, each once."""
 
     def __init__(self, home):
-        self.home = home
-        self.printed = {}  # by commands
+        self.home, self.printed = home, {}  # by commands
         for name, text in FILES.items():
             (home / name).write_text(text)
 
     def put(self, name, here):
         """A fresh copy of what is called `name`, in the directory `here`."""
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(here / name, ignore_errors=True)
         shutil.copytree(self.made(name), here / name, copy_function=_copy)
 
@@ -111,8 +101,7 @@ def _copy(source, target):
 
 def invoke(command):
     """Run a command of ours in this process."""
-    program, *arguments = command.words
-    return CliRunner().invoke(getattr(programs, APPS[program]), arguments)
+    return CliRunner().invoke(getattr(programs, APPS[command.words[0]]), command.words[1:])
 
 
 def save_model(directory):
@@ -123,22 +112,14 @@ def save_model(directory):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<pad>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(
-        [text for _, text in builtin.builtin_rows(builtin.PYTHON_DOCS, 32)], trainer
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-    ).save_pretrained(directory)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=[*special.values()], **alphabet)
+    texts = [text for _, text in builtin.builtin_rows(builtin.PYTHON_DOCS, 32)]
+    tokenizer.train_from_iterator(texts, trainer)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
+    whole.save_pretrained(directory)
 
 
 def make_small(monkeypatch):
@@ -146,29 +127,29 @@ def make_small(monkeypatch):
     whole = builtin.builtin_rows
 
     def few_rows(dataset, seq_len):
-        rows = whole(dataset, seq_len)[:_ROWS]
-        return [(at, row[:_CHARACTERS] if isinstance(row, str) else row) for at, row in rows]
+        rows = whole(dataset, seq_len)[:24]
+        return [(at, row[:100] if isinstance(row, str) else row) for at, row in rows]
 
     monkeypatch.setattr(loading, "builtin_rows", few_rows)
     for name in inputs.SUITES:
-        monkeypatch.setitem(inputs.SUITES, name, _SUITE)
+        monkeypatch.setitem(inputs.SUITES, name, Suite(4, 2, 32, 1, 2, (), (), 1))
 
 
 def fake_hub(monkeypatch, names, home):
     """Every model of the Hub is MODEL, or a config of `benchmarks/`; every dataset a few chats."""
+
+    def config(repo, file):
+        known = ROOT / "benchmarks/configs" / f"{repo.partition('/')[2].lower()}.json"
+        return str(known if known.exists() else names.made("MODEL") / file)
+
     monkeypatch.setattr(sources, "snapshot_download", lambda repo, **_: str(names.made("MODEL")))
-    monkeypatch.setattr(sources, "hf_hub_download", partial(_config, names))
+    monkeypatch.setattr(sources, "hf_hub_download", config)
     chats = home / "chats"
     chats.mkdir()
     (chats / "README.md").write_text(_CARD)
-    (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(_CHATS)))
+    (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(48)))
     for name in ("get_dataset_split_names", "load_dataset"):
         monkeypatch.setattr(datasets, name, _local(getattr(datasets, name), chats))
-
-
-def _config(names, repo, file):
-    known = ROOT / "benchmarks/configs" / f"{repo.partition('/')[2].lower()}.json"
-    return str(known if known.exists() else names.made("MODEL") / file)
 
 
 def _local(function, directory):

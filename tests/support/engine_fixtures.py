@@ -48,10 +48,7 @@ def make_scales(strategy="tensor", *, q=False, fp8_dtype="e4m3fn", modules=None)
     modules = modules or [f"model.layers.{i}.self_attn" for i in range(2)]
     layers = {
         name: LayerScales(
-            i,
-            k=ramp(kv, 0.25 + i),
-            v=ramp(kv, 0.125 + i),
-            q=ramp(heads, 0.5 + i) if q else None,
+            i, k=ramp(kv, 0.25 + i), v=ramp(kv, 0.125 + i), q=ramp(heads, 0.5 + i) if q else None
         )
         for i, name in enumerate(modules)
     }

@@ -12,8 +12,7 @@ from web_server import web_server
 TOKEN = "hf_secret"
 
 
-def blob(content):
-    """The name that git gives to a file's content."""
+def blob(content):  # its name in git
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -21,18 +20,13 @@ class Repository:
     def __init__(self, private=False):
         self.private, self.commits = private, [{".gitattributes": b""}]
 
-    def commit(self, number):
-        return hashlib.sha1(f"{number}".encode()).hexdigest()
+    def names(self):
+        """The commits' own."""
+        return [hashlib.sha1(f"{number}".encode()).hexdigest() for number in range(len(self.commits))]
 
     @property
     def head(self):
-        return self.commit(len(self.commits) - 1)
-
-    def files(self, revision):
-        """The files at a revision, and its commit; None if there is none."""
-        known = {self.commit(i): files for i, files in enumerate(self.commits)}
-        commit = self.head if revision == "main" else revision
-        return (known[commit], commit) if commit in known else None
+        return self.names()[-1]
 
 
 class Missing(Exception):
@@ -47,13 +41,11 @@ class FakeHub:
         self.sizes = {}  # that it claims of files; None: none
 
     def put(self, name, files):
-        """A repository with these files."""
         repository = self.repositories.setdefault(name, Repository())
         repository.commits.append({**repository.commits[-1], **files})
         return repository
 
     def answer(self, method, path, body, token):
-        """The status, headers and content of an answer."""
         self.requests.append((method, path))
         if method == "POST" and token != f"Bearer {TOKEN}":
             return 401, {"X-Error-Message": "Invalid username or password."}, b""
@@ -63,8 +55,7 @@ class FakeHub:
             (r"/api/models/([^/]+/[^/]+)/preupload/main", self._preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
             (r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", self._tree),
-            (r"/api/models/([^/]+/[^/]+)/revision/(.+)", self._info),
-            (r"/api/models/([^/]+/[^/]+)", self._info),
+            (r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self._info),
             (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
         ):
             if match := re.fullmatch(pattern, path):
@@ -79,8 +70,7 @@ class FakeHub:
         name = f"{asked['organization']}/{asked['name']}"
         if name in self.repositories:
             return 409, {}, b"{}"
-        private = asked.get("private") or asked.get("visibility") == "private"
-        self.repositories[name] = Repository(private)
+        self.repositories[name] = Repository(asked.get("private") or asked.get("visibility") == "private")
         return self._json({"url": f"{self.url}/{name}"})
 
     def _validate(self, body):
@@ -93,9 +83,8 @@ class FakeHub:
 
     def _commit(self, name, body):
         repository = self.repositories[name]
-        lines = [json.loads(line) for line in body.splitlines()]
         files = dict(repository.commits[-1])
-        for line in lines:
+        for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "header" and value.get("parentCommit") != repository.head:
                 return 412, {}, b"{}"
@@ -107,35 +96,33 @@ class FakeHub:
         oid = repository.head
         return self._json({"commitUrl": f"{self.url}/{name}/commit/{oid}", "commitOid": oid})
 
-    def _info(self, name, revision="main", body=b""):
-        files, commit = self._files(name, revision)
-        siblings = [{"rfilename": file} for file in files]
-        facts = {"sha": commit, "private": self.repositories[name].private, "siblings": siblings}
-        return self._json({"id": name, **facts})
+    def _info(self, name, revision, body):
+        files, commit = self._files(name, revision or "main")
+        facts = {"id": name, "sha": commit, "private": self.repositories[name].private}
+        return self._json(facts | {"siblings": [{"rfilename": file} for file in files]})
 
     def _tree(self, name, revision, body):
-        files, _ = self._files(name, revision)
-        entries = [
-            {"type": "file", "path": file, "size": self.sizes.get(file, len(content)), "oid": blob(content)}
-            for file, content in files.items()
-        ]
+        entries = []
+        for file, content in self._files(name, revision)[0].items():
+            size = self.sizes.get(file, len(content))
+            entries.append({"type": "file", "path": file, "size": size, "oid": blob(content)})
         return self._json(entries)
 
     def _resolve(self, name, revision, file, body):
         files, commit = self._files(name, revision)
         if file not in files:
             raise Missing("Entry")
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(files[file])}"'}
-        return 200, headers, files[file]
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{blob(files[file])}"'}, files[file]
 
     def _files(self, name, revision):
         """The files of a repository at a revision, and its commit."""
         if name not in self.repositories:
             raise Missing("Repo")
-        found = self.repositories[name].files(revision)
-        if found is None:
+        repository = self.repositories[name]
+        commit = repository.head if revision == "main" else revision
+        if commit not in repository.names():
             raise Missing("Revision")
-        return found
+        return repository.commits[repository.names().index(commit)], commit
 
     def _json(self, document):
         return 200, {"Content-Type": "application/json"}, json.dumps(document).encode()
@@ -143,7 +130,6 @@ class FakeHub:
 
 @contextmanager
 def running_hub():
-    """Serve an empty Hub."""
     hub = FakeHub()
 
     def reply(request, body):

@@ -16,20 +16,15 @@ SECRET = "sk-very-secret"
 
 
 class FakeServer:
-    """Answers as vLLM does, without a model as if all tokens were as likely.
-
-    Tests change what they want to be wrong.
-    """
+    """Answers as vLLM does, without a model as if all tokens were as likely; tests make it wrong."""
 
     def __init__(self, model=None, scales=None):
         self.model, self.scales = model, scales
         self.requests, self.headers = [], []
         self.models = [{"id": "m", "root": "/m", "max_model_len": 129}]
-        self.noise = 0.0
         self.prompt_logprobs = "given"  # ignored, refused
         self.change = lambda path, answer: answer  # returns (status, bytes) or an answer
-        self.wait = lambda number: None
-        self.drip = 0.0  # seconds for each byte of an answer
+        self.wait, self.noise, self.drip = (lambda number: None), 0.0, 0.0  # seconds for each byte
 
     def answer(self, path, body):
         self.requests.append((path, body))
@@ -44,12 +39,10 @@ class FakeServer:
 
     @torch.inference_mode()
     def complete(self, body):
-        ids = torch.tensor([body["prompt"]])
-        fp8 = fp8_attention(self.model, self.scales, backend="torch") if self.scales else nullcontext()
-        with fp8:
-            logits = (
-                self.model(input_ids=ids).logits[0].float() if self.model else torch.zeros(ids.numel(), 128)
-            )
+        ids, logits = torch.tensor([body["prompt"]]), torch.zeros(len(body["prompt"]), 128)
+        with fp8_attention(self.model, self.scales, backend="torch") if self.scales else nullcontext():
+            if self.model:
+                logits = self.model(input_ids=ids).logits[0].float()
         logprobs = (logits + self.noise * torch.randn_like(logits)).log_softmax(-1)
         top = logprobs[-1].max().item()
         choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [top]}}
@@ -76,9 +69,9 @@ def running(fake, tls=None):
 def serving(made, name, scales):
     model = AutoModelForCausalLM.from_pretrained(made / name).eval()
     opened = {
-        "scales": open_scales(made / f"{name}-fp8kv"),
         "1.0": unit_scales,
         "16 bits": lambda model: None,
+        "scales": open_scales(made / f"{name}-fp8kv"),
     }
     return FakeServer(model, opened[scales](model))
 

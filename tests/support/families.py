@@ -9,21 +9,17 @@ from realistic import give_realistic_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-_BASE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_BASE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+_BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_BASE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _WIDE = {"head_dim": 24}  # heads wider than hidden_size / num_heads
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _SLIDING_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
+_SLIDING = {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL}
+_MOSTLY_FULL = ["sliding_attention", "full_attention", "full_attention"]
+_MOSTLY_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 FAMILIES: dict[str, dict] = {
     "llama": {},
@@ -31,9 +27,9 @@ FAMILIES: dict[str, dict] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2": {},
     "qwen3": _WIDE,
-    "qwen3_moe": {**_WIDE, **_EXPERTS},
-    "gemma2": {**_WIDE, "sliding_window": 5},
-    "gemma3_text": {**_WIDE, "sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
+    "qwen3_moe": _WIDE | _EXPERTS,
+    "gemma2": _WIDE | {"sliding_window": 5},
+    "gemma3_text": _WIDE | _SLIDING,
     "phi3": {},
     "gpt_neox": {},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
@@ -43,179 +39,66 @@ FAMILIES: dict[str, dict] = {
     "starcoder2": {},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 5},
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION |= {"patch_size": 14}
 # the language models of those that see
 _TEXT: dict[str, dict] = {
-    "gemma3": {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
+    "gemma3": _SLIDING,
     "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
     "mllama": {"head_dim": 16, "cross_attention_layers": [1]},
     "paligemma": {"model_type": "gemma"},
 }
 # linear attention or Mamba in all layers but one
+_QWEN3_NEXT = _WIDE | _EXPERTS | {"layer_types": _MOSTLY_LINEAR, "shared_expert_intermediate_size": 32}
+_QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+_QWEN3_NEXT |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 HYBRIDS: dict[str, dict] = {
-    "qwen3_next": dict(
-        **_WIDE,
-        **_EXPERTS,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        shared_expert_intermediate_size=32,
-    ),
+    "qwen3_next": _QWEN3_NEXT,
     "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
 # layers that differ in their numbers of KV heads and in their sizes, as published configs say it
-UNEVEN: dict[str, dict] = {
-    "gemma4_text": {
-        "head_dim": 16,
-        "num_key_value_heads": 4,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "sliding_window": 5,
-        "hidden_size_per_layer_input": 0,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 32,
-    },
-    "mimo_v2_flash": {  # layers with a window have twice the KV heads, and sinks
-        "head_dim": 24,
-        "v_head_dim": 16,
-        "swa_num_key_value_heads": 4,
-        "layer_types": _SLIDING_AND_FULL,
-        "sliding_window": 5,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-}
+_GEMMA4 = {"head_dim": 16, "num_key_value_heads": 4, "global_head_dim": 32, "num_global_key_value_heads": 2}
+_GEMMA4 |= {"attention_k_eq_v": True, "sliding_window": 5, "layer_types": _MOSTLY_FULL, "num_experts": 4}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2}
+_MIMO = _SLIDING | _ROUTED | _ONE_GROUP  # layers with a window have twice the KV heads, and sinks
+_MIMO |= {"head_dim": 24, "v_head_dim": 16, "swa_num_key_value_heads": 4}
+UNEVEN = {"gemma4_text": _GEMMA4 | {"moe_intermediate_size": 32}, "mimo_v2_flash": _MIMO}
 # attention beside Mamba or a convolution in one layer
-PARALLEL: dict[str, dict] = {
-    "falcon_h1": {
-        "head_dim": 16,
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 8,
-    },
-}
+_FALCON_H1 = {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+PARALLEL = {"falcon_h1": _FALCON_H1 | {"mamba_n_groups": 1, "mamba_chunk_size": 8}}
 # K and V that go through a convolution first, whose states a cache holds too
+_INKLING = _ROUTED | {"head_dim": 16, "swa_head_dim": 16, "swa_num_attention_heads": 4, "d_rel": 4}
+_INKLING |= {"swa_num_key_value_heads": 2, "sliding_window_size": 5, "rel_extent": 16}
 CONVOLVED: dict[str, dict] = {
-    "zaya": {
-        "head_dim": 16,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "router_hidden_size": 16,
-    },
-    "inkling_text": {
-        "head_dim": 16,
-        "swa_head_dim": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "sliding_window_size": 5,
-        "d_rel": 4,
-        "rel_extent": 16,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "local_layer_ids": [0, 1],
-    },
+    "zaya": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "router_hidden_size": 16},
+    "inkling_text": _INKLING | {"n_shared_experts": 1, "local_layer_ids": [0, 1]},
 }
 # a class of its own for the cache
-OWN_CACHE: dict[str, dict] = {
-    "minimax": {
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "block_size": 8,
-    },
-}
+_MINIMAX = {"head_dim": 16, "num_local_experts": 4, "layer_types": _MOSTLY_LINEAR, "block_size": 8}
+OWN_CACHE: dict[str, dict] = {"minimax": _MINIMAX}
 # one attention module in several layers, each with a cache of its own
+_ZAMBA = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_key_value_heads": 4}
+_ZAMBA2 = _ZAMBA | {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 8}
+_ZAMBA2 |= {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "use_mem_rope": False}
 ONE_MODULE: dict[str, dict] = {
-    "zamba": {
-        "num_hidden_layers": 6,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 8,
-        "n_mamba_heads": 2,
-        "num_key_value_heads": 4,
-    },
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "mamba_headdim": 16,
-        "n_mamba_heads": 8,
-        "num_key_value_heads": 4,
-        "num_mem_blocks": 1,
-        "use_mem_rope": False,
-        "chunk_size": 8,
-        "mamba_ngroups": 1,
-    },
+    "zamba": _ZAMBA | {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "zamba2": _ZAMBA2 | {"num_hidden_layers": 4, "num_mem_blocks": 1},
 }
-SHARED_KV = {
-    "head_dim": 16,
-    "num_kv_shared_layers": 1,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    "activation_sparsity_pattern": [0.0] * 3,
-    "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 8,
-    "altup_num_inputs": 2,
-    "laurel_rank": 4,
-    "intermediate_size": [96] * 3,
-}
-MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
+SHARED_KV = {"head_dim": 16, "num_kv_shared_layers": 1, "layer_types": _MOSTLY_FULL, "laurel_rank": 4}
+SHARED_KV |= {"activation_sparsity_pattern": [0.0] * 3, "intermediate_size": [96] * 3, "altup_num_inputs": 2}
+SHARED_KV |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
+MLA = _ROUTED | _ONE_GROUP | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+MLA |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 _SPARSE = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
-_LINEAR_BEFORE = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    "linear_num_heads": 2,
-    "linear_head_dim": 16,
-    "num_experts": 4,
-}
+_LINEAR_BEFORE = {"linear_num_heads": 2, "linear_head_dim": 16, "num_experts": 4}
+_LINEAR_BEFORE |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+_LONGCAT = {"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2}
 # multi-head latent attention; of `_SPARSE` ones an indexer chooses the tokens that are attended to
 LATENT: dict[str, dict] = {
-    family: MLA | options
-    for family, options in {
-        "deepseek_v2": {},
-        "deepseek_v3": {},
-        "deepseek_v32": _SPARSE,
-        "minicpm3": {},
-        "longcat_flash": {
-            "num_layers": 2,
-            "ffn_hidden_size": 96,
-            "expert_ffn_hidden_size": 32,
-            "moe_topk": 2,
-            "zero_expert_num": 2,
-            "head_dim": 8,
-        },
-        "kimi_linear": _LINEAR_BEFORE,
-        "bailing_hybrid": _LINEAR_BEFORE,
-        "glm4_moe_lite": {},
-        "glm_moe_dsa": _SPARSE,
-        "youtu": {},
-        "axk1": {},
-        "axk2": _SPARSE,
-        "hy_v4": _SPARSE,
-    }.items()
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu", "axk1"), MLA),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"), MLA | _SPARSE),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), MLA | _LINEAR_BEFORE),
+    "longcat_flash": MLA | _LONGCAT | {"zero_expert_num": 2, "head_dim": 8},
 }
 
 
@@ -248,9 +131,7 @@ def kimi_k25():
     """Kimi-K2.5: a DeepSeek-V3 that sees."""
     torch.manual_seed(0)
     text = {**_BASE, **LATENT["deepseek_v3"], "model_type": "deepseek_v3"}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    vision = {**sizes, "num_attention_heads": 2, "patch_size": 14}
-    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision)
+    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=_VISION)
     return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
@@ -269,14 +150,7 @@ def tiny_vision_language_model(family="gemma3", **options):
     """A model with a vision tower whose layers are named like the language model's."""
     torch.manual_seed(0)
     text = {**_BASE, **_WIDE, **_TEXT.get(family, {}), **options}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    vision = _VISION | {"num_hidden_layers": 3, "image_size": 28}
     if family == "llama4":
         vision |= {"intermediate_size": 128, "vision_output_dim": 64}
         vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
@@ -291,9 +165,12 @@ def published_gemma4(directory):
     """A Gemma 4 that sees, saved, with the config fields of the models on the Hub."""
     torch.manual_seed(0)
     own = UNEVEN["gemma4_text"]
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    vision = {**sizes, **heads, "patch_size": 4, "position_embedding_size": 64}
+    vision = _VISION | {
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "patch_size": 4,
+        "position_embedding_size": 64,
+    }
     config = AutoConfig.for_model("gemma4", text_config={**_BASE, **own}, vision_config=vision)
     model = give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
     save_model(model, directory)
@@ -310,17 +187,10 @@ def save_model(model, directory):
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     no = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": i, "content": token, "special": True, **no} for i, token in enumerate(special.values())]
-    words = [*special.values(), *(f"w{i}" for i in range(3, 128))]
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": added,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {word: i for i, word in enumerate(words)},
-            "unk_token": "<pad>",
-        },
-    }
+    vocab = {word: i for i, word in enumerate([*special.values(), *(f"w{i}" for i in range(3, 128))])}
+    words = {"type": "WordLevel", "vocab": vocab, "unk_token": "<pad>"}
+    tokenizer = {"version": "1.0", "added_tokens": added, "model": words}
+    tokenizer |= {"pre_tokenizer": {"type": "WhitespaceSplit"}}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

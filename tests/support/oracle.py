@@ -5,10 +5,8 @@ import torch
 
 def dequantised(stored, scale, table, length):
     """First `length` tokens of one sequence: [length, K, D] fp64."""
-    block_size = stored.shape[2]
-    rows = [
-        stored.view(torch.uint8)[int(table[at // block_size]), :, at % block_size] for at in range(length)
-    ]
+    size, as_bytes = stored.shape[2], stored.view(torch.uint8)
+    rows = [as_bytes[int(table[at // size]), :, at % size] for at in range(length)]
     codes = torch.stack(rows).cpu().view(stored.dtype)
     scale = scale.cpu().double()
     return codes.double() * (scale if scale.dim() == 2 else scale.view(1, -1, 1))
@@ -23,8 +21,7 @@ def quantised_query(query, q_scale, dtype):
 
 def attention(batch):
     """[T, H, D] fp64; zeros where there is nothing to attend to."""
-    blocks, options = batch.blocks, batch.options
-    query = batch.query.cpu()
+    blocks, options, query = batch.blocks, batch.options, batch.query.cpu()
     if options.q_scale is not None:
         query = quantised_query(query, options.q_scale, blocks.key.dtype)
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -39,10 +36,8 @@ def attention(batch):
         value = dequantised(blocks.value, blocks.v_scale, table, length)
         starts = batch.sequences.seq_starts
         start = 0 if starts is None else int(starts[s])
-        num_queries = ends[s + 1] - ends[s]
-        for i in range(num_queries):
-            position = length - num_queries + i
-            token = ends[s] + i
+        for token in range(ends[s], ends[s + 1]):
+            position = length - ends[s + 1] + token
             out[token] = attend(query[token].double(), key, value, position, start, options)
     return out
 

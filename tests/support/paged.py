@@ -1,8 +1,4 @@
-"""Layers of a paged FP8 cache for tests: what a case is, and its poisoned storage.
-
-No code of the runtime decides what is stored here: values are rounded by torch's own cast and
-written block by block, every other byte is NaN.
-"""
+"""Layers of a paged FP8 cache: values rounded by torch's own cast, written block by block, all else NaN."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -70,22 +66,13 @@ class Batch:
 
     def attend(self, implementation, runtime=RUNTIME):
         """What `kernel` or `reference` returns."""
-        reference = implementation == "reference"
+        module = runtime.decode if self.decodes else runtime.extend
+        module = runtime.reference if implementation == "reference" else module
+        layer = self.query, self.blocks, self.sequences
         if self.decodes:
-            module = runtime.reference if reference else runtime.decode
-            return module.decode_attention(
-                self.query, self.blocks, self.sequences, self.options, num_splits=self.num_splits
-            )
-        module = runtime.reference if reference else runtime.extend
-        return module.extend_attention(
-            self.query,
-            self.blocks,
-            self.sequences,
-            self.cu_seqlens,
-            self.max_query_len,
-            self.options,
-            num_splits=self.extend_splits,
-        )
+            return module.decode_attention(*layer, self.options, num_splits=self.num_splits)
+        queries = self.cu_seqlens, self.max_query_len, self.options
+        return module.extend_attention(*layer, *queries, num_splits=self.extend_splits)
 
 
 def build(case, device="cpu", runtime=RUNTIME):
@@ -121,8 +108,8 @@ def store(stored, table, start, codes):
 
 def poisoned(num_blocks, case, device):
     """K and V blocks in which every value is NaN."""
-    bytes_per_value = 2 if case.format == "float16" else 1
-    shape = (2, num_blocks, case.kv_heads, case.block_size, case.head_dim * bytes_per_value)
+    row = case.head_dim * (2 if case.format == "float16" else 1)
+    shape = (2, num_blocks, case.kv_heads, case.block_size, row)
     return torch.full(shape, NAN_CODE[case.format], dtype=torch.uint8, device=device)
 
 
@@ -135,10 +122,10 @@ def _layer(case, random, device, runtime):
     for row, count in zip(tables, needed, strict=True):
         row[:count] = torch.tensor([order.pop() for _ in range(count)])
     codes = poisoned(sum(needed) + 3, case, device).view(dtype)
-    limit = torch.finfo(dtype).max
-    scales = []
+    limit, scales = torch.finfo(dtype).max, []
+    shapes = {"tensor": (1,), "head": (case.kv_heads,), "channel": (case.kv_heads, case.head_dim)}
     for stored, kind, typical in ((codes[0], case.k_scales, 1.2), (codes[1], case.v_scales, 0.1)):
-        spread = 0.5 + torch.rand(_scale_shape(case, kind), generator=random)
+        spread = 0.5 + torch.rand(shapes[kind], generator=random)
         scales.append((spread * typical * 4 / limit).to(device))
         for s, length in enumerate(case.lengths):
             first = 0 if case.starts is None else case.starts[s]  # padding is poison too
@@ -146,15 +133,8 @@ def _layer(case, random, device, runtime):
             # four standard deviations fit: a few values saturate
             x = torch.randn(shape, generator=random) * limit / 4
             store(stored, tables[s], first, x.clamp(-limit, limit).to(dtype))
-    center = torch.randn(case.kv_heads, case.head_dim, generator=random) if case.center else None
-    if center is not None:
-        center = center.to(device)
+    center = torch.randn(case.kv_heads, case.head_dim, generator=random).to(device) if case.center else None
     return runtime.storage.KVBlocks(codes, *scales, k_center=center), tables
-
-
-def _scale_shape(case, kind):
-    heads, channels = case.kv_heads, case.head_dim
-    return {"tensor": (1,), "head": (heads,), "channel": (heads, channels)}[kind]
 
 
 def _options(case, heads, random, runtime):

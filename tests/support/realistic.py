@@ -1,9 +1,4 @@
-"""Weights like those of trained models: norms far from 1, biases, outlier channels of K, a sink.
-
-Models made from a config have norms of ones, biases of zero and K without outliers. Real ones do
-not, and what holds for the first fails on the second: 1 + w is not a value of bfloat16, a bias is
-not in front of a norm, and a channel 200 times the median decides a scale.
-"""
+"""Weights like those of trained models: norms far from 1, biases, outlier channels of K, a sink."""
 
 import math
 
@@ -26,12 +21,14 @@ def give_realistic_weights(model, seed=0):
             _change_norm(module, generator)
         elif isinstance(getattr(module, "bias", None), nn.Parameter):
             module.bias.normal_(generator=generator)
-    _change_other_biases(model)
+    of_others = torch.Generator().manual_seed(1)  # parameters of attention or experts themselves
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_bias", "sinks")) and not name.endswith("dt_bias"):
+            parameter.normal_(generator=of_others)
     outliers = [outlier for m in model.modules() if (outlier := _give_outlier(m, generator))]
     embedding = model.get_input_embeddings().weight
-    embedding[SINK, int(torch.randint(embedding.shape[1], (), generator=generator))] = (
-        20 * embedding.abs().max()
-    )
+    sink = int(torch.randint(embedding.shape[1], (), generator=generator))
+    embedding[SINK, sink] = 20 * embedding.abs().max()
     _correct_outliers(model, outliers)
     return model
 
@@ -43,19 +40,15 @@ def is_norm(module):
 
 
 def _change_norm(norm, generator):
-    parameters = dict(norm.named_parameters(recurse=False))
-    adds_one = multiplies_by_one_plus(norm)
-    weight = norm.weight
-    wanted = torch.empty(weight.shape).normal_(generator=generator).mul(0.7).exp()
-    wanted = wanted.clamp(_SMALLEST, 4)
+    wanted = torch.empty(norm.weight.shape).normal_(generator=generator).mul(0.7).exp().clamp(_SMALLEST, 4)
     largest = torch.randint(wanted.shape[-1], (), generator=generator)
     wanted[..., largest] = _LARGEST
-    if adds_one:
+    if multiplies_by_one_plus(norm):
         wanted -= 1
         # 1 + it takes more bits than float32 has; Gemma 3 has some in every layer
         wanted[..., largest - 1] = 3.1e-6
-    weight.copy_(wanted.bfloat16())
-    if isinstance(parameters.get("bias"), nn.Parameter):
+    norm.weight.copy_(wanted.bfloat16())
+    if isinstance(getattr(norm, "bias", None), nn.Parameter):
         norm.bias.normal_(generator=generator)
 
 
@@ -64,16 +57,7 @@ def multiplies_by_one_plus(norm):
     x = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view(1, 1, *norm.weight.shape)
     changed = {name: torch.zeros_like(p) for name, p in norm.named_parameters()}
     changed["weight"] = torch.full_like(norm.weight, -1.0)
-    arguments = (x,) if "Gated" not in type(norm).__name__ else (x, x)
-    return not functional_call(norm, changed, arguments).any()
-
-
-def _change_other_biases(model):
-    """Give N(0, 1) to biases and sinks that are parameters of attention or experts themselves."""
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("_bias", "sinks")) and not name.endswith("dt_bias"):
-            parameter.normal_(generator=generator)
+    return not functional_call(norm, changed, (x, x) if "Gated" in type(norm).__name__ else (x,)).any()
 
 
 def _give_outlier(attention, generator):
@@ -82,8 +66,7 @@ def _give_outlier(attention, generator):
     if keys is None:
         return None
     channel = rows[int(torch.randint(len(rows), (), generator=generator))]
-    factor = 10 ** float(torch.empty(()).uniform_(1.7, 2.7, generator=generator))
-    _enlarge(keys, channel, factor)
+    _enlarge(keys, channel, 10 ** float(torch.empty(()).uniform_(1.7, 2.7, generator=generator)))
     return keys, list(rows), channel
 
 
@@ -99,33 +82,25 @@ def weight_by_rows(layer):
 
 
 def _correct_outliers(model, outliers):
-    """Read a few tokens; make the channels 50 to 500 times the median that are not yet.
-
-    A row may be small, or the hidden state's largest value meet a small weight of it. Layers
-    further on see what was corrected, and powers of two are the same on every machine.
-    """
+    """Read a few tokens; make the channels 50 to 500 times the median that are not yet, layer after layer."""
 
     def correct(keys, rows, channel):
         def hook(module, args, output):
             amax = output.flatten(0, -2)[:, rows].abs().amax(0)
             ratio = float(output[..., channel].abs().max() / amax.median())
             if not 50 <= ratio <= 500:
-                factor = 2.0 ** round(math.log2(160 / ratio))
+                factor = 2.0 ** round(math.log2(160 / ratio))  # the same on every machine
                 _enlarge(keys, channel, factor)
                 output[..., channel] *= factor
 
         return keys.register_forward_hook(hook)
 
-    if not outliers:
-        return
-    hooks = [correct(*outlier) for outlier in outliers]
-    training, _ = model.training, model.eval()
-    try:
-        model.get_decoder()(input_ids=TOKENS, use_cache=False)
-    finally:
+    hooks, training = [correct(*outlier) for outlier in outliers], model.training
+    if hooks:
+        model.eval().get_decoder()(input_ids=TOKENS, use_cache=False)
         model.train(training)
-        for hook in hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def rows_of_keys(attention):
@@ -144,8 +119,7 @@ def rows_of_keys(attention):
         return children["qkv_proj"], range(start, start + config.num_key_value_heads * size)
     if "c_attn" in children:  # GPT-2, GPTBigCode
         start = attention.embed_dim
-        size = getattr(attention, "kv_dim", start)
-        return children["c_attn"], range(start, start + size)
+        return children["c_attn"], range(start, start + getattr(attention, "kv_dim", start))
     if "query_key_value" in children:  # by KV head: its queries, its key, its value
         stacked = children["query_key_value"]
         groups = getattr(config, "num_kv_heads", heads)

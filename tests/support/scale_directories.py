@@ -43,14 +43,7 @@ SCALES = scales_of(MODULES)
 
 
 def model(
-    directory,
-    k=(0.5, 0.25),
-    v=(0.125, 0.0625),
-    *,
-    config=COMPRESSED,
-    json_file=None,
-    names=NAMES,
-    **document,
+    directory, k=(0.5, 0.25), v=(0.125, 0.0625), *, config=COMPRESSED, json_file=None, names=NAMES, **document
 ):
     """Two layers; without `config` the model says nothing of a quantised cache.
 

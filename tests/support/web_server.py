@@ -9,10 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def web_server(reply, tls=None):
-    """Serve, with TLS where there is a context of it; yields the URL.
-
-    `reply(request, body)` calls `request.answer`.
-    """
+    """Serve, with TLS where there is a context of it; yields the URL. `reply` calls `request.answer`."""
 
     class Request(BaseHTTPRequestHandler):
         def do_GET(self):

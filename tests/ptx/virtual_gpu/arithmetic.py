@@ -1,24 +1,74 @@
-"""Instructions of one thread: from operands to a result, and nothing else.
-
-`find(parts)` gives the types of an opcode's operands, of its result, and a function on arrays.
-"""
+"""Instructions of one thread, from operands to a result, and numbers that numpy lacks."""
 
 from functools import partial, reduce
 
 import numpy as np
+import torch
 
-from virtual_gpu import numbers
-from virtual_gpu.numbers import TYPES
 from virtual_gpu.program import FaultError
+
+TYPES = {
+    "f32": np.float32, "f16": np.float16, "f64": np.float64, "pred": np.bool_, "b8": np.uint8,
+    "u8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "u16": np.uint16,
+    "u32": np.uint32, "u64": np.uint64, "s16": np.int16, "s32": np.int32, "s64": np.int64,
+    "s8": np.int8, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
+    "e4m3x2": np.uint16, "e5m2x2": np.uint16, "f32x2": np.uint64,
+}  # fmt: skip
+FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+def decode_fp8(codes, kind):
+    """Value of each uint8 as float16, which holds all of them."""
+    return torch.from_numpy(np.ascontiguousarray(codes)).view(FP8[kind]).half().numpy()
+
+
+def _encode_fp8(x, kind):
+    """Nearest code, ties to even, of float32: `cvt.rn.satfinite`, whose NaN is 0x7F."""
+    limit = torch.finfo(FP8[kind]).max
+    rounded = torch.from_numpy(np.ascontiguousarray(x)).clamp(-limit, limit).to(FP8[kind])
+    return np.where(np.isnan(x), 0x7F, rounded.view(torch.uint8).numpy()).astype(np.uint8)
+
+
+def _bf16_to_f32(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_16(x, kind):
+    """Bits of float32 as a 16-bit type, ties to even."""
+    if "bf16" not in kind:
+        return x.astype(np.float16).view(np.uint16)
+    bits = x.view(np.uint32)
+    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _multiply_add(a, b, c):
+    """Rounded once: a product exact in float64, whose sum is rounded to odd (Boldo and Melquiond 2008)."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (error != 0) & (bits % 2 == 0)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where(inexact, bits + step, bits).view(np.float64).astype(np.float32)
+
+
+def _permute_bytes(a, b, selector):
+    """`prmt.b32`: each of the selector's four digits picks a byte, 8 or more its sign."""
+    digits = (selector[:, None] >> np.arange(0, 16, 4, np.uint32)) & np.uint32(15)
+    picked = np.take_along_axis(np.stack([a, b], 1).view(np.uint8), (digits & 7).astype(np.int64), 1)
+    sign = np.where(picked > 127, 255, 0)
+    return np.where(digits > 7, sign, picked).astype(np.uint8).view(np.uint32)[:, 0]
 
 
 def _divide(a, b):
     """Towards zero; the quotient by zero is not specified: all ones."""
-    if not np.issubdtype(a.dtype, np.signedinteger):
-        return np.where(b == 0, -1, a // np.where(b == 0, 1, b))
-    divisor = np.where(b == 0, 1, b).astype(np.int64)
-    quotient = np.abs(a.astype(np.int64)) // np.abs(divisor)
-    return np.where(b == 0, -1, np.where((a < 0) != (b < 0), -quotient, quotient))
+    divisor = np.where(b == 0, 1, b)
+    quotient = a // divisor
+    if np.issubdtype(a.dtype, np.signedinteger):
+        quotient = np.abs(a.astype(np.int64)) // np.abs(divisor.astype(np.int64))
+        quotient = np.where((a < 0) != (b < 0), -quotient, quotient)
+    return np.where(b == 0, -1, quotient)
 
 
 def _shift(a, count, left):
@@ -27,20 +77,18 @@ def _shift(a, count, left):
     inside = np.minimum(count, bits - 1).astype(a.dtype)
     if left:
         return np.where(count < bits, a << inside, 0)
-    signed = np.issubdtype(a.dtype, np.signedinteger)
-    return np.where((count < bits) | signed, a >> inside, 0)
+    return np.where((count < bits) | np.issubdtype(a.dtype, np.signedinteger), a >> inside, 0)
 
 
 def _extract(a, start, length):
     """`bfe`, of which fields inside the register are known."""
-    bits, wide = 8 * a.dtype.itemsize, a.astype(np.int64)
-    start, length = start & 255, length & 255
-    if (start + length > bits).any():
+    start, length = (x.astype(np.int64) & 255 for x in (start, length))
+    if (start + length > 8 * a.dtype.itemsize).any():
         raise FaultError("bfe beyond the register")
-    field = (wide >> start.astype(np.int64)) & ((1 << length.astype(np.int64)) - 1)
+    field = (a.astype(np.int64) >> start) & ((1 << length) - 1)
     if not np.issubdtype(a.dtype, np.signedinteger):
         return field
-    top = np.where(length > 0, 1 << (length.astype(np.int64) - 1).clip(0), 0)
+    top = np.where(length > 0, 1 << (length - 1).clip(0), 0)
     return (field ^ top) - top
 
 
@@ -67,98 +115,71 @@ def _special_extreme(base, modifiers, *operands):
     return np.copysign(result, np.where(signs, -1, 1)) if "xorsign" in modifiers else result
 
 
-def _exp2(x):
-    return numbers.flush(np.exp2(numbers.flush(x)))
+def _flush(x):
+    """Subnormal float32 as zeros of their sign."""
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
 PLAIN = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "div": _divide,
     "min": lambda *two_or_three: reduce(np.fmin, two_or_three),
     "max": lambda *two_or_three: reduce(np.fmax, two_or_three),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": np.abs, "mov": lambda a: a,
     "shl": partial(_shift, left=True), "shr": partial(_shift, left=False),
-    "bfe": _extract, "popc": np.bitwise_count,
-    "ex2": _exp2, "fma": numbers.fma, "lop3": _lookup, "prmt": numbers.permute_bytes,
+    "bfe": _extract, "popc": np.bitwise_count, "ex2": lambda x: _flush(np.exp2(_flush(x))),
+    "fma": _multiply_add, "lop3": _lookup, "prmt": _permute_bytes,
 }  # fmt: skip
 COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
 }  # fmt: skip
 # a modifier that changes nothing here: rounding to nearest is what numpy does
-IGNORED = {"rn", "approx", "full", "wide", "lo", "hi", "ftz", "NaN", "relu", "xorsign", "abs"}
-COUNTS = {"shl": (None, "u32"), "shr": (None, "u32"), "bfe": (None, "u32", "u32")}
+IGNORED = {"rn", "approx", "full", "wide", "lo", "hi", "ftz"}
 
 
-def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
-    """Types of the operands (None: the result's), type of the result, and what to do."""
-    base, kind = parts[0], parts[-1]
+def find(parts):
+    """Types of an opcode's operands, type of its result, and a function on arrays."""
+    base, *modifiers, kind = parts
     if base == "cvt":
-        return (parts[-1],) * 4, parts[-2], partial(_convert, parts)
-    if base == "setp":
-        if len(parts) != 3:
-            raise FaultError(f"unknown comparison {'.'.join(parts)}")
-        compare = _comparison(parts[1], kind)
-        if kind == "bf16":
-            return (kind,) * 2, "pred", lambda a, b: compare(*map(numbers.bf16_to_f32, (a, b)))
-        return (kind,) * 2, "pred", compare
+        return (kind,) * 4, parts[-2], partial(_convert, parts)
+    if base == "setp" and len(modifiers) == 1:
+        return (kind,) * 2, "pred", _comparison(modifiers[0], kind)
     if base == "selp":
-        return (_bits(kind),) * 2 + ("pred",), _bits(kind), lambda a, b, p: np.where(p, a, b)
+        bits = kind if kind == "pred" else "b" + kind[1:]
+        return (bits, bits, "pred"), bits, lambda a, b, p: np.where(p, a, b)
     if kind == "f32x2":
         return ("b64",) * 3, "b64", partial(_pairwise, PLAIN[base])
-    unknown = set(parts[1:-1]) - IGNORED
-    if base not in ("min", "max"):
-        unknown |= {*parts[1:-1]} & {"NaN", "relu", "xorsign", "abs"}
-    if unknown or (base not in PLAIN and base not in ("div", "mad")):
+    special = {"NaN", "relu", "xorsign", "abs"} if base in ("min", "max") else set()
+    if base not in PLAIN or set(modifiers) - IGNORED - special:
         raise FaultError(f"unknown instruction {'.'.join(parts)}")
-    if base in ("mad", "mul") and "wide" in parts:
-        return _widened(base, kind)
-    if base in ("min", "max") and len(parts) > 2:
-        return (kind,) * 3, kind, partial(_special_extreme, base, frozenset(parts[1:-1]))
-    if "hi" in parts:
-        return (kind, kind), kind, partial(_upper_half, TYPES[kind])
-    if base in ("mad", "div"):
-        function = (lambda a, b, c: a * b + c) if base == "mad" else _division(kind)
-    else:
-        function = PLAIN[base]
-    kinds = tuple(count or kind for count in COUNTS.get(base, ())) or (kind,) * 4
-    return kinds, kind, function
-
-
-def _bits(kind):
-    return kind if kind == "pred" else "b" + kind[1:]
-
-
-def _division(kind):
-    return np.divide if kind[0] == "f" else _divide
-
-
-def _widened(base, kind):
-    wide = kind[0] + str(2 * int(kind[1:]))
-    dtype = TYPES[wide]
-    if base == "mul":
-        return (kind, kind), wide, lambda a, b: a.astype(dtype) * b.astype(dtype)
-    return (kind, kind, wide), wide, lambda a, b, c: a.astype(dtype) * b.astype(dtype) + c
-
-
-def _upper_half(dtype, a, b):
-    wide = np.int64 if np.issubdtype(dtype, np.signedinteger) else np.uint64
-    if np.dtype(dtype).itemsize != 4:
-        raise FaultError("mul.hi of other than 32 bits")
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(dtype)
+    if special and modifiers:
+        return (kind,) * 3, kind, partial(_special_extreme, base, modifiers)
+    if base in ("mad", "mul") and "wide" in modifiers:
+        wide = kind[0] + str(2 * int(kind[1:]))
+        dtype = TYPES[wide]
+        return (kind, kind, wide), wide, lambda a, b, c=0: a.astype(dtype) * b.astype(dtype) + c
+    if "hi" in modifiers:
+        if base != "mul" or kind[1:] != "32":
+            raise FaultError("mul.hi of other than 32 bits")
+        wide = TYPES[f"{kind[0]}64"]
+        return (kind, kind), kind, lambda a, b: (a.astype(wide) * b.astype(wide)) >> wide(32)
+    function = np.divide if base == "div" and kind[0] == "f" else PLAIN[base]
+    return (kind, *(("u32",) * 2 if base in ("shl", "shr", "bfe") else (kind,) * 3)), kind, function
 
 
 def _comparison(name, kind):
     """`gtu` and the like are true of NaN as well; of integers `lo` and the like are not used."""
-    kind = kind.removeprefix("b") if kind == "bf16" else kind
-    if name in COMPARE:
-        if name == "ne" and kind[0] == "f":
-            return lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
-        return COMPARE[name]
-    if kind[0] == "f" and name[-1] == "u" and name[:-1] in COMPARE:
-        ordered = COMPARE[name[:-1]]
-        return lambda a, b: ordered(a, b) | np.isnan(a) | np.isnan(b)
-    raise FaultError(f"unknown comparison {name}.{kind}")
+    compare, floats = COMPARE.get(name[:2]), "f" in kind
+    if compare is None or name[2:] not in ("", "u" if floats else ""):
+        raise FaultError(f"unknown comparison {name}.{kind}")
+
+    def of_floats(a, b):
+        a, b = map(_bf16_to_f32, (a, b)) if kind == "bf16" else (a, b)
+        nan = np.isnan(a) | np.isnan(b)
+        return compare(a, b) | nan if name[2:] else compare(a, b) & ~nan
+
+    return of_floats if floats else compare
 
 
 def _pairwise(function, *operands):
@@ -168,30 +189,17 @@ def _pairwise(function, *operands):
 
 def _convert(parts, a, b=None):
     """Every conversion; of two operands the first goes to the upper half."""
-    to, source, modifiers = parts[-2], parts[-1], set(parts[1:-2])
-    known = to.startswith(("s", "u", "b")) or source[0] in "sube" or "rn" in modifiers
-    if not known and (to, source) not in (("f32", "f16"), ("f32", "bf16")):
+    to, source, modifiers = parts[-2], parts[-1], parts[1:-2]
+    known = to[0] in "sub" or source[0] in "sube" or "rn" in modifiers or (to, source) == ("f32", "f16")
+    to_integer = source[0] == "f" and to[0] in "su"
+    if not known or to_integer or (to in FP8 and "satfinite" not in modifiers):
         raise FaultError(f"unknown conversion {'.'.join(parts)}")
-    if source in numbers.FP8:
-        halves = numbers.decode_fp8(np.ascontiguousarray(a).view(np.uint8), source[:4] + "x2")
-        return halves.view(np.uint32)
-    if to in numbers.FP8:
-        if "satfinite" not in modifiers:
-            raise FaultError(f"unknown conversion {'.'.join(parts)}")
-        pair = np.stack([numbers.encode_fp8(x, to) for x in (b, a)], 1)
-        return pair.view(np.uint16)[:, 0]
+    if source in FP8:
+        return decode_fp8(np.ascontiguousarray(a).view(np.uint8), source[:4] + "x2").view(np.uint32)
+    if to in FP8:
+        return np.stack([_encode_fp8(x, to) for x in (b, a)], 1).view(np.uint16)[:, 0]
     if to in ("f16x2", "bf16x2"):
-        pair = np.stack([_to_16(x, to) for x in (b, a)], 1)
-        return pair.view(np.uint32)[:, 0]
+        return np.stack([_to_16(x, to) for x in (b, a)], 1).view(np.uint32)[:, 0]
     if source == "bf16":
-        return numbers.bf16_to_f32(a)
-    if to in ("f16", "bf16"):
-        return _to_16(a, to)
-    if source[0] == "f" and to[0] != "f":
-        raise FaultError(f"unknown conversion {'.'.join(parts)}")
-    return a.astype(TYPES[to])
-
-
-def _to_16(x, kind):
-    """Bits of float32 as a 16-bit type."""
-    return numbers.f32_to_bf16(x) if "bf16" in kind else x.astype(np.float16).view(np.uint16)
+        return _bf16_to_f32(a)
+    return _to_16(a, to) if to in ("f16", "bf16") else a.astype(TYPES[to])

@@ -1,9 +1,9 @@
-"""All threads of all programs of one launch, those with the lowest program counter first."""
+"""All threads of all programs of one launch, as numpy arrays; those with the lowest program counter first."""
 
 import numpy as np
 
-from virtual_gpu.numbers import TYPES
-from virtual_gpu.program import FaultError, Program
+from virtual_gpu.arithmetic import TYPES
+from virtual_gpu.program import FaultError
 from virtual_gpu.shared_memory import SharedMemory
 from virtual_gpu.steps import STORED, step_of
 from virtual_gpu.tensor_memory import TensorMemory
@@ -15,7 +15,7 @@ _POISON = {np.bool_: np.bool_(True)} | {t: t(-1 % 2**n) for n, t in STORED.items
 class Machine:
     """Registers, memories, and where every thread is."""
 
-    def __init__(self, program: Program, grid, param_bytes, global_memory, shared_size: int):
+    def __init__(self, program, grid, param_bytes, global_memory, shared_size):
         count = int(np.prod(grid))
         self.program, self.params, self.memory = program, param_bytes, global_memory
         self.num_threads = count * program.threads
@@ -27,13 +27,11 @@ class Machine:
         self.registers = dict(self._special(grid, count))
         self.mask = np.ones(self.num_threads, np.bool_)
         self.full = True
-        self._waiting = {0: self.mask}
-        self._parked = []  # at a barrier
-        self._constants = {}
+        self._waiting, self._parked, self._constants = {0: self.mask}, [], {}  # parked at a barrier
         if not program.steps:
             program.steps = [step_of(instruction) for instruction in program.instructions]
 
-    def run(self) -> None:
+    def run(self):
         """Execute until all threads have ended."""
         steps = 0
         with np.errstate(all="ignore"):
@@ -56,21 +54,20 @@ class Machine:
 
     def _execute(self, at, instruction, mask):
         """One instruction; the threads that go on to the next, or None where all is queued."""
-        active = mask if instruction.guard is None else mask & self._guard(instruction.guard)
-        base = instruction.op.partition(".")[0]
-        if base == "bra":
-            self._queue(instruction.operands[0], active)
+        active = mask
+        if instruction.guard is not None:
+            name, wanted = instruction.guard
+            active = mask & (self.registers[name] == wanted)
+        base = instruction.parts[0]
+        if base in ("bra", "ret", "bar", "barrier") and instruction.op != "bar.warp.sync":
+            if base == "bra":
+                self._queue(instruction.operands[0], active)
             self._queue(at + 1, mask & ~active)
-            return None
-        if base == "ret":
-            self._queue(at + 1, mask & ~active)
-            return None
-        if base in ("bar", "barrier") and instruction.op != "bar.warp.sync":
-            if instruction.op not in ("bar.sync", "barrier.sync") or instruction.operands != (0,):
-                raise FaultError("unknown barrier")
-            self._parked.append((at + 1, active))
-            self._queue(at + 1, mask & ~active)
-            self._release()
+            if base in ("bar", "barrier"):
+                if instruction.op not in ("bar.sync", "barrier.sync") or instruction.operands != (0,):
+                    raise FaultError("unknown barrier")
+                self._parked.append((at + 1, active))
+                self._release()
             return None
         if instruction.guard is None or active.any():
             self.mask, self.full = active, bool(active.all())
@@ -79,25 +76,17 @@ class Machine:
 
     def _release(self):
         """Let programs go on of which all threads have come to a barrier, any of its own."""
-        shape = (-1, self.program.threads)
-        arrived = np.zeros(self.num_threads, np.bool_)
-        for _, mask in self._parked:
-            arrived |= mask
-        met = arrived.reshape(shape).all(1)
+        arrived = np.logical_or.reduce([mask for _, mask in self._parked])
+        met = arrived.reshape(-1, self.program.threads).all(1)
         self.shared.barrier(np.flatnonzero(met))
         released, parked = np.repeat(met, self.program.threads), self._parked
         self._parked = [(at, mask & ~released) for at, mask in parked if (mask & ~released).any()]
         for at, mask in parked:
             self._queue(at, mask & released)
 
-    def _guard(self, guard):
-        name, wanted = guard
-        value = self.registers[name]
-        return value if wanted else ~value
-
     def _queue(self, at, mask):
         if mask.any():
-            self._waiting[at] = self._waiting[at] | mask if at in self._waiting else mask
+            self._waiting[at] = self._waiting.get(at, False) | mask
 
     def _special(self, grid, count):
         programs = np.repeat(np.arange(count, dtype=np.uint32), self.program.threads)
@@ -108,39 +97,51 @@ class Machine:
             yield f"%nctaid.{axis}", np.full(self.num_threads, size, np.uint32)
             programs = programs // np.uint32(size)
 
-    def read(self, operand, kind: str) -> np.ndarray:
+    def read(self, operand, kind):
         """An operand's value in every thread."""
         if isinstance(operand, int):
             if (operand, kind) not in self._constants:
-                self._constants[operand, kind] = _constant(operand, kind, self.num_threads)
+                self._constants[operand, kind] = self._constant(operand, kind)
             return self._constants[operand, kind]
-        dtype = TYPES[kind]
-        value = self.registers.get(operand)
+        size, value = np.dtype(TYPES[kind]).itemsize, self.registers.get(operand)
         if value is None:  # compilers fill up pairs with what was never written: poison
             return self.read(-1, kind)
-        if value.itemsize > np.dtype(dtype).itemsize:  # memory takes the lowest bits
-            value = value.astype(f"u{np.dtype(dtype).itemsize}")
-        if value.itemsize < np.dtype(dtype).itemsize:
+        if value.itemsize > size:  # memory takes the lowest bits
+            value = value.astype(f"u{size}")
+        if value.itemsize < size:
             raise FaultError(f"{operand} is too small for {kind}")
-        return value.view(dtype)
+        return value.view(TYPES[kind])
 
-    def write(self, register: str, value: np.ndarray) -> None:
-        """Put a value where threads are active."""
+    def _constant(self, operand, kind):
+        if kind == "pred":
+            return np.full(self.num_threads, operand != 0)
+        size = np.dtype(TYPES[kind]).itemsize
+        return np.full(self.num_threads, operand & (256**size - 1), f"u{size}").view(TYPES[kind])
+
+    def write(self, register, value):
+        """Put a value where threads are active: its bits, wider where the register is."""
         stored = STORED[self.program.widths[register]]
-        if value.dtype != stored:
-            value = _as_stored(value, np.dtype(stored))
+        if value.dtype != stored and np.bool_ not in (value.dtype, stored):
+            same_size = value.itemsize == np.dtype(stored).itemsize
+            value = np.ascontiguousarray(value).view(stored) if same_size else value
+        value = value.astype(stored, copy=False)
         if not self.full:
-            before = self.registers.get(register)
-            value = np.where(self.mask, value, _POISON[stored] if before is None else before)
+            value = np.where(self.mask, value, self.registers.get(register, _POISON[stored]))
         self.registers[register] = value
 
-    def defer(self, register: str, value: np.ndarray) -> None:
+    def write_some(self, register, threads, values):
+        """Put values where these threads are, all that are active."""
+        value = np.zeros(self.num_threads, values.dtype)
+        value[threads] = values
+        self.write(register, value)
+
+    def defer(self, register, value):
         """Write a value when it was waited for; until then the register is poison."""
         before, pending = self.arriving.get(register, (value, np.zeros_like(self.mask)))
         self.arriving[register] = np.where(self.mask, value, before), pending | self.mask
         self.write(register, self.read(-1, "b32"))
 
-    def deliver(self) -> None:
+    def deliver(self):
         """Write what active threads have waited for."""
         waiting, full = self.mask, self.full
         for register, (value, pending) in list(self.arriving.items()):
@@ -150,37 +151,19 @@ class Machine:
             self.arriving[register] = value, pending & ~waiting
         self.mask, self.full = waiting, full
 
-    def active(self) -> np.ndarray:
+    def active(self):
         """Numbers of the active threads."""
         return self.threads if self.full else np.flatnonzero(self.mask)
 
-    def addresses(self, address, kind: str) -> np.ndarray:
+    def addresses(self, address, kind):
         """What an address comes to in every thread; shared memory's have 32 bits."""
         if address.base is None:
             return np.full(self.num_threads, address.offset, TYPES[kind])
-        offset = np.array(address.offset).astype(TYPES[kind])
-        return self.read(address.base, kind) + offset
+        return self.read(address.base, kind) + np.array(address.offset).astype(TYPES[kind])
 
-    def whole_groups(self, size: int = 32) -> np.ndarray:
+    def whole_groups(self, size=32):
         """Numbers of the warps, or groups of `size`, that are here, each as a whole."""
         here = self.mask.reshape(-1, size)
         if (here.any(1) != here.all(1)).any():
             raise FaultError("an instruction of whole warps that not all threads reach")
         return np.flatnonzero(here[:, 0])
-
-
-def _constant(operand, kind, count):
-    """The same bits in every thread."""
-    if kind == "pred":
-        return np.full(count, operand != 0)
-    size = np.dtype(TYPES[kind]).itemsize
-    return np.full(count, operand & (256**size - 1), f"u{size}").view(TYPES[kind])
-
-
-def _as_stored(value, dtype):
-    """Bits of a result in a register, wider than it where need be; of signed ones the sign."""
-    if value.dtype == np.bool_ or dtype == np.bool_:
-        return value.astype(dtype)
-    if value.itemsize == dtype.itemsize:
-        return np.ascontiguousarray(value).view(dtype)
-    return value.astype(dtype)

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from virtual_gpu import numbers
+from virtual_gpu.arithmetic import decode_fp8
 from virtual_gpu.program import FaultError
 
 _WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's last two bits
@@ -15,12 +15,9 @@ _WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's las
 
 def unpacked(bits, kind):
     """Packed registers [..., n] uint32 as float64 [..., n, values]."""
-    shape = (*bits.shape, -1)
-    if kind == "f16":
-        halves = np.ascontiguousarray(bits).view(np.float16)
-        return halves.astype(np.float64).reshape(shape)
-    codes = np.ascontiguousarray(bits).view(np.uint8)
-    return numbers.decode_fp8(codes, f"{kind}x2").astype(np.float64).reshape(shape)
+    bits = np.ascontiguousarray(bits)
+    values = bits.view(np.float16) if kind == "f16" else decode_fp8(bits.view(np.uint8), f"{kind}x2")
+    return values.astype(np.float64).reshape(*bits.shape, -1)
 
 
 def _gather(machine, registers, warps):
@@ -31,22 +28,16 @@ def _gather(machine, registers, warps):
 # of a fragment's lanes 8 have rows (columns, of B) and 4 divide the others
 
 
-def matrix_a(values: np.ndarray) -> np.ndarray:
+def _matrix_a(values):
     """[warps, 32, 4, e] as [warps, 16, 8 e]."""
     e = values.shape[3]
     return values.reshape(-1, 8, 4, 2, 2, e).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 8 * e)
 
 
-def matrix_b(values: np.ndarray) -> np.ndarray:
-    """[warps, 32, 2, e] as [warps, 8 e, 8]."""
-    e = values.shape[3]
-    return values.reshape(-1, 8, 4, 2, e).transpose(0, 3, 2, 4, 1).reshape(-1, 8 * e, 8)
-
-
 def _matrix_c(bits):
     """[warps, 32, n / 2] as [warps, 16, n], float32."""
-    values = np.ascontiguousarray(bits).view(np.float32)
-    return values.reshape(len(bits), 8, 4, -1, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(len(bits), 16, -1)
+    values = np.ascontiguousarray(bits).view(np.float32).reshape(len(bits), 8, 4, -1, 2, 2)
+    return values.transpose(0, 4, 1, 3, 2, 5).reshape(len(bits), 16, -1)
 
 
 def _write_c(write, machine, registers, warps, product):
@@ -60,27 +51,26 @@ def _write_c(write, machine, registers, warps, product):
 
 
 def multiply(machine, instruction):
-    """`mma.sync.aligned.m16n8k*.row.col.f32.*.*.f32`."""
     form = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32", instruction.op)
     if form is None or (form[1], form[2]) not in (("16", "f16"), ("32", "e4m3"), ("32", "e5m2")):
         raise FaultError("unknown matrix instruction")
     to, a, b, c = instruction.operands
     warps = machine.whole_groups()
-    a = matrix_a(unpacked(_gather(machine, a, warps), form[2]))
-    b = matrix_b(unpacked(_gather(machine, b, warps), form[3]))
-    c = _matrix_c(_gather(machine, c, warps))
-    _write_c(machine.write, machine, to, warps, a @ b + c)
+    a = _matrix_a(unpacked(_gather(machine, a, warps), form[2]))
+    b = unpacked(_gather(machine, b, warps), form[3])  # [warps, 32, 2, e]
+    b = b.reshape(len(warps), 8, 4, 2, -1).transpose(0, 3, 2, 4, 1).reshape(len(warps), -1, 8)
+    _write_c(machine.write, machine, to, warps, a @ b + _matrix_c(_gather(machine, c, warps)))
 
 
-def descriptor_places(descriptor: int, width: int, rows: int, row_bytes: int, across: bool) -> np.ndarray:
-    """Addresses of a matrix in shared memory: [rows, row_bytes], rows along n (or m).
+def matrix_in_shared(machine, thread, descriptor, width, rows, across, kind):
+    """A matrix [rows, k] float64 in shared memory, 32 bytes a row, rows along n (or m), and its places.
 
     K lies along a row, in pieces of `width` bytes; or, with `across`, the rows do, of 16 bits.
     """
     start, leading, stride = (((descriptor >> at) & 0x3FFF) << 4 for at in (0, 16, 32))
     if (descriptor >> 49) & 7:
         raise FaultError("a descriptor with a base offset")
-    row, byte = np.arange(rows)[:, None], np.arange(row_bytes)[None]
+    row, byte = np.arange(rows)[:, None], np.arange(32)[None]
     if across:
         k, inside = byte // 2, (2 * row) % width + byte % 2
         place = start + 2 * row // width * leading + k // 8 * stride + k % 8 * width + inside
@@ -88,15 +78,11 @@ def descriptor_places(descriptor: int, width: int, rows: int, row_bytes: int, ac
         place = start + byte // 16 * leading + row // 8 * stride + row % 8 * 16 + byte % 16
     else:
         place = start + row // 8 * stride + row % 8 * width + byte
-    return place ^ (((place >> 7) & (width // 16 - 1)) << 4)
-
-
-def matrix_in_shared(machine, thread, addresses, kind):
-    """A matrix [rows, k] float64 at [rows, bytes] of one thread's program, and its places."""
-    threads = np.full(addresses.size, thread)
-    places = machine.shared.places(threads, addresses.reshape(-1), 1)
-    data = machine.shared.read_by_matrix_unit(threads, places).reshape(addresses.shape)
-    return unpacked(data.view(np.uint32), kind).reshape(len(addresses), -1), places
+    place = place ^ (((place >> 7) & (width // 16 - 1)) << 4)
+    threads = np.full(place.size, thread)
+    places = machine.shared.places(threads, place.reshape(-1), 1)
+    data = machine.shared.read_by_matrix_unit(threads, places).reshape(place.shape)
+    return unpacked(data.view(np.uint32), kind).reshape(rows, -1), places
 
 
 def multiply_group(machine, instruction):
@@ -107,21 +93,19 @@ def multiply_group(machine, instruction):
     to, a, descriptor, accumulates, *signs = instruction.operands
     if form is None or not isinstance(a, tuple) or signs[:2] != [1, 1] or any(signs[3:]):
         raise FaultError("unknown matrix instruction")
-    n, kind = int(form[1]), form[3]
     groups = machine.whole_groups(128)
     warps = (4 * groups[:, None] + np.arange(4)).reshape(-1)
-    a = matrix_a(unpacked(_gather(machine, a, warps), kind))
-    across = len(signs) > 2 and signs[2] == 1
+    a = _matrix_a(unpacked(_gather(machine, a, warps), form[3]))
     descriptors, b = machine.read(descriptor, "b64"), []
     for first in (128 * groups).tolist():
         bits = int(descriptors[first])
-        places = descriptor_places(bits, _WIDTHS[bits >> 62], n, 32, across)
-        b.append(matrix_in_shared(machine, first, places, form[4])[0])
+        width, across = _WIDTHS[bits >> 62], signs[2:3] == [1]
+        b.append(matrix_in_shared(machine, first, bits, width, int(form[1]), across, form[4])[0])
     product = a @ np.repeat(np.stack(b), 4, 0).transpose(0, 2, 1)
     adds = machine.read(accumulates, "pred").reshape(-1, 32)[warps, 0]
     product = np.where(adds[:, None, None], product + _accumulators(machine, to, warps), product)
     # sums of FP8 products are read before the wait: the assembler then waits for each (C7518)
-    write = machine.defer if kind == "f16" else machine.write
+    write = machine.defer if form[3] == "f16" else machine.write
     _write_c(write, machine, to, warps, product)
 
 
@@ -143,6 +127,4 @@ def wait_for_groups(machine, instruction):
     machine.shared.matrix_units_done(machine.active(), known_to_all=False)
 
 
-HANDLERS = {
-    "mma": multiply, "wgmma.mma_async": multiply_group, "wgmma.wait_group": wait_for_groups,
-}  # fmt: skip
+HANDLERS = {"mma": multiply, "wgmma.mma_async": multiply_group, "wgmma.wait_group": wait_for_groups}

@@ -1,55 +1,98 @@
-"""Loads, stores, copies and barriers."""
+"""Loads, stores and copies, and global memory: the tensors' own, as far as the kernel was given them."""
+
+import ctypes
 
 import numpy as np
 
-from virtual_gpu.numbers import TYPES
+from virtual_gpu.arithmetic import TYPES
 from virtual_gpu.program import FaultError
 
-_HINTS = ("ca", "cg", "L1::evict_last", "L1::evict_first", "L1::no_allocate", "nc")
+_HINTS = {"ca", "cg", "L1::evict_last", "L1::evict_first", "L1::no_allocate", "nc", "v2", "v4"}
 
 
-def _known(instruction, *known):
+class GlobalMemory:
+    """What lies between the first and the last value of each tensor."""
+
+    def __init__(self, tensors):
+        ranges = sorted({_extent(tensor) for tensor in tensors if tensor.numel()})
+        self._starts, self._ends = np.array(ranges, np.uint64).reshape(-1, 2).T
+        self._views = {}
+
+    def load(self, addresses, size):
+        """Unsigned integers of `size` bytes."""
+        memory, places = self._memory(addresses, size, "load")
+        return memory[places]
+
+    def store(self, addresses, values):
+        """Store unsigned integers; threads that write to one place must agree."""
+        memory, places = self._memory(addresses, values.dtype.itemsize, "store")
+        memory[places] = values
+        if (memory[places] != values).any():
+            raise FaultError("threads store different values to one place in global memory")
+
+    def add(self, addresses, values):
+        """Add one thread after the other; returns what was there before."""
+        memory, places = self._memory(addresses, values.dtype.itemsize, "atomic")
+        before = np.empty_like(values)
+        for i, place in enumerate(places.tolist()):
+            before[i] = memory[place]
+            memory[place] += values[i]
+        return before
+
+    def _memory(self, addresses, size, what):
+        """All addresses as an array of this type, and places in it that are inside of tensors."""
+        check_alignment(addresses, size)
+        at = np.searchsorted(self._starts, addresses, "right").astype(np.int64) - 1
+        if len(at) and not ((at >= 0) & (addresses + np.uint64(size) <= self._ends[at])).all():
+            raise FaultError(f"global {what} of {size} bytes beyond every tensor")
+        if size not in self._views:
+            kind = getattr(ctypes, f"c_uint{8 * size}") * (2**50 // size)
+            self._views[size] = np.frombuffer(kind.from_address(4096), f"u{size}")
+        return self._views[size], ((addresses - np.uint64(4096)) // np.uint64(size)).astype(np.int64)
+
+
+def _extent(tensor):
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def check_alignment(addresses, size):
+    if (addresses % np.uint64(size)).any():
+        raise FaultError(f"global access of {size} bytes that is not aligned")
+
+
+def _check_known(instruction, *known):
     """All between the opcode's dots is understood."""
-    unknown = set(instruction.parts[1:-1]) - {*known, *_HINTS, "v2", "v4"}
+    unknown = set(instruction.parts[1:-1]) - {*known} - _HINTS
     if unknown:
         raise FaultError(f"unknown modifiers {sorted(unknown)}")
 
 
 def _access(machine, instruction, registers, address):
     """Registers, the bytes of each, threads that are here, and where: addresses, or shared places."""
-    _known(instruction, "global", "shared", "shared::cta")
+    _check_known(instruction, "global", "shared", "shared::cta")
     registers = registers if isinstance(registers, tuple) else (registers,)
     size, threads = np.dtype(TYPES[instruction.parts[-1]]).itemsize, machine.active()
     if instruction.parts[1] == "global":
         places = machine.addresses(address, "b64")[threads]
-        _aligned_vector(places, size * len(registers))
+        check_alignment(places, size * len(registers))
     else:
         addresses = machine.addresses(address, "b32")[threads]
         places = machine.shared.places(threads, addresses, size * len(registers))
     return registers, size, threads, places
 
 
-def _aligned_vector(addresses, size):
-    if (addresses % np.uint64(size)).any():
-        raise FaultError(f"global access of {size} bytes that is not aligned")
-
-
 def load(machine, instruction):
-    """`ld.global` and `ld.shared`, of up to four registers."""
     registers, size, threads, places = _access(machine, instruction, *instruction.operands)
     if instruction.parts[1] == "global":
-        offsets = (np.arange(len(registers)) * size).astype(np.uint64)
-        values = [machine.memory.load(places + offset, size) for offset in offsets]
+        values = [machine.memory.load(places + np.uint64(i * size), size) for i in range(len(registers))]
     else:
         values = np.ascontiguousarray(machine.shared.load(threads, places)).view(f"u{size}").T
     for register, value in zip(registers, values, strict=True):
-        loaded = np.zeros(machine.num_threads, f"u{size}")
-        loaded[threads] = value
-        machine.write(register, loaded)
+        machine.write_some(register, threads, value)
 
 
 def store(machine, instruction):
-    """`st.global` and `st.shared`."""
     registers, size, threads, places = _access(machine, instruction, *reversed(instruction.operands))
     values = [machine.read(register, f"b{8 * size}")[threads] for register in registers]
     if instruction.parts[1] == "global":
@@ -60,38 +103,32 @@ def store(machine, instruction):
 
 
 def load_param(machine, instruction):
-    """`ld.param`."""
-    to, address = instruction.operands
-    size = np.dtype(TYPES[instruction.parts[-1]]).itemsize
+    (to, address), dtype = instruction.operands, np.dtype(TYPES[instruction.parts[-1]])
     at = machine.addresses(address, "b32").astype(np.int64)
-    if (at % size).any() or (at + size > len(machine.params)).any():
+    if (at % dtype.itemsize).any() or (at + dtype.itemsize > len(machine.params)).any():
         raise FaultError("no such parameter")
-    value = np.ascontiguousarray(machine.params[at[:, None] + np.arange(size)])
-    machine.write(to, value.view(TYPES[instruction.parts[-1]])[:, 0])
+    value = np.ascontiguousarray(machine.params[at[:, None] + np.arange(dtype.itemsize)])
+    machine.write(to, value.view(dtype)[:, 0])
 
 
 def add_global(machine, instruction):
-    """`atom.global.add`."""
-    _known(instruction, "global", "gpu", "acq_rel", "relaxed", "add")
+    _check_known(instruction, "global", "gpu", "acq_rel", "relaxed", "add")
     to, address, operand = instruction.operands
-    threads, kind = machine.active(), instruction.parts[-1]
-    before = np.zeros(machine.num_threads, TYPES[kind])
-    addresses = machine.addresses(address, "b64")[threads]
-    before[threads] = machine.memory.add(addresses, machine.read(operand, kind)[threads])
-    machine.write(to, before)
+    threads, addresses = machine.active(), machine.addresses(address, "b64")
+    values = machine.read(operand, instruction.parts[-1])[threads]
+    machine.write_some(to, threads, machine.memory.add(addresses[threads], values))
 
 
 def copy_async(machine, instruction):
     """`cp.async`: of its bytes only the first are read, the others are zeros."""
-    _known(instruction, "async", "shared", "shared::cta", "global")
+    _check_known(instruction, "async", "shared", "shared::cta", "global")
     to, source, size, *read = instruction.operands
     threads = machine.active()
-    wanted = machine.read(read[0] if read else size, "u32")[threads].astype(np.int64)
-    addresses = machine.addresses(source, "b64")[threads]
-    reading = wanted > 0
+    wanted = machine.read(read[0] if read else size, "u32")[threads]
+    addresses, reading = machine.addresses(source, "b64")[threads], wanted > 0
     if ((wanted != size) & reading).any():
         raise FaultError("a copy of part of its bytes")
-    _aligned_vector(addresses[reading], size)
+    check_alignment(addresses[reading], size)
     values = np.zeros((len(threads), size // 4), np.uint32)
     for i in range(size // 4):
         values[reading, i] = machine.memory.load(addresses[reading] + np.uint64(4 * i), 4)

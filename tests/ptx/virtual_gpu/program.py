@@ -3,16 +3,16 @@
 Names that a scope declares (inline assembly) get the scope's number, so that all are unique.
 """
 
-import functools
 import re
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 
 SHARED_BASE = 1024  # where a program's shared memory begins, as on GPUs
 
 _COMMENT = re.compile(r"//.*|^\s*\.(loc|file|pragma)\b.*", re.MULTILINE)
 _TOKEN = re.compile(r"\s*(?:([{}])|([$\w]+):(?!:)|(\.reg\b[^;]*);|([^;{}]*(?:{[^}]*}[^;{}]*)*);)")
 _STATEMENT = re.compile(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_KERNEL = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)[^{]*\.reqntid (\d+)[^{]*({.*)", re.DOTALL)
 _WIDTHS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64}
 _SIZES = {"u64": 8, "f32": 4, "u32": 4, "u16": 2, "u8": 1, "f64": 8, "b64": 8, "b32": 4}
 
@@ -23,9 +23,7 @@ class FaultError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Base plus offset: a register's name, or None where the offset says it all."""
-
-    base: str | None
+    base: str | None  # a register, or None where the offset says it all
     offset: int
 
 
@@ -38,17 +36,13 @@ class Instruction:
     guard: tuple[str, bool] | None  # register, and what it must be
     text: str
 
-    @functools.cached_property
-    def parts(self) -> list[str]:
-        """The opcode between its dots."""
+    @cached_property
+    def parts(self):
         return self.op.split(".")
 
 
 @dataclass
 class Program:
-    """A kernel."""
-
-    name: str
     threads: int  # of a program
     params: list[tuple[int, int]]  # offset and size of each
     instructions: list[Instruction] = field(default_factory=list)
@@ -57,19 +51,15 @@ class Program:
     steps: list = field(default_factory=list)  # what the machine has made of the instructions
 
 
-def parse(text: str) -> Program:
+def parse(text):
     """Parse the only kernel of a PTX file."""
-    text = _COMMENT.sub("", text)
-    name, params, head, rest = re.search(
-        r"\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)({.*)", text, re.DOTALL
-    ).groups()
+    name, params, threads, rest = _KERNEL.search(_COMMENT.sub("", text)).groups()
     offsets, offset = [], 0
-    for size in (_SIZES[kind] for kind in re.findall(r"\.param \.(\w+)", params)):
-        offset = -(-offset // size) * size
-        offsets.append((offset, size))
-        offset += size
-    threads = int(re.search(r"\.reqntid (\d+)", head)[1])
-    program = Program(name, threads, offsets)
+    for kind in re.findall(r"\.param \.(\w+)", params):
+        offset = -(-offset // _SIZES[kind]) * _SIZES[kind]
+        offsets.append((offset, _SIZES[kind]))
+        offset += _SIZES[kind]
+    program = Program(int(threads), offsets)
     symbols = {f"{name}_param_{i}": offset for i, (offset, _) in enumerate(offsets)}
     _body(program, rest, symbols | {"global_smem": SHARED_BASE})
     return program
@@ -104,12 +94,11 @@ def _body(program, text, symbols):
 def _declare(program, text, scopes):
     _, kind, names = text.split(None, 2)
     for name in map(str.strip, names.split(",")):
-        numbered = re.fullmatch(r"(%\w+)<(\d+)>", name)
-        if numbered:
-            new = {f"{numbered[1]}{i}": None for i in range(int(numbered[2]))}
+        if numbered := re.fullmatch(r"(%\w+)<(\d+)>", name):
+            new = [f"{numbered[1]}{i}" for i in range(int(numbered[2]))]
         else:
             scopes[-1][name] = f"{name}@{scopes[-1]['']}"
-            new = {scopes[-1][name]: None}
+            new = [scopes[-1][name]]
         program.widths |= dict.fromkeys(new, _WIDTHS[kind.lstrip(".")])
 
 
@@ -122,14 +111,10 @@ def _instruction(text, scopes, symbols):
     if match is None:
         raise FaultError(f"cannot read {text!r}")
     negated, guard, op, rest = match.groups()
-    operands = tuple(map(partial(_operand, scopes=scopes, symbols=symbols), _split(rest)))
+    parts = re.split(r"[,|](?![^{\[]*[}\]])", rest)  # commas that no bracket holds
+    operands = tuple(_operand(part, scopes, symbols) for part in parts if part.strip())
     guard = (_rename(guard, scopes), not negated) if guard else None
     return Instruction(op, operands, guard, " ".join(text.split()))
-
-
-def _split(text):
-    """Operands between commas that no bracket holds."""
-    return [part for part in re.split(r"[,|](?![^{\[]*[}\]])", text) if part.strip()]
 
 
 def _operand(text, scopes, symbols):
@@ -138,13 +123,10 @@ def _operand(text, scopes, symbols):
         return tuple(_operand(part, scopes, symbols) for part in text[1:-1].split(","))
     if text[0] == "[":
         base, offset = re.fullmatch(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text).groups()
-        base = _operand(base, scopes, symbols)
-        more = int(offset or "0", 0)
+        base, more = _operand(base, scopes, symbols), int(offset or "0", 0)
         return Address(None, base + more) if isinstance(base, int) else Address(base, more)
     if text in symbols:
         return symbols[text]
     if re.match(r"0[fFdD][0-9a-fA-F]", text):
         return int(text[2:], 16)
-    if re.match(r"-?\d", text):
-        return int(text.rstrip("U"), 0)
-    return _rename(text, scopes)
+    return int(text.rstrip("U"), 0) if re.match(r"-?\d", text) else _rename(text, scopes)

@@ -15,40 +15,35 @@ _MANY = 1023  # in place of a thread: several
 class SharedMemory:
     """Bytes [programs, size]; threads are numbered through all programs."""
 
-    def __init__(self, programs: int, size: int, threads: int):
+    def __init__(self, programs, size, threads):
         self._size, self._threads = size, threads
         self.data = np.full(programs * size + 16, 0xFF, np.uint8)
-        self._writer, self._reader = (np.zeros(len(self.data), np.int32) for _ in "wr")
-        self._in_flight = np.zeros(len(self.data), np.bool_)
-        self._being_read = np.zeros(len(self.data), np.bool_)  # by matrix units
-        self._not_fenced = np.zeros(len(self.data), np.bool_)  # unseen by matrix units
+        self._writer, self._reader = np.zeros((2, len(self.data)), np.int32)
+        # on their way; read by matrix units; unseen by them
+        self._in_flight, self._being_read, self._not_fenced = np.zeros((3, len(self.data)), np.bool_)
         self._epoch = np.ones(programs, np.int32)
         self._copies = []  # places [n, bytes], threads, groups
         self._committed = np.zeros(programs * threads, np.int64)
 
-    def places(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
+    def places(self, threads, addresses, size):
         """Where each thread's `size` bytes lie: [threads, size]."""
         if (addresses % size).any():
             raise FaultError(f"shared access of {size} bytes that is not aligned")
         offset = addresses.astype(np.int64) - SHARED_BASE
         if (offset < 0).any() or (offset + size > self._size).any():
             raise FaultError(f"shared access of {size} bytes beyond {self._size}")
-        first = threads // self._threads * self._size + offset
-        return first[:, None] + np.arange(size)
+        return (threads // self._threads * self._size + offset)[:, None] + np.arange(size)
 
-    def load(self, threads: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The bytes there, [threads, size]."""
+    def load(self, threads, places):
         stamp = self._stamp(threads)
         self._check_read(stamp, places)
         before = self._reader[places]
         new = before >> 10 != stamp >> 10
         self._reader[places] = np.where(new | (before == stamp), stamp, stamp | _MANY)
-        again = self._reader[places] != stamp
-        if again.any():
-            self._reader[places[again]] |= _MANY
+        self._reader[places[self._reader[places] != stamp]] |= _MANY
         return self.data[places]
 
-    def store(self, threads: np.ndarray, places: np.ndarray, values: np.ndarray) -> None:
+    def store(self, threads, places, values):
         """Write bytes [threads, size]; two threads may write the same value, or nearly.
 
         Where threads add up a sum twice, one may round before a fused add and the other after it.
@@ -58,72 +53,72 @@ class SharedMemory:
         stored = self.data[places]
         if (stored != values).any() and not _nearly(stored, values):
             raise FaultError("threads store different values to one place in shared memory")
+        self._written(threads, places)
+
+    def _written(self, threads, places):
         self._writer[places] = self._stamp(threads)
         self._not_fenced[places] = True
 
-    def barrier(self, programs: np.ndarray) -> None:
+    def barrier(self, programs):
         """All threads of these programs have met."""
         self._epoch[programs] += 1
 
-    def epoch(self, program: int) -> int:
+    def epoch(self, program):
         """How many barriers a program has passed, and one."""
         return int(self._epoch[program])
 
-    def copy(self, threads: np.ndarray, places: np.ndarray, values: np.ndarray) -> None:
+    def copy(self, threads, places, values):
         """Begin to copy bytes: from now until it was waited for they are no one's."""
         self._check_write(self._stamp(threads), places, values)
         self.data[places] = values
         self._in_flight[places] = True
         self._copies.append((places, threads, self._committed[threads]))
 
-    def commit(self, threads: np.ndarray) -> None:
+    def commit(self, threads):
         """Close the threads' group of copies."""
         self._committed[threads] += 1
 
-    def wait(self, threads: np.ndarray, pending: int) -> None:
+    def wait(self, threads, pending):
         """Deliver all but the last `pending` groups of these threads."""
-        waiting = np.zeros(len(self._committed), np.bool_)
-        waiting[threads] = True
         left = []
         for places, owners, groups in self._copies:
-            done = waiting[owners] & (groups < self._committed[owners] - pending)
-            delivered = places[done]
-            self._in_flight[delivered] = False
-            self._writer[delivered] = self._stamp(owners[done])
-            self._not_fenced[delivered] = True
+            done = np.isin(owners, threads) & (groups < self._committed[owners] - pending)
+            self._in_flight[places[done]] = False
+            self._written(owners[done], places[done])
             if not done.all():
                 left.append((places[~done], owners[~done], groups[~done]))
         self._copies = left
 
-    def fence(self, threads: np.ndarray) -> None:
+    def _bytes_of(self, threads):
+        """Each program of these threads, and where its bytes are."""
+        for program in np.unique(threads // self._threads).tolist():
+            yield program, slice(program * self._size, (program + 1) * self._size)
+
+    def fence(self, threads):
         """Let matrix units see what these threads have written, or others before a barrier."""
-        programs = np.unique(threads // self._threads)
-        for program in programs.tolist():
-            all_bytes = slice(program * self._size, (program + 1) * self._size)
+        for program, all_bytes in self._bytes_of(threads):
             writer = self._writer[all_bytes]
             mine = threads[threads // self._threads == program] % self._threads
             seen = (writer >> 10 < self._epoch[program]) | np.isin(writer & _MANY, mine)
             self._not_fenced[all_bytes] &= ~seen
 
-    def read_by_matrix_unit(self, threads: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def read_by_matrix_unit(self, threads, places):
         """The bytes there, for an instruction that reads them until it was waited for."""
         self._check_read(self._stamp(threads), places)
         if self._not_fenced[places].any():
             raise FaultError("a matrix unit reads shared memory before a proxy fence")
-        self._being_read[places] = True
+        self.keep_reading(places)
         return self.data[places]
 
-    def keep_reading(self, places: np.ndarray) -> None:
-        """These places are read by an instruction that still runs."""
+    def keep_reading(self, places):
         self._being_read[places] = True
 
-    def matrix_units_done(self, threads: np.ndarray, known_to_all: bool = True) -> None:
+    def matrix_units_done(self, threads, known_to_all=True):
         """No matrix instruction of these threads' programs reads any more.
 
         Where each warp knows it of its own alone, others may write there after a barrier.
         """
-        for program in np.unique(threads // self._threads).tolist():
-            all_bytes = slice(program * self._size, (program + 1) * self._size)
+        for program, all_bytes in self._bytes_of(threads):
             if not known_to_all:
                 read = self._being_read[all_bytes]
                 self._reader[all_bytes][read] = self._epoch[program] << 10 | _MANY

@@ -10,16 +10,14 @@ _REDUCE = {"add": np.add, "max": np.fmax, "min": np.fmin}
 def _all_lanes(machine, members):
     if (machine.read(members, "u32") != 0xFFFFFFFF).any():
         raise FaultError("an instruction of part of a warp")
-    machine.whole_groups()
+    return machine.whole_groups()
 
 
 def shuffle(machine, instruction):
-    """`shfl.sync`: each thread gets what another thread of its warp has."""
     to, source, by, clamp, members = instruction.operands
     _all_lanes(machine, members)
     by, mode = machine.read(by, "u32").astype(np.int64), instruction.parts[2]
-    other = {"bfly": machine.lanes ^ by, "idx": by, "up": machine.lanes - by}
-    chosen = other[mode]
+    chosen = {"bfly": machine.lanes ^ by, "idx": by, "up": machine.lanes - by}[mode]
     if clamp != (0 if mode == "up" else 31):
         raise FaultError("a shuffle of part of a warp")
     chosen = np.where((chosen < 0) | (chosen > 31), machine.lanes, chosen)
@@ -27,7 +25,6 @@ def shuffle(machine, instruction):
 
 
 def reduce(machine, instruction):
-    """`redux.sync`."""
     to, source, members = instruction.operands
     _all_lanes(machine, members)
     values = machine.read(source, instruction.parts[-1]).reshape(-1, 32)
@@ -45,55 +42,44 @@ def elect(machine, instruction):
 
 def meet(machine, instruction):
     """`bar.warp.sync`: the barrier of a program of one warp; of more, memory stays unordered."""
-    _all_lanes(machine, *instruction.operands)
+    warps = _all_lanes(machine, *instruction.operands)
     if machine.program.threads == 32:
-        machine.shared.barrier(machine.whole_groups())
+        machine.shared.barrier(warps)
 
 
-def _rows(machine, instruction, address, count):
-    """Threads that give the addresses of rows, by matrix, and where those rows lie."""
-    warps = machine.whole_groups()
-    threads = (warps[:, None] * 32 + np.arange(8 * count)).reshape(-1)
-    addresses = machine.addresses(address, "b32")[threads]
-    return warps, threads, machine.shared.places(threads, addresses, 16)
-
-
-def _modifiers(instruction):
-    """Number of matrices, and whether each is transposed."""
+def _matrices(machine, instruction, address):
+    """Warps, number of matrices, threads that give addresses of rows, and where those rows lie."""
     known = {"sync", "aligned", "m8n8", "shared", "shared::cta", "trans", "x1", "x2", "x4"}
     if set(instruction.parts[1:-1]) - known or instruction.parts[-1] != "b16":
         raise FaultError("unknown matrix access")
     count = next(int(part[1]) for part in instruction.parts if part in ("x1", "x2", "x4"))
-    return count, "trans" in instruction.parts
+    warps = machine.whole_groups()
+    threads = (warps[:, None] * 32 + np.arange(8 * count)).reshape(-1)
+    addresses = machine.addresses(address, "b32")[threads]
+    return warps, count, threads, machine.shared.places(threads, addresses, 16)
+
+
+def _turned(instruction, matrices):
+    return np.ascontiguousarray(matrices.swapaxes(2, 3) if "trans" in instruction.parts else matrices)
 
 
 def load_matrix(machine, instruction):
     """`ldmatrix`: a thread has two neighbours of row lane / 4, or of that column."""
     registers, address = instruction.operands
-    count, transposed = _modifiers(instruction)
-    warps, threads, places = _rows(machine, instruction, address, count)
+    warps, count, threads, places = _matrices(machine, instruction, address)
     rows = np.ascontiguousarray(machine.shared.load(threads, places)).view(np.uint16)
-    matrices = rows.reshape(len(warps), count, 8, 8)
-    if transposed:
-        matrices = matrices.transpose(0, 1, 3, 2)
-    pairs = np.ascontiguousarray(matrices).view(np.uint32).reshape(len(warps), count, 32)
-    for i, register in enumerate(registers):
-        loaded = np.zeros((machine.num_threads // 32, 32), np.uint32)
-        loaded[warps] = pairs[:, i]
-        machine.write(register, loaded.reshape(-1))
+    pairs = _turned(instruction, rows.reshape(len(warps), count, 8, 8)).view(np.uint32)
+    for register, values in zip(registers, pairs.reshape(len(warps), count, 32).swapaxes(0, 1), strict=True):
+        machine.write_some(register, machine.active(), values.reshape(-1))
 
 
 def store_matrix(machine, instruction):
     """`stmatrix`: the reverse."""
     address, registers = instruction.operands
-    count, transposed = _modifiers(instruction)
-    warps, threads, places = _rows(machine, instruction, address, count)
-    pairs = [machine.read(each, "b32").reshape(-1, 32)[warps] for each in registers]
-    matrices = np.stack(pairs, 1).view(np.uint16).reshape(len(warps), count, 8, 8)
-    if transposed:
-        matrices = matrices.transpose(0, 1, 3, 2)
-    rows = np.ascontiguousarray(matrices).view(np.uint8).reshape(len(threads), 16)
-    machine.shared.store(threads, places, rows)
+    warps, count, threads, places = _matrices(machine, instruction, address)
+    pairs = np.stack([machine.read(each, "b32").reshape(-1, 32)[warps] for each in registers], 1)
+    rows = _turned(instruction, pairs.view(np.uint16).reshape(len(warps), count, 8, 8))
+    machine.shared.store(threads, places, rows.view(np.uint8).reshape(len(threads), 16))
 
 
 HANDLERS = {
