@@ -3,15 +3,17 @@
 import argparse
 import hashlib
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
-from environment import Environment
 from installed_checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -19,17 +21,76 @@ RESULTS = Path(__file__).parent / "installs.json"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RESOLUTIONS = ("lowest-direct", "highest")
 
+# what would lead to the checkout, or to what was made before
+_FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
+_LIST = (
+    "import json; from importlib.metadata import distributions; "
+    "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in distributions()}))"
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    path: Path
+    python: str
+    archive: Path  # our wheel
+    resolution: str  # uv's word: lowest-direct, highest
+
+    @property
+    def bin(self):
+        return self.path / "venv" / "bin"
+
+    @property
+    def work(self):
+        return self.path / "work"
+
+    def create(self):
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        uv("venv", "--python", self.python, self.path / "venv")
+
+    def install_ours(self, extra=""):
+        """Install our archive and what it, or an `extra` of it, needs: oldest or newest wheels."""
+        with ZipFile(self.archive) as archive:
+            (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            needed = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")
+        parts = [each.partition("; extra == ") for each in needed]
+        # the oldest is taken of what is named to uv, so each dependency is
+        named = [first for first, _, last in parts if last.strip("'\"") == extra]
+        self.install("--resolution", self.resolution, "--no-build", self.archive, *named)
+
+    def install(self, *arguments):
+        uv("pip", "install", "--python", self.bin / "python", *arguments)
+
+    def run(self, *command, status=0):
+        own = {k: v for k, v in os.environ.items() if k not in _FOREIGN} | {
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "120",
+        }
+        own |= {"PATH": f"{self.bin}{os.pathsep}{own['PATH']}", "XDG_CACHE_HOME": str(self.path / "cache")}
+        words = [str(self.bin / command[0]), *map(str, command[1:])]
+        options = {"cwd": self.work, "capture_output": True, "text": True, "timeout": 1500}
+        done = subprocess.run(words, env=own, **options)
+        if done.returncode != status:
+            said, shown = done.stderr or done.stdout, " ".join(map(str, command))
+            raise subprocess.CalledProcessError(done.returncode, shown, done.stdout, said)
+        return done.stdout + done.stderr
+
+    def versions(self):
+        return dict(sorted(json.loads(self.run("python", "-c", _LIST)).items()))
+
+
+def uv(command, *arguments):
+    subprocess.run(["uv", command, *map(str, arguments), "-q"], check=True, capture_output=True, text=True)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", help="repeatable; default: all of them")
     parser.add_argument("--resolution", action="append", choices=RESOLUTIONS)
-    parser.add_argument("--torch", help="this version alone")
-    parser.add_argument("--scratch", type=Path, default=Path("build/install"))
-    parser.add_argument("--keep", action="store_true", help="leave the environments")
     parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
     options = parser.parse_args()
-    scratch = options.scratch.resolve()
+    scratch = Path("build/install").resolve()
     shutil.rmtree(scratch, ignore_errors=True)
     wheel, sdist = (built(ROOT, form, scratch / "dist" / form) for form in ("wheel", "sdist"))
     from_sdist = built(sdist, "wheel", scratch / "dist/wheel-from-sdist")
@@ -40,7 +101,7 @@ def main():
     for python in options.python or PYTHONS:
         for resolution, archive in zip(RESOLUTIONS, (wheel, from_sdist), strict=True):
             if resolution in (options.resolution or RESOLUTIONS):
-                rows.append(check(python, resolution, archive, options))
+                rows.append(check(python, resolution, archive, scratch / f"{python}-{resolution}"))
                 print(json.dumps(rows[-1]), flush=True)
     if options.record:
         record(rows)
@@ -48,7 +109,7 @@ def main():
 
 
 def built(source, form, out):
-    subprocess.run(["uv", "build", "-q", f"--{form}", "-o", str(out), str(source)], check=True)
+    uv("build", f"--{form}", "-o", out, source)
     (archive,) = (p for p in out.iterdir() if p.name.endswith((".whl", ".tar.gz")))
     return archive
 
@@ -58,16 +119,13 @@ def contents(wheel):
         return {n: hashlib.sha256(archive.read(n)).hexdigest() for n in archive.namelist()}
 
 
-def check(python, resolution, archive, options):
-    """Install `archive` into an empty environment; run everything there."""
+def check(python, resolution, archive, path):
     started = time.monotonic()
     row = {"python": python, "resolution": resolution, "passed": False, "checks": []}
-    path = options.scratch.resolve() / f"{python}-{resolution}"
-    constraints = (f"torch=={options.torch}",) if options.torch else ()
-    environment = Environment(path, python, archive, resolution, constraints)
+    environment = Environment(path, python, archive, resolution)
     try:
         environment.create()
-        row["python"] = environment.version()
+        row["python"] = environment.run("python", "--version").split()[1]
         environment.install_ours()
         row["versions"] = environment.versions()
         for name, checked in CHECKS.items():
@@ -79,13 +137,11 @@ def check(python, resolution, archive, options):
     except (AssertionError, subprocess.TimeoutExpired) as error:
         row["failed"] = str(error)
     finally:
-        if not options.keep:
-            environment.remove()
+        shutil.rmtree(path, ignore_errors=True)
     return row | {"seconds": round(time.monotonic() - started)}
 
 
 def record(rows):
-    """Replace the rows of the same Python and resolution; the others stay."""
     merged = {}
     for row in [*json.loads(RESULTS.read_text())["installs"], *rows]:
         merged[int(row["python"].split(".")[1]), RESOLUTIONS.index(row["resolution"])] = row

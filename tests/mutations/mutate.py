@@ -23,8 +23,6 @@ Statement = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake: the `index`-th node of `kind` in `file`."""
-
     file: str
     kind: str
     index: int
@@ -37,13 +35,11 @@ class Mutant:
 
 
 def find_mutants(root):
-    """Return every mutant of the shipped modules under `root`."""
     files = sorted(path for room in ("calib", "fp8kv_runtime") for path in (root / room).rglob("*.py"))
     return [mutant for path in files for mutant in mutants_of(path.read_text(), str(path.relative_to(root)))]
 
 
 def mutants_of(source, file):
-    """Yield every mutant of one file."""
     for kind in KINDS:
         for index, (parent, _, node, new) in enumerate(_places(ast.parse(source), kind)):
             if not isinstance(parent, ast.Module) or kind != "statement":  # which an import runs
@@ -61,7 +57,6 @@ def sample(mutants, count, seed):
 
 
 def apply(source, mutant):
-    """Return the source with the mistake."""
     tree = ast.parse(source)
     parent, field, node, new = list(_places(tree, mutant.kind))[mutant.index]
     assert ast.unparse(node) == mutant.before, f"{mutant.file} is another than the sample was taken of"

@@ -108,6 +108,7 @@ MATRIX_UNITS = [
     (WARP_GROUP.replace(AGAIN, ""), GROUP_WAIT, None),
     (WARP_GROUP, GROUP_WAIT, "what a matrix unit may still read"),
     (WARP_GROUP, "bar.sync 0;", "another thread read"),
+    (WARP_GROUP, "fence.proxy.async.shared::cta;", "before a proxy fence"),
     (TENSOR_MEMORY, TENSOR_STORE, "never written"),
     (TENSOR_MEMORY, "tcgen05.wait::st.sync.aligned;", "still stored to"),
     (TENSOR_MEMORY, "tcgen05.wait::ld.sync.aligned;", "still loaded from"),

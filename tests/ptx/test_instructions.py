@@ -111,7 +111,6 @@ def test_matrices_of_a_warp(k, kind):
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_matrices_to_shared_memory_and_back(transposed):
-    """Four 8 x 8 matrices; each lane stores a row and then loads fragments."""
     rows = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
     got = torch.empty(32, 4, 2, dtype=torch.float16)
     body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; mov.b32 %r8, global_smem;

@@ -7,14 +7,44 @@ import pytest
 import torch
 import triton
 from checks import assert_attention, assert_output, assert_rounded, assert_stored
+from kernel_grid import cover_pairs
 from oracle import attention
 from paged import Case, build
-from ptx_cases import CASES, PLAIN, USUAL
 from virtual_gpu.launch import virtual_gpu
 from virtual_gpu.program import FaultError
 
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import TARGETS
+
+# by the number of parts: three sequences in room for four, one of them empty; parts of several tiles, so that
+# copies run ahead, and of one; more parts than there are tiles
+LENGTHS = {2: (330, 33, 0), 1: (300, 64, 65), 16: (600, 1, 129), 64: (900, 20, 300)}
+SETTINGS = {"num_splits": LENGTHS, "head_dim": (64, 80, 96, 112, 128, 256), "group": (1, 4, 7, 16, 20)}
+SETTINGS |= {"block_size": (16, 48, 64, 256), "dtype": (torch.float16, torch.bfloat16, torch.float32)}
+SETTINGS |= {"format": ("e4m3fn", "e5m2", "float16"), "k_scales": ("head", "tensor", "channel")}
+SETTINGS |= {"center": (False, True), "q_scale": (None, "head", "tensor"), "window": (None, 37, 200)}
+SETTINGS |= {"softcap": (None, 5.0), "sinks": (False, True), "starts": (None, (70, 1, 0))}
+PLAIN = Case((330, 33, 0), group=4, head_dim=128, block_size=64, num_splits=2)
+USUAL = {
+    "plain": PLAIN,
+    "plain-D64": replace(PLAIN, head_dim=64),
+    "plain-bf16-D256": replace(PLAIN, head_dim=256, dtype=torch.bfloat16),
+    "plain-q_head": replace(PLAIN, q_scale="head"),
+    "plain-float16": replace(PLAIN, format="float16"),
+    "plain-channel": replace(PLAIN, k_scales="channel", v_scales="channel"),
+    "masked": replace(PLAIN, window=200, softcap=5.0, sinks=True, starts=(3, 7, 0)),
+}
+
+
+def _is_supported(row):
+    """Kernels take no FP8 query with K and V in 16 bits, or with scales per channel."""
+    return not row["q_scale"] or (row["format"] != "float16" and row["k_scales"] != "channel")
+
+
+CASES = USUAL.copy()
+for seed, row in enumerate(cover_pairs(SETTINGS, _is_supported, candidates=1000)):
+    others = {"lengths": LENGTHS[row["num_splits"]], "kv_heads": 1 + (row["group"] < 7)}
+    CASES["-".join(map(str, row.values()))] = Case(**row, **others, v_scales=row["k_scales"], seed=seed)
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,7 +126,6 @@ def test_all_bfloat16_values_are_rounded(format, target):
 
 
 def test_blocks_beyond_2_to_31(target):
-    """Offsets of more than 31 bits: the last of blocks that no memory was taken for."""
     batch = build(PLAIN)
     stored, tables = batch.blocks.codes.view(torch.uint8), batch.sequences.block_tables
     shift = 2**31 // stored[0, 0].numel()

@@ -15,14 +15,9 @@ SMOKE = (
 
 def test_compiled_kernels_are_right():
     """In a process of its own: this one's kernels are not compiled."""
-    names = [f"tests/ptx/test_matrix.py::test_{name}" for name in SMOKE]
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *names],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += [f"tests/ptx/test_matrix.py::test_{name}" for name in SMOKE]
+    own = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
     assert f"{len(SMOKE)} passed" in done.stdout

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from types import SimpleNamespace
 
@@ -128,14 +129,11 @@ def on_devices():
         finally:
             current[0] = before
 
-    def recorded(allocate):
-        def allocated(*given, device=None, **named):
-            if sys._getframe(1).f_globals["__name__"].startswith("fp8kv_runtime.kernels"):
-                seen.append([allocate.__name__, current[0]])
-            made, kind = allocate(*given, **named), {"cuda:0": OnFirst, "cuda:1": OnSecond}.get(str(device))
-            return made.as_subclass(kind) if kind else made
-
-        return allocated
+    def recorded(allocate, *given, device=None, **named):
+        if sys._getframe(1).f_globals["__name__"].startswith("fp8kv_runtime.kernels"):
+            seen.append([allocate.__name__, current[0]])
+        made, kind = allocate(*given, **named), {"cuda:0": OnFirst, "cuda:1": OnSecond}.get(str(device))
+        return made.as_subclass(kind) if kind else made
 
     def call(kind):
         def on(made):
@@ -155,7 +153,7 @@ def on_devices():
             decode_attention(query[:, :, :8], blocks, sequences)
 
     for name in ("empty", "empty_like", "zeros_like"):
-        setattr(torch, name, recorded(getattr(torch, name)))
+        setattr(torch, name, partial(recorded, getattr(torch, name)))
     torch.cuda.device = made_current
     torch.cuda.get_device_name = lambda device: "an absent GPU"
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)

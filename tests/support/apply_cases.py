@@ -55,7 +55,6 @@ def refused(measured, model, out, *phrases, flags=(), status=2):
 
 
 def copy(model, path, edit=lambda tensors: None, config=None):
-    """A copy of the model whose tensors `edit` changed."""
     shutil.copytree(model, path)
     edit(tensors := load_file(path / "model.safetensors"))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -65,7 +64,6 @@ def copy(model, path, edit=lambda tensors: None, config=None):
 
 
 def edited(measured, path, **changes):
-    """A calibration whose report somebody changed."""
     shutil.copytree(measured, path)
     edit_json(path / "fp8kv_calibration.json", **changes)
     return path
@@ -83,7 +81,6 @@ def smooth(tensors, size=0.5):
 
 
 def rescale_values(tensors, factor=1.5, channels=slice(None)):
-    """Factors per channel from V to the output projection."""
     for layer in LAYERS:
         tensors[ATTENTION.format(layer, "v")][channels] *= factor
 

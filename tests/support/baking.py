@@ -58,7 +58,6 @@ def in_float32(directory):
 
 @torch.inference_mode()
 def seen(directory):
-    """Logits, and K and V of each layer, in float32."""
     model, found = in_float32(directory), {}
     with observe_qkv(model, lambda name, _, k, v: found.__setitem__(name, (k, v))):
         logits = model(TOKENS, use_cache=False).logits
@@ -66,7 +65,6 @@ def seen(directory):
 
 
 def seen_amax(directory):
-    """Logits, and the largest magnitudes of K and V of each layer."""
     logits, found = seen(directory)
     return logits, {name: tuple(x.abs().max().item() for x in pair) for name, pair in found.items()}
 

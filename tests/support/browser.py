@@ -2,24 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs Debian's packages chromium and chromium-driver: nothing else opens pages",
-)
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
-)
+REASON = "needs Debian's packages chromium and chromium-driver: nothing else opens pages"
+needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=REASON)
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+FLAGS += "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
 
 
 @contextmanager
-def browser(profile) -> Iterator:
+def browser(profile):
     """Chromium under selenium, which keeps what pages ask for in its log `performance`."""
     from selenium import webdriver
 
@@ -42,13 +37,9 @@ def look(driver, *, width=1200, media="screen", scheme="light"):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
 
 
-def asked_for(driver, origin) -> set[str]:
+def asked_for(driver, origin):
     """Addresses that pages of `origin` have asked for since the log was read last."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return {
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-        # on a slow machine the browser's own first page may still be asking
-        and message["params"]["documentURL"].startswith(origin)
-    }
+    asked = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    # on a slow machine the browser's own first page may still be asking
+    return {each["request"]["url"] for each in asked if each["documentURL"].startswith(origin)}

@@ -12,7 +12,6 @@ UNWRITTEN = 0xAA
 
 
 def make_cache(num_blocks, *, block_size=4, can_grow=False, runtime=RUNTIME):
-    """Two layers of different shape."""
     cache = runtime.cache.PagedKVCache(num_blocks, block_size=block_size, can_grow=can_grow)
     for index, (heads, channels) in enumerate(SHAPES):
         cache.add_layer(index, layer(num_blocks, block_size, heads, channels, runtime))
@@ -20,7 +19,6 @@ def make_cache(num_blocks, *, block_size=4, can_grow=False, runtime=RUNTIME):
 
 
 def layer(num_blocks, block_size, heads, channels, runtime=RUNTIME):
-    """Blocks in which nothing was written."""
     sizes, one = {"num_kv_heads": heads, "head_dim": channels}, torch.ones(1)
     empty = runtime.storage.KVBlocks.empty
     blocks = empty(num_blocks, block_size, **sizes, k_scale=one, v_scale=one, count=True)
@@ -31,11 +29,10 @@ def layer(num_blocks, block_size, heads, channels, runtime=RUNTIME):
 def write(cache, slots, marks):
     """Put each mark, an integer, into all bytes of its slot: K and V and layers differ."""
     for index, blocks in cache.layers.items():
-        stored = blocks.codes.view(torch.uint8)
-        for slot, mark in zip(slots.tolist(), marks, strict=True):
-            block_id, offset = divmod(slot, cache.block_size)
-            for part in (0, 1):
-                stored[part, block_id, :, offset] = byte(mark, index, part)
+        for part, stored in enumerate(blocks.codes.view(torch.uint8)):
+            for slot, mark in zip(slots.tolist(), marks, strict=True):
+                block_id, offset = divmod(slot, cache.block_size)
+                stored[block_id, :, offset] = byte(mark, index, part)
 
 
 def filled(cache, token_ids, *, commit=True):
@@ -69,7 +66,6 @@ def byte(mark, index, part):
 
 
 def state(cache):
-    """Everything that an operation may change."""
     pool = cache._pool
     stored = [blocks.codes.view(torch.uint8).flatten().tolist() for blocks in cache.layers.values()]
     return [*pool._references], [*pool._free], {**pool._by_content}, {**pool._content}, stored
@@ -77,18 +73,11 @@ def state(cache):
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
     """Run and check; returns how often the pool ran out."""
-    cache = make_cache(10, can_grow=can_grow, runtime=runtime)
-    model = Model(seed, cache, runtime.cache.OutOfBlocksError)
-    failures = 0
-    for _ in range(steps):
-        failures += model.step()
-        model.check()
-    return failures
+    model = Model(seed, make_cache(10, can_grow=can_grow, runtime=runtime), runtime.cache.OutOfBlocksError)
+    return sum(model.step() for _ in range(steps))
 
 
 class Model:
-    """A cache beside the tokens that each of its sequences must hold, in plain lists."""
-
     def __init__(self, seed, cache, out_of_blocks):
         self.rng, self.cache, self.out_of_blocks = random.Random(seed), cache, out_of_blocks
         self.live = []  # [sequence, marks]
@@ -102,7 +91,6 @@ class Model:
             write(self.cache, slots, marks[first:])
 
     def run(self, sequence, marks, tokens, *, known):
-        """Append, write, commit at times."""
         known = {"token_ids": tokens} if known else {}
         self.write(marks, tokens, self.cache.append(sequence, len(tokens), **known))
         if self.rng.random() < 0.7:
@@ -153,16 +141,17 @@ class Model:
             operation = self.free
         elif not self.live or self.rng.random() < 0.2:
             operation = self.start
-        before = state(self.cache)
+        before, fails = state(self.cache), False
         try:
             operation()
         except self.out_of_blocks:
+            fails = True
             if operation == self.start:  # it has allocated before it appends
                 self.cache.free(self.live.pop()[0])
             else:
                 assert state(self.cache) == before
-            return True
-        return False
+        self.check()
+        return fails
 
     def check(self):
         """Every sequence sees its own tokens, and every block is held as often as it is used."""

@@ -48,7 +48,6 @@ def assert_attention(case, device="cpu", implementations=("kernel",), runtime=RU
 
 
 def assert_output(got, want, name, case):
-    """One implementation's output [T, H, D] is the wanted one, within rounding."""
     assert (got.dtype, got.shape) == (case.dtype, want.shape), name
     assert torch.isfinite(got).all(), f"{name}: a slot of no one was read, or nothing was written"
     assert (got.cpu()[(want == 0).all(2)] == 0).all(), f"{name}: not 0 where there is nothing"

@@ -17,6 +17,10 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble i of a word holds output channel AWQ_ORDER[i]
 
 
+def _named(module, tensors):
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+
+
 def words(codes, bits, per_word=None):
     """Codes [rows, n] to int32 [rows, words]; `per_word` leaves the other bits of a word over."""
     rows, count = codes.shape
@@ -52,22 +56,18 @@ def gptq(module, weight, *, bits=4, group=32, version=1, ordered=False):
         shuffled = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
         index = torch.empty_like(shuffled).scatter(0, shuffled, index)
     codes, zero, scale, value = integers(weight, bits, group, order=index)
-    return {
-        f"{module}.qweight": words(codes, bits).t().contiguous(),
-        f"{module}.qzeros": words(zero.t() - int(version == 1), bits),
-        f"{module}.scales": scale.t().contiguous(),
-        f"{module}.g_idx": index.int(),
-    }, value
+    tensors = {
+        "qweight": words(codes, bits).t().contiguous(),
+        "qzeros": words(zero.t() - int(version == 1), bits),
+    }
+    return _named(module, tensors | {"scales": scale.t().contiguous(), "g_idx": index.int()}), value
 
 
 def awq(module, weight, *, group=32):
     codes, zero, scale, value = integers(weight, 4, group)
     shuffle = (torch.arange(weight.shape[0]).view(-1, 8)[:, AWQ_ORDER]).flatten()
-    return {
-        f"{module}.qweight": words(codes.t()[:, shuffle], 4),
-        f"{module}.qzeros": words(zero.t()[:, shuffle], 4),
-        f"{module}.scales": scale.t().contiguous(),
-    }, value
+    qweight, qzeros = (words(x.t()[:, shuffle], 4) for x in (codes, zero))
+    return _named(module, {"qweight": qweight, "qzeros": qzeros, "scales": scale.t().contiguous()}), value
 
 
 def packed(module, weight, *, bits=4, group=32, symmetric=True, ordered=False, per_word=None):
@@ -75,16 +75,13 @@ def packed(module, weight, *, bits=4, group=32, symmetric=True, ordered=False, p
     order = torch.arange(weight.shape[1]).flip(0) // group if ordered else None
     group = group or weight.shape[1]
     codes, zero, scale, value = integers(weight, bits, group, symmetric=symmetric, order=order)
-    tensors = {
-        f"{module}.weight_packed": words(codes, bits, per_word),
-        f"{module}.weight_scale": scale,
-        f"{module}.weight_shape": torch.tensor(weight.shape),
-    }
+    tensors = {"weight_packed": words(codes, bits, per_word), "weight_scale": scale}
+    tensors |= {"weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
-        tensors[f"{module}.weight_zero_point"] = words(zero.t(), bits).t().contiguous()
+        tensors["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
     if ordered:
-        tensors[f"{module}.weight_g_idx"] = order.int()
-    return tensors, value
+        tensors["weight_g_idx"] = order.int()
+    return _named(module, tensors), value
 
 
 def blocked(weight, high, wide, largest):
@@ -143,8 +140,7 @@ def nvfp4(module, weight, *, form="compressed-tensors"):
         small, names = scale.float() * second, ("weight", "weight_scale_2")
     full = small.repeat_interleave(16, 1)
     codes, value = fp4_codes(weight / full)
-    tensors = {names[0]: pairs(codes), "weight_scale": scale, names[1]: second}
-    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}, value * full
+    return _named(module, {names[0]: pairs(codes), "weight_scale": scale, names[1]: second}), value * full
 
 
 def mxfp4(module, weight, *, name="weight_packed"):
@@ -158,18 +154,15 @@ def mxfp4(module, weight, *, name="weight_packed"):
 def gpt_oss(name, weight):
     """Fused experts [E, in, out] in blocks of 32 input channels."""
     experts, columns, rows = weight.shape
-    flat = weight.transpose(1, 2).reshape(-1, columns)
-    tensors, value = mxfp4("x", flat)
+    tensors, value = mxfp4("x", weight.transpose(1, 2).reshape(-1, columns))
     blocks = tensors["x.weight_packed"].view(experts, rows, columns // 32, 16)
     scales = tensors["x.weight_scale"].view(experts, rows, columns // 32)
-    value = value.view(experts, rows, columns).transpose(1, 2)
-    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
+    tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return tensors, value.view(experts, rows, columns).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One weight format: its quantization_config, and what makes tensors and values of a weight."""
-
     says: dict[str, Any]
     make: Any
     options: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +170,6 @@ class Form:
     weights: str = r"(?:_proj|experts\.\d+\.w\d)\.weight$"  # a pattern of their names
 
     def quantised(self, model, directory):
-        """A copy of the model in this form."""
         return self.quantise(shutil.copytree(model, directory))
 
     def quantise(self, directory, plain=None):

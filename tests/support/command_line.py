@@ -17,7 +17,6 @@ SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device",
 
 
 def fp8kv(*arguments):
-    """Run a command in this process."""
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
@@ -31,12 +30,10 @@ def succeeded(done):
 
 
 def ran(*arguments):
-    """Run a command that succeeds."""
     return succeeded(fp8kv(*arguments))
 
 
 def process(*arguments, **options):
-    """Start a command in a process of its own."""
     command = [*CLI, "calibrate", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 

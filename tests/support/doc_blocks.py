@@ -60,7 +60,6 @@ class Command(NamedTuple):
 
 
 def blocks_of(page):
-    """Fenced blocks in order; of a notebook, those between its code."""
     prose = page.read_text()
     if page.suffix != ".md":
         cells = json.loads(prose)["cells"]

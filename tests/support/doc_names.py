@@ -49,15 +49,12 @@ _CHAT = '{"messages": [{"role": "user", "content": "Hello, number %d. How are yo
 
 
 class Names:
-    """Makes what a page names, each once."""
-
     def __init__(self, home):
         self.home, self.printed = home, {}  # by commands
         for name, text in FILES.items():
             (home / name).write_text(text)
 
     def put(self, name, here):
-        """A fresh copy of what is called `name`, in the directory `here`."""
         shutil.rmtree(here / name, ignore_errors=True)
         shutil.copytree(self.made(name), here / name, copy_function=_copy)
 
@@ -100,7 +97,6 @@ def _copy(source, target):
 
 
 def invoke(command):
-    """Run a command of ours in this process."""
     return CliRunner().invoke(getattr(programs, APPS[command.words[0]]), command.words[1:])
 
 
@@ -123,7 +119,6 @@ def save_model(directory):
 
 
 def make_small(monkeypatch):
-    """Less text, and smaller suites, than the commands ask for."""
     whole = builtin.builtin_rows
 
     def few_rows(dataset, seq_len):

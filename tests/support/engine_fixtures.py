@@ -10,14 +10,8 @@ from safetensors.torch import save_file
 from calib.files.model_directory import open_model_directory
 from calib.scales.scales import KVScales, LayerScales
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -45,13 +39,10 @@ def checkpoint(make_checkpoint):
 def make_scales(strategy="tensor", *, q=False, fp8_dtype="e4m3fn", modules=None):
     shapes = {"tensor": ([1], [1]), "attn_head": ([2], [4]), "channel": ([2, 3], [4, 3])}
     kv, heads = shapes[strategy]
-    modules = modules or [f"model.layers.{i}.self_attn" for i in range(2)]
-    layers = {
-        name: LayerScales(
-            i, k=ramp(kv, 0.25 + i), v=ramp(kv, 0.125 + i), q=ramp(heads, 0.5 + i) if q else None
-        )
-        for i, name in enumerate(modules)
-    }
+    layers = {}
+    for i, name in enumerate(modules or [f"model.layers.{i}.self_attn" for i in range(2)]):
+        query = ramp(heads, 0.5 + i) if q else None
+        layers[name] = LayerScales(i, k=ramp(kv, 0.25 + i), v=ramp(kv, 0.125 + i), q=query)
     return KVScales(strategy, fp8_dtype, layers)
 
 

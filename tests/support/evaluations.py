@@ -15,7 +15,6 @@ from fp8kv_runtime.hf import swap_attention
 
 
 def with_measured(evaluation, measured):
-    """Return the evaluation with other measurements, by the names of their variants."""
     changed = copy(evaluation)
     changed.measured = measured
     return changed

@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from urllib.parse import unquote, urlsplit
 
-from web_server import web_server
+from fake_server import web_server
 
 TOKEN = "hf_secret"
 
@@ -21,7 +21,6 @@ class Repository:
         self.private, self.commits = private, [{".gitattributes": b""}]
 
     def names(self):
-        """The commits' own."""
         return [hashlib.sha1(f"{number}".encode()).hexdigest() for number in range(len(self.commits))]
 
     @property
@@ -34,8 +33,6 @@ class Missing(Exception):
 
 
 class FakeHub:
-    """Repositories by name; tests change what they want to be wrong."""
-
     def __init__(self):
         self.repositories, self.requests, self.url = {}, [], ""
         self.sizes = {}  # that it claims of files; None: none

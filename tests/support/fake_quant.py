@@ -18,26 +18,20 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
         shape = {"tensor": (1,), "attn_head": (heads,), "channel": (heads, channels)}
         return low + (high - low) * torch.rand(shape[strategy], generator=generator)
 
-    def latent(module):
-        one = scale(1, 0.002, 0.01)  # for the latent and k_pe
-        return LayerScales(module.layer_idx, one, one, latent=True)
+    def layer(module):
+        if module.latent:
+            one = scale(1, 0.002, 0.01)  # for the latent and k_pe
+            return LayerScales(module.layer_idx, one, one, latent=True)
+        k = scale(module.num_kv_heads, 0.002, 0.01, module.head_dim)
+        v = scale(module.num_kv_heads, 0.0005, 0.005, module.v_head_dim)
+        q = scale(module.num_heads, 0.002, 0.01, module.head_dim) if with_q else None
+        return LayerScales(module.layer_idx, k, v, q)
 
-    layers = {
-        name: latent(module)
-        if module.latent
-        else LayerScales(
-            module.layer_idx,
-            scale(module.num_kv_heads, 0.002, 0.01, module.head_dim),
-            scale(module.num_kv_heads, 0.0005, 0.005, module.v_head_dim),
-            scale(module.num_heads, 0.002, 0.01, module.head_dim) if with_q else None,
-        )
-        for name, module in map_attention(model).cached.items()
-    }
-    return KVScales(strategy, fp8_dtype, layers)
+    modules = map_attention(model).cached
+    return KVScales(strategy, fp8_dtype, {name: layer(module) for name, module in modules.items()})
 
 
 def measured_scales(model, input_ids):
-    """Per-head scales from the amax of one prompt."""
     modules, amax = map_attention(model).cached, {}
 
     def note(name, query, key, value):
@@ -45,10 +39,8 @@ def measured_scales(model, input_ids):
 
     with torch.inference_mode(), observe_qkv(model, note):
         model(input_ids, use_cache=False)
-    layers = {
-        name: LayerScales(modules[name].layer_idx, *map(scale_from_amax, pair)) for name, pair in amax.items()
-    }
-    return KVScales("attn_head", "e4m3fn", layers)
+    scales = {name: (modules[name].layer_idx, *map(scale_from_amax, pair)) for name, pair in amax.items()}
+    return KVScales("attn_head", "e4m3fn", {name: LayerScales(*given) for name, given in scales.items()})
 
 
 @contextmanager
@@ -76,8 +68,9 @@ def fake_quantized(model, scales, *, quantize_query=False):
 
 def rounded(x, scale, dtype):
     """[B, H, T, D] rounded to FP8 and restored, by torch's own casts."""
-    repeat = x.shape[1] // scale.shape[0] if scale.shape[0] > 1 else 1
-    scale = scale.repeat_interleave(repeat, 0) if scale.dim() == 1 else scale.unsqueeze(1)
-    scale = scale.view(-1, 1, 1) if scale.dim() == 1 else scale
+    if scale.dim() == 2:
+        scale = scale.unsqueeze(1)
+    else:
+        scale = scale.repeat_interleave(x.shape[1] // len(scale) if len(scale) > 1 else 1).view(-1, 1, 1)
     largest = torch.finfo(dtype).max
     return ((x / scale).clamp(-largest, largest).to(dtype).float() * scale).to(x.dtype)

@@ -22,27 +22,20 @@ _MOSTLY_FULL = ["sliding_attention", "full_attention", "full_attention"]
 _MOSTLY_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 FAMILIES: dict[str, dict] = {
-    "llama": {},
-    "mistral": {"sliding_window": 5},
+    **{name: {} for name in ("llama", "qwen2", "phi3", "gpt_neox", "olmo2", "granite", "starcoder2")},
+    **{name: {"sliding_window": 5} for name in ("mistral", "cohere2")},
     "mixtral": {"num_local_experts": 4},
-    "qwen2": {},
     "qwen3": _WIDE,
     "qwen3_moe": _WIDE | _EXPERTS,
     "gemma2": _WIDE | {"sliding_window": 5},
     "gemma3_text": _WIDE | _SLIDING,
-    "phi3": {},
-    "gpt_neox": {},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
-    "cohere2": {"sliding_window": 5},
-    "olmo2": {},
-    "granite": {},
-    "starcoder2": {},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 5},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION |= {"patch_size": 14}
 # the language models of those that see
-_TEXT: dict[str, dict] = {
+_TEXT = {
     "gemma3": _SLIDING,
     "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
     "mllama": {"head_dim": 16, "cross_attention_layers": [1]},
@@ -118,21 +111,22 @@ def built_once(build):
     return copied
 
 
+def _built(auto_class, model_type, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **options)
+    return give_realistic_weights(auto_class.from_config(config)).eval()
+
+
 @built_once
 def tiny_model(model_type: str, **options):
-    """A random model of one family, in eval mode, the same every time."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**_BASE, **options})
-    return give_realistic_weights(AutoModelForCausalLM.from_config(config)).eval()
+    return _built(AutoModelForCausalLM, model_type, **{**_BASE, **options})
 
 
 @built_once
 def kimi_k25():
     """Kimi-K2.5: a DeepSeek-V3 that sees."""
-    torch.manual_seed(0)
     text = {**_BASE, **LATENT["deepseek_v3"], "model_type": "deepseek_v3"}
-    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=_VISION)
-    return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
+    return _built(AutoModelForImageTextToText, "kimi_k25", text_config=text, vision_config=_VISION)
 
 
 @built_once
@@ -148,7 +142,6 @@ def mixed_model():
 @built_once
 def tiny_vision_language_model(family="gemma3", **options):
     """A model with a vision tower whose layers are named like the language model's."""
-    torch.manual_seed(0)
     text = {**_BASE, **_WIDE, **_TEXT.get(family, {}), **options}
     vision = _VISION | {"num_hidden_layers": 3, "image_size": 28}
     if family == "llama4":
@@ -157,22 +150,16 @@ def tiny_vision_language_model(family="gemma3", **options):
     if family == "mllama":
         vision |= {"attention_heads": 2, "num_global_layers": 1}
         vision |= {"intermediate_layers_indices": [0], "vision_output_dim": 64}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, mm_tokens_per_image=1)
-    return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
+    configs = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1}
+    return _built(AutoModelForImageTextToText, family, **configs)
 
 
 def published_gemma4(directory):
     """A Gemma 4 that sees, saved, with the config fields of the models on the Hub."""
-    torch.manual_seed(0)
     own = UNEVEN["gemma4_text"]
-    vision = _VISION | {
-        "head_dim": 16,
-        "num_key_value_heads": 2,
-        "patch_size": 4,
-        "position_embedding_size": 64,
-    }
-    config = AutoConfig.for_model("gemma4", text_config={**_BASE, **own}, vision_config=vision)
-    model = give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
+    vision = _VISION | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}
+    configs = {"text_config": _BASE | own, "vision_config": vision | {"position_embedding_size": 64}}
+    model = _built(AutoModelForImageTextToText, "gemma4", **configs)
     save_model(model, directory)
     text = json.loads((directory / "config.json").read_text())["text_config"]
     del text["per_layer_config"]  # which transformers makes of these

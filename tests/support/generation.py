@@ -21,7 +21,6 @@ def as_json(*arguments):
 
 
 def continuation(directory, scales=None):
-    """Token ids as transformers' own generate gives them."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     inputs = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")
     with fp8_attention(model, scales) if scales else nullcontext():

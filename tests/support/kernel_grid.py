@@ -8,53 +8,30 @@ import torch
 from paged import FORMATS, Case
 
 # every two values of two options meet in one of the cases made of these
-PAIRED = {
-    "head_dim": (32, 80, 128),
-    "kv_heads": (2, 1),
-    "group": (1, 3),
-    "block_size": (16, 48, 64),
-    "dtype": (torch.float16, torch.bfloat16, torch.float32),
-    "format": (*FORMATS, "float16"),
-    "k_scales": ("head", "channel", "tensor"),
-    "v_scales": ("head", "channel", "tensor"),
-    "center": (False, True),
-    "window": (None, 1, 20),
-    "softcap": (None, 5.0),
-    "softmax_scale": (None, 0.2),
-    "sinks": (False, True),
-    "q_scale": (None, "head", "tensor"),
-    "starts": (None, (5, 33, 0)),
-    "num_splits": (None, 1, 3),
-    "query_lens": (None, (3, 1, 0), (0, 9, 0)),
-    "extend_splits": (None, 3),
-}
+PAIRED = {"head_dim": (32, 80, 128), "kv_heads": (2, 1), "group": (1, 3), "block_size": (16, 48, 64)}
+PAIRED |= {"dtype": (torch.float16, torch.bfloat16, torch.float32), "format": (*FORMATS, "float16")}
+PAIRED |= dict.fromkeys(("k_scales", "v_scales"), ("head", "channel", "tensor"))
+PAIRED |= {"center": (False, True), "window": (None, 1, 20), "softcap": (None, 5.0)}
+PAIRED |= {"softmax_scale": (None, 0.2), "sinks": (False, True), "q_scale": (None, "head", "tensor")}
+PAIRED |= {"starts": (None, (5, 33, 0)), "num_splits": (None, 1, 3)}
+PAIRED |= {"query_lens": (None, (3, 1, 0), (0, 9, 0)), "extend_splits": (None, 3)}
 LENGTHS = ((70, 33), (31, 64, 0), (1, 65))
 # each kills a mutant that those taken before it do not: tests/mutations/kernel_cases.py
 KEPT = (0, 1, 3, 5, 7, 8, 10, 16, 21)
 
 # every value of every list occurs, and each meets many of the others
-LARGE = {
-    "head_dim": (64, 128, 80, 96, 256, 112, 72, 192),
-    "kv_heads": (2, 1, 3),
-    "group": (1, 4, 2, 7, 3, 8, 16),
-    "block_size": (16, 64, 32, 48, 128, 256),
-    "dtype": (torch.float16, torch.float32, torch.float16, torch.bfloat16),
-    "format": FORMATS,
-    "k_scales": ("head", "channel", "tensor"),
-    "v_scales": ("head", "tensor", "channel", "head"),
-    "center": (False, True, False, False, True),
-    "window": (None, 1, None, 16, 37, None, 64, 500),
-    "softcap": (None, 5.0, None, None, 30.0),
-    "softmax_scale": (None, None, None, 0.2),
-    "sinks": (False, True, False),
-    "q_scale": (None, "head", None, None, "tensor"),
-    "num_splits": (None, 3, 1, 2, 8, 20),
-}
+LARGE = {"head_dim": (64, 128, 80, 96, 256, 112, 72, 192), "kv_heads": (2, 1, 3)}
+LARGE |= {"group": (1, 4, 2, 7, 3, 8, 16), "block_size": (16, 64, 32, 48, 128, 256)}
+LARGE |= {"dtype": (torch.float16, torch.float32, torch.float16, torch.bfloat16), "format": FORMATS}
+LARGE |= {"k_scales": ("head", "channel", "tensor"), "v_scales": ("head", "tensor", "channel", "head")}
+LARGE |= {"center": (False, True, False, False, True), "window": (None, 1, None, 16, 37, None, 64, 500)}
+LARGE |= {"softcap": (None, 5.0, None, None, 30.0), "softmax_scale": (None, None, None, 0.2)}
+LARGE |= {"sinks": (False, True, False), "q_scale": (None, "head", None, None, "tensor")}
+LARGE |= {"num_splits": (None, 3, 1, 2, 8, 20)}
 LARGE_CASES = 80
 
 
 def paired_cases():
-    """Yield cases in which every two values of `PAIRED` that go together meet."""
     for number, options in enumerate(cover_pairs(PAIRED, _is_supported)):
         yield _with_lengths(options, LENGTHS[number % len(LENGTHS)], seed=number)
 
@@ -83,7 +60,6 @@ def _pairs(options):
 
 
 def _with_lengths(options, lengths, seed):
-    """A case of these options whose queries and padding are within its lengths."""
     limited = {name: options[name] for name in ("starts", "query_lens") if options[name]}
     limited = {name: tuple(map(min, values, lengths)) for name, values in limited.items()}
     return Case(lengths, seed=seed, **options | limited)
@@ -99,7 +75,7 @@ def large_grid():
     for i in range(LARGE_CASES):
         options = {name: column[i] for name, column in columns.items()}
         if options["q_scale"] is not None and options["k_scales"] == "channel":
-            options["k_scales"] = "head"  # refused: a scale per channel cannot be taken out
+            options["k_scales"] = "head"  # a scale per channel cannot be taken out
         yield _with_ragged_lengths(Case((), seed=i, **options), rng, extends=i % 2 == 1)
 
 

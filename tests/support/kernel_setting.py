@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,18 +12,15 @@ import torch
 def nan_in_new_memory(monkeypatch):
     """What a launcher allocates and its kernel does not write is NaN, not whatever was there."""
 
-    def filled(allocate):
-        def allocated(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if ".kernels." in caller and tensor.is_floating_point():
-                tensor.fill_(torch.nan)
-            return tensor
-
-        return allocated
+    def filled(allocate, *args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if ".kernels." in caller and tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        return tensor
 
     for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+        monkeypatch.setattr(torch, name, partial(filled, getattr(torch, name)))
 
 
 def table_of_small_tiles(directory):

@@ -17,7 +17,6 @@ def load(directory, loader=load_model, *, dtype="auto", device="cpu"):
 
 
 def refused(directory, message, *, error=InputError, loaders=LOADERS, **options):
-    """Neither loader takes the model; each says why in one line."""
     for loader in loaders:
         with pytest.raises(error, match=message) as caught:
             load(directory, loader, **options)

@@ -16,24 +16,18 @@ _numbers = count()
 
 
 class _Replaced(ast.NodeTransformer):
-    """Nodes of the syntax tree `old` become `new`; `count` says how many there were."""
-
     def __init__(self, old, new):
         self._old, self._new, self.count = ast.dump(old), new, 0
 
     def visit(self, node):
-        if ast.dump(node) == self._old:
-            self.count += 1
-            return self._new
-        return self.generic_visit(node)
+        if ast.dump(node) != self._old:
+            return self.generic_visit(node)
+        self.count += 1
+        return self._new
 
 
 def mutate(tree, old, new, function=None):
-    """Put the expression or statements `new` in place of `old`, in the named function if any.
-
-    Syntax trees are compared, so layout and comments do not matter. Exactly one node must match,
-    so that no mutation goes stale unseen.
-    """
+    """Put `new` in place of `old`, in the named function if any; exactly one node must match."""
     (before,), after = ast.parse(old).body, ast.parse(new).body
     if isinstance(before, ast.Expr) and isinstance(after[0], ast.Expr):
         before, after = before.value, after[0].value
@@ -64,7 +58,6 @@ def copied(directory, changed=None):
 
 
 def mutated(file, *replacements):
-    """The source of a file of the runtime with some nodes of its syntax tree replaced."""
     tree = ast.parse((SOURCE / file).read_text())
     for replacement in replacements:
         mutate(tree, *replacement)

@@ -4,7 +4,6 @@ import torch
 
 
 def dequantised(stored, scale, table, length):
-    """First `length` tokens of one sequence: [length, K, D] fp64."""
     size, as_bytes = stored.shape[2], stored.view(torch.uint8)
     rows = [as_bytes[int(table[at // size]), :, at % size] for at in range(length)]
     codes = torch.stack(rows).cpu().view(stored.dtype)

@@ -16,7 +16,6 @@ NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "float16": 0x7F}  # 
 
 
 def load_runtime(package="fp8kv_runtime"):
-    """The runtime's modules by name: the real one's, or those of a mutant of it."""
     modules = {name.split(".")[-1]: import_module(f"{package}.{name}") for name in MODULES}
     return SimpleNamespace(**modules)
 
@@ -26,8 +25,6 @@ RUNTIME = load_runtime()
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, its layer and its options, drawn from `seed`."""
-
     lengths: tuple[int, ...]  # tokens in the cache
     query_lens: tuple[int, ...] | None = None  # None: decode, one token each
     head_dim: int = 64
@@ -52,8 +49,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of an attention call."""
-
     query: torch.Tensor
     blocks: Any
     sequences: Any
@@ -65,7 +60,6 @@ class Batch:
     extend_splits: int | None = None
 
     def attend(self, implementation, runtime=RUNTIME):
-        """What `kernel` or `reference` returns."""
         module = runtime.decode if self.decodes else runtime.extend
         module = runtime.reference if implementation == "reference" else module
         layer = self.query, self.blocks, self.sequences
@@ -85,17 +79,11 @@ def build(case, device="cpu", runtime=RUNTIME):
     blocks, tables = _layer(case, random, device, runtime)
     starts = None if case.starts is None else torch.tensor(case.starts, dtype=torch.int32)
     sequences = runtime.cache.PagedSequences(tables, torch.tensor(case.lengths, dtype=torch.int32), starts)
-    return Batch(
-        query.to(case.dtype).to(device),
-        blocks,
-        sequences.to(torch.device(device)),
-        torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
-        max(query_lens, default=0),
-        _options(case, heads, random, runtime).to(torch.device(device)),
-        case.num_splits,
-        decodes,
-        case.extend_splits,
-    )
+    ends = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
+    options = _options(case, heads, random, runtime).to(torch.device(device))
+    layer = query.to(case.dtype).to(device), blocks, sequences.to(torch.device(device)), ends
+    parts = case.num_splits, decodes, case.extend_splits
+    return Batch(*layer, max(query_lens, default=0), options, *parts)
 
 
 def store(stored, table, start, codes):
@@ -107,14 +95,12 @@ def store(stored, table, start, codes):
 
 
 def poisoned(num_blocks, case, device):
-    """K and V blocks in which every value is NaN."""
     row = case.head_dim * (2 if case.format == "float16" else 1)
     shape = (2, num_blocks, case.kv_heads, case.block_size, row)
     return torch.full(shape, NAN_CODE[case.format], dtype=torch.uint8, device=device)
 
 
 def _layer(case, random, device, runtime):
-    """K and V in shuffled blocks, and the block tables."""
     dtype = runtime.storage.BLOCK_DTYPES[case.format]
     needed = [-(-length // case.block_size) for length in case.lengths]
     order = torch.randperm(sum(needed) + 3, generator=random)[: sum(needed)].tolist()
@@ -143,11 +129,7 @@ def _options(case, heads, random, runtime):
         limit = torch.finfo(runtime.fp8.FP8_DTYPES[case.format]).max
         spread = 0.5 + torch.rand(1 if case.q_scale == "tensor" else heads, generator=random)
         q_scale = spread * 6 / limit
-    return runtime.options.AttentionOptions(
-        softmax_scale=case.softmax_scale,
-        sliding_window=case.window,
-        softcap=case.softcap,
-        # about as large as the logarithm of a sum over 50 tokens: it matters and does not rule
-        sinks=torch.randn(heads, generator=random) + 4 if case.sinks else None,
-        q_scale=q_scale,
-    )
+    # about as large as the logarithm of a sum over 50 tokens: it matters and does not rule
+    sinks = torch.randn(heads, generator=random) + 4 if case.sinks else None
+    limits = {"sliding_window": case.window, "softcap": case.softcap, "sinks": sinks}
+    return runtime.options.AttentionOptions(softmax_scale=case.softmax_scale, q_scale=q_scale, **limits)

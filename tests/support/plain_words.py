@@ -19,17 +19,16 @@ NO_ARTICLE = re.compile(r"\b(are|is|was|were) no\b")
 
 
 def offences(file):
-    """Yield (line, sentence) for each name, docstring and message of `file` that breaks a rule."""
     source = file.read_text()
     for node in ast.walk(ast.parse(source)):
         for name, line in _lasting_names(node):
             if name.strip("_").lower() in VAGUE_NAMES:
                 yield line, f"the name '{name}' does not say what it is"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            text = ast.get_docstring(node) or ""
-            if OPENING.match(text):
-                yield node.lineno, f"the docstring of {node.name} begins with '{text.split()[0]}'"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and PREPOSITION.match(node.name):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        docstring = ast.get_docstring(node) if is_function or isinstance(node, ast.ClassDef) else None
+        if opening := OPENING.match(docstring or ""):
+            yield node.lineno, f"the docstring of {node.name} begins with '{opening[0]}'"
+        if is_function and PREPOSITION.match(node.name):
             yield node.lineno, f"the function {node.name} begins with a preposition"
     for number, line in enumerate(source.splitlines(), 1):
         if match := NO_ARTICLE.search(line):
@@ -40,17 +39,14 @@ def _lasting_names(node):
     """Yield parameters and targets of assignments; a name inside of a comprehension does not last."""
     if isinstance(node, ast.arg):
         yield node.arg, node.lineno
-    targets = getattr(node, "targets", None) if isinstance(node, ast.Assign) else None
-    if isinstance(node, ast.AnnAssign | ast.NamedExpr):
-        targets = [node.target]
-    for target in targets or ():
+    single = [node.target] if isinstance(node, ast.AnnAssign | ast.NamedExpr) else []
+    for target in node.targets if isinstance(node, ast.Assign) else single:
         for part in ast.walk(target):
             if isinstance(part, ast.Name):
                 yield part.id, part.lineno
 
 
 def class_homes(files):
-    """Return the files that define each class, by its name."""
     homes = defaultdict(list)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

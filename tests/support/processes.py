@@ -18,7 +18,6 @@ from torch import distributed
 from calib.scales.stats_file import load_stats
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120  # after which a fork hangs
 
 
 def statistics(out):
@@ -34,18 +33,14 @@ def assert_same(found, expected):
 
 
 def launched(count, *arguments, **environment):
-    """Run `fp8kv calibrate` by torchrun."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count)
-    command = [sys.executable, "-m", *launcher, "-m", "calib", "calibrate", *arguments]
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,
-    )  # fmt: skip
+    command = map(str, [sys.executable, "-m", *launcher, "-m", "calib", "calibrate", *arguments])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([*command], env=environment, **options)
 
 
 def calibrate_forked(count, *arguments):
-    """Run `fp8kv calibrate` in forks; return the status and the output of each."""
-
     def work(rank):
         done = fp8kv("calibrate", *arguments)
         return SimpleNamespace(exit_code=done.exit_code, stdout=done.stdout, stderr=done.stderr)
@@ -54,10 +49,7 @@ def calibrate_forked(count, *arguments):
 
 
 def forked(count, work):
-    """Run `work(rank)` in forks that find each other as torchrun's processes do.
-
-    Return the exit status of each, and what it returned; None if it did not come to that.
-    """
+    """Run `work(rank)` in forks, as torchrun does; return the exit status and the result or None of each."""
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as directory:
         files = [Path(directory, str(rank)) for rank in range(count)]
@@ -75,8 +67,8 @@ def forked(count, work):
             for rank in ranks:
                 rank.start()
         for rank in ranks:
-            rank.join(SECONDS)
-            rank.kill()
+            rank.join(120)
+            rank.kill()  # it hangs
             rank.join()
         results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     return [(rank.exitcode, result) for rank, result in zip(ranks, results, strict=True)]

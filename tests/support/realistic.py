@@ -14,7 +14,6 @@ _KEYS = ("k_proj", "key", "kv_a_proj_with_mqa")
 
 @torch.no_grad()
 def give_realistic_weights(model, seed=0):
-    """Change the weights of `model` in place, the same way every time; return it."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if is_norm(module):
@@ -34,7 +33,6 @@ def give_realistic_weights(model, seed=0):
 
 
 def is_norm(module):
-    """Return whether a module is a norm with weights; embeddings may be called after one too."""
     named = "Norm" in type(module).__name__ and not isinstance(module, nn.Embedding)
     return named and getattr(module, "weight", None) is not None
 
@@ -104,7 +102,6 @@ def _correct_outliers(model, outliers):
 
 
 def rows_of_keys(attention):
-    """Return the layer that makes K in a decoder's attention, and which of its rows do."""
     children = dict(attention.named_children())
     if not hasattr(attention, "layer_idx"):
         return None, None

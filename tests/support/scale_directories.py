@@ -11,21 +11,13 @@ from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+COMPRESSED |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}}
 PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 MODELOPT |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-NVFP4 = {  # of the cache alone, as ModelOpt writes it
-    "quant_method": "modelopt",
-    "quant_algo": "FP8",
-    "ignore": ["*"],
-    "kv_cache_scheme": "NVFP4",
-    "kv_cache_quant_algo": "NVFP4",
-}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}  # of the cache alone
+NVFP4 |= {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
 NAMES = "{module}.{x}_scale"
@@ -35,7 +27,6 @@ WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
 
 
 def scales_of(modules, names=NAMES):
-    """The names of the scales of K and V."""
     return [names.format(module=module, x=x) for module in modules for x in "kv"]
 
 
@@ -45,10 +36,7 @@ SCALES = scales_of(MODULES)
 def model(
     directory, k=(0.5, 0.25), v=(0.125, 0.0625), *, config=COMPRESSED, json_file=None, names=NAMES, **document
 ):
-    """Two layers; without `config` the model says nothing of a quantised cache.
-
-    `document` goes into config.json; None takes a key away.
-    """
+    """Two layers, `config` of a quantised cache if any; `document` goes into config.json, but for None."""
     directory.mkdir(exist_ok=True)
     tensors = {name: torch.ones(2) for name in WEIGHTS}
     for i, module in enumerate(MODULES if k and v else ()):
@@ -82,9 +70,9 @@ def simulated(directory, engine, version=None, **place):
 def said(directory, engine):
     """`loaded`, `loaded with a flag`, `not known`, `refused`, or `1.0` for any layer at 1.0."""
     found = simulated(directory, engine)
-    statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
     if found.is_good:
         return "loaded with a flag" if found.flag else "loaded"
+    statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
     return "refused" if found.refused else "not known" if "unknown" in statuses else "1.0"
 
 

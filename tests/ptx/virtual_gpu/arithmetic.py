@@ -18,7 +18,6 @@ FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 
 
 def decode_fp8(codes, kind):
-    """Value of each uint8 as float16, which holds all of them."""
     return torch.from_numpy(np.ascontiguousarray(codes)).view(FP8[kind]).half().numpy()
 
 
@@ -34,7 +33,6 @@ def _bf16_to_f32(bits):
 
 
 def _to_16(x, kind):
-    """Bits of float32 as a 16-bit type, ties to even."""
     if "bf16" not in kind:
         return x.astype(np.float16).view(np.uint16)
     bits = x.view(np.uint32)
@@ -116,7 +114,6 @@ def _special_extreme(base, modifiers, *operands):
 
 
 def _flush(x):
-    """Subnormal float32 as zeros of their sign."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
@@ -183,7 +180,6 @@ def _comparison(name, kind):
 
 
 def _pairwise(function, *operands):
-    """A function of float32 on both halves of 64 bits."""
     return function(*(x.view(np.float32) for x in operands)).view(np.uint64)
 
 

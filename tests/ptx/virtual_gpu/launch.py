@@ -20,11 +20,7 @@ _KINDS = {"fp32": np.float32, "i32": np.int32, "i64": np.int64, "u32": np.uint32
 
 @contextlib.contextmanager
 def virtual_gpu(target, change=lambda name, text: text, configs=None):
-    """Inside, kernels are compiled for this target up to PTX and run.
-
-    `change` is given name and PTX of every kernel, and gives the PTX to be run. `configs` has the
-    `Config` of decode or extend where it shall not be the table's.
-    """
+    """Run kernels compiled for a target up to PTX, changed by name and PTX; `configs` replace the table's."""
     if os.environ.get("TRITON_INTERPRET") != "0":
         raise RuntimeError("Triton would interpret kernels: set TRITON_INTERPRET=0")
     parsed = {}

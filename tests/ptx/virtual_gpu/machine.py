@@ -2,19 +2,24 @@
 
 import numpy as np
 
+from virtual_gpu import arithmetic, matrices, memory_access, tensor_memory
 from virtual_gpu.arithmetic import TYPES
 from virtual_gpu.program import FaultError
 from virtual_gpu.shared_memory import SharedMemory
-from virtual_gpu.steps import STORED, step_of
 from virtual_gpu.tensor_memory import TensorMemory
 
+STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # registers by their bits
+_HANDLERS = memory_access.HANDLERS | matrices.HANDLERS | tensor_memory.HANDLERS
+# launches follow one another, and memory of no one needs no end; the order is checked on assembly
+_NOTHING = (
+    "griddepcontrol", "wgmma.fence", "wgmma.commit_group", "tcgen05.dealloc",
+    "tcgen05.relinquish_alloc_permit",
+)  # fmt: skip
 _MOST_STEPS = 200_000
 _POISON = {np.bool_: np.bool_(True)} | {t: t(-1 % 2**n) for n, t in STORED.items() if n > 1}
 
 
 class Machine:
-    """Registers, memories, and where every thread is."""
-
     def __init__(self, program, grid, param_bytes, global_memory, shared_size):
         count = int(np.prod(grid))
         self.program, self.params, self.memory = program, param_bytes, global_memory
@@ -32,7 +37,6 @@ class Machine:
             program.steps = [step_of(instruction) for instruction in program.instructions]
 
     def run(self):
-        """Execute until all threads have ended."""
         steps = 0
         with np.errstate(all="ignore"):
             while self._waiting:
@@ -98,7 +102,6 @@ class Machine:
             programs = programs // np.uint32(size)
 
     def read(self, operand, kind):
-        """An operand's value in every thread."""
         if isinstance(operand, int):
             if (operand, kind) not in self._constants:
                 self._constants[operand, kind] = self._constant(operand, kind)
@@ -142,7 +145,6 @@ class Machine:
         self.write(register, self.read(-1, "b32"))
 
     def deliver(self):
-        """Write what active threads have waited for."""
         waiting, full = self.mask, self.full
         for register, (value, pending) in list(self.arriving.items()):
             self.mask = waiting & pending
@@ -152,7 +154,6 @@ class Machine:
         self.mask, self.full = waiting, full
 
     def active(self):
-        """Numbers of the active threads."""
         return self.threads if self.full else np.flatnonzero(self.mask)
 
     def addresses(self, address, kind):
@@ -167,3 +168,56 @@ class Machine:
         if (here.any(1) != here.all(1)).any():
             raise FaultError("an instruction of whole warps that not all threads reach")
         return np.flatnonzero(here[:, 0])
+
+
+def step_of(instruction):
+    for length in range(len(instruction.parts), 0, -1):
+        handler = _HANDLERS.get(".".join(instruction.parts[:length]))
+        if handler is not None:
+            return lambda machine: handler(machine, instruction)
+    if instruction.parts[0] in ("bra", "ret", "bar", "barrier"):
+        return None
+    if instruction.op.startswith(_NOTHING):
+        return lambda machine: None
+    if instruction.parts[0] == "mov" and any(isinstance(o, tuple) for o in instruction.operands):
+        return lambda machine: _unpack_or_pack(machine, *instruction.operands)
+    if instruction.parts[0] == "setp" and instruction.parts[-1] in ("f16x2", "bf16x2"):
+        return _compare_halves(instruction)
+    kinds, result, function = arithmetic.find(instruction.parts)
+    to, *operands = instruction.operands
+    if isinstance(function, np.ufunc) and len(operands) != function.nin:
+        raise FaultError(f"{len(operands)} operands for {instruction.op}")
+
+    def step(machine):
+        value = function(*map(machine.read, operands, kinds))
+        dtype = np.dtype(TYPES[result])  # of which numpy may have made a wider one
+        machine.write(to, value if value.itemsize == dtype.itemsize else value.astype(dtype))
+
+    return step
+
+
+def _compare_halves(instruction):
+    *parts, kind = instruction.parts
+    (half, *_), _, function = arithmetic.find([*parts, kind.removesuffix("x2")])
+    lower, upper, *operands = instruction.operands
+
+    def step(machine):
+        is_true = function(*(machine.read(operand, "b32").view(TYPES[half]) for operand in operands))
+        machine.write(lower, is_true[::2])
+        machine.write(upper, is_true[1::2])
+
+    return step
+
+
+def _unpack_or_pack(machine, to, source):
+    """`mov` between a register and the parts of a vector, the lowest first."""
+    if isinstance(to, tuple):
+        bits = next(machine.program.widths[part] for part in to if part != "_")
+        value = machine.read(source, f"b{bits * len(to)}")
+        for i, register in enumerate(to):
+            if register != "_":
+                machine.write(register, (value >> value.dtype.type(bits * i)).astype(STORED[bits]))
+        return
+    bits = machine.program.widths[to] // len(source)
+    parts = [machine.read(part, f"b{bits}") for part in source]
+    machine.write(to, np.stack(parts, 1).view(STORED[bits * len(source)])[:, 0])

@@ -1,7 +1,4 @@
-"""Matrix instructions: `mma.sync` of a warp and `wgmma` of four, by the documented fragments.
-
-Products and sums are float64, rounded once to float32: tensor cores cut off more.
-"""
+"""Instructions of whole warps: exchanges, and matrices, multiplied in float64 and rounded once to float32."""
 
 import re
 
@@ -21,7 +18,6 @@ def unpacked(bits, kind):
 
 
 def _gather(machine, registers, warps):
-    """Registers [warps, 32, n] of whole warps."""
     return np.stack([machine.read(r, "b32").reshape(-1, 32)[warps] for r in registers], 2)
 
 
@@ -41,7 +37,6 @@ def _matrix_c(bits):
 
 
 def _write_c(write, machine, registers, warps, product):
-    """Give the product [warps, 16, n], float32, to the function that writes registers."""
     parts = product.astype(np.float32).reshape(len(warps), 2, 8, -1, 4, 2).transpose(0, 2, 4, 3, 1, 5)
     fragments = parts.reshape(len(warps), 32, -1)
     for i, register in enumerate(registers):
@@ -127,4 +122,85 @@ def wait_for_groups(machine, instruction):
     machine.shared.matrix_units_done(machine.active(), known_to_all=False)
 
 
+_REDUCE = {"add": np.add, "max": np.fmax, "min": np.fmin}
+
+
+def _all_lanes(machine, members):
+    if (machine.read(members, "u32") != 0xFFFFFFFF).any():
+        raise FaultError("an instruction of part of a warp")
+    return machine.whole_groups()
+
+
+def shuffle(machine, instruction):
+    to, source, by, clamp, members = instruction.operands
+    _all_lanes(machine, members)
+    by, mode = machine.read(by, "u32").astype(np.int64), instruction.parts[2]
+    chosen = {"bfly": machine.lanes ^ by, "idx": by, "up": machine.lanes - by}[mode]
+    if clamp != (0 if mode == "up" else 31):
+        raise FaultError("a shuffle of part of a warp")
+    chosen = np.where((chosen < 0) | (chosen > 31), machine.lanes, chosen)
+    machine.write(to, machine.read(source, "b32")[machine.threads - machine.lanes + chosen])
+
+
+def reduce(machine, instruction):
+    to, source, members = instruction.operands
+    _all_lanes(machine, members)
+    values = machine.read(source, instruction.parts[-1]).reshape(-1, 32)
+    reduced = _REDUCE[instruction.parts[2]].reduce(values, 1, dtype=values.dtype)
+    machine.write(to, np.repeat(reduced, 32))
+
+
+def elect(machine, instruction):
+    """`elect.sync`: one thread of each warp, here the first."""
+    to, chosen, members = instruction.operands
+    _all_lanes(machine, members)
+    machine.write(to, np.zeros(machine.num_threads, np.uint32))
+    machine.write(chosen, machine.lanes == 0)
+
+
+def meet(machine, instruction):
+    """`bar.warp.sync`: the barrier of a program of one warp; of more, memory stays unordered."""
+    warps = _all_lanes(machine, *instruction.operands)
+    if machine.program.threads == 32:
+        machine.shared.barrier(warps)
+
+
+def _matrices(machine, instruction, address):
+    """Warps, number of matrices, threads that give addresses of rows, and where those rows lie."""
+    known = {"sync", "aligned", "m8n8", "shared", "shared::cta", "trans", "x1", "x2", "x4"}
+    if set(instruction.parts[1:-1]) - known or instruction.parts[-1] != "b16":
+        raise FaultError("unknown matrix access")
+    count = next(int(part[1]) for part in instruction.parts if part in ("x1", "x2", "x4"))
+    warps = machine.whole_groups()
+    threads = (warps[:, None] * 32 + np.arange(8 * count)).reshape(-1)
+    addresses = machine.addresses(address, "b32")[threads]
+    return warps, count, threads, machine.shared.places(threads, addresses, 16)
+
+
+def _turned(instruction, matrices):
+    return np.ascontiguousarray(matrices.swapaxes(2, 3) if "trans" in instruction.parts else matrices)
+
+
+def load_matrix(machine, instruction):
+    """`ldmatrix`: a thread has two neighbours of row lane / 4, or of that column."""
+    registers, address = instruction.operands
+    warps, count, threads, places = _matrices(machine, instruction, address)
+    rows = np.ascontiguousarray(machine.shared.load(threads, places)).view(np.uint16)
+    pairs = _turned(instruction, rows.reshape(len(warps), count, 8, 8)).view(np.uint32)
+    for register, values in zip(registers, pairs.reshape(len(warps), count, 32).swapaxes(0, 1), strict=True):
+        machine.write_some(register, machine.active(), values.reshape(-1))
+
+
+def store_matrix(machine, instruction):
+    address, registers = instruction.operands
+    warps, count, threads, places = _matrices(machine, instruction, address)
+    pairs = np.stack([machine.read(each, "b32").reshape(-1, 32)[warps] for each in registers], 1)
+    rows = _turned(instruction, pairs.view(np.uint16).reshape(len(warps), count, 8, 8))
+    machine.shared.store(threads, places, rows.view(np.uint8).reshape(len(threads), 16))
+
+
 HANDLERS = {"mma": multiply, "wgmma.mma_async": multiply_group, "wgmma.wait_group": wait_for_groups}
+HANDLERS |= {
+    "shfl.sync": shuffle, "redux.sync": reduce, "elect.sync": elect, "ldmatrix": load_matrix,
+    "stmatrix": store_matrix, "bar.warp.sync": meet,
+}  # fmt: skip

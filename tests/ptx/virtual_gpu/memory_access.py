@@ -19,7 +19,6 @@ class GlobalMemory:
         self._views = {}
 
     def load(self, addresses, size):
-        """Unsigned integers of `size` bytes."""
         memory, places = self._memory(addresses, size, "load")
         return memory[places]
 
@@ -62,7 +61,6 @@ def check_alignment(addresses, size):
 
 
 def _check_known(instruction, *known):
-    """All between the opcode's dots is understood."""
     unknown = set(instruction.parts[1:-1]) - {*known} - _HINTS
     if unknown:
         raise FaultError(f"unknown modifiers {sorted(unknown)}")

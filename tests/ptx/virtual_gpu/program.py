@@ -1,7 +1,4 @@
-"""PTX text as a list of instructions.
-
-Names that a scope declares (inline assembly) get the scope's number, so that all are unique.
-"""
+"""PTX text as a list of instructions; names that a scope declares get its number, so that all are unique."""
 
 import re
 from dataclasses import dataclass, field
@@ -52,7 +49,6 @@ class Program:
 
 
 def parse(text):
-    """Parse the only kernel of a PTX file."""
     name, params, threads, rest = _KERNEL.search(_COMMENT.sub("", text)).groups()
     offsets, offset = [], 0
     for kind in re.findall(r"\.param \.(\w+)", params):
@@ -66,7 +62,6 @@ def parse(text):
 
 
 def _body(program, text, symbols):
-    """Fill in instructions, labels and registers, up to the brace that closes the first."""
     scopes, position, number, jumps = [], 0, 0, []
     while token := _TOKEN.match(text, position):
         position = token.end()

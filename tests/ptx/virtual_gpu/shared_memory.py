@@ -1,9 +1,4 @@
-"""Shared memory of all programs, and what a program may not do with it.
-
-Between two barriers no thread may touch what another has written, nor write what another has
-read; nobody may touch what a copy is still to deliver, nor read what was never written. A stamp,
-one for every byte, holds the number of barriers passed and the thread.
-"""
+"""Shared memory of all programs; a stamp of every byte holds the number of barriers passed and the thread."""
 
 import numpy as np
 
@@ -44,10 +39,7 @@ class SharedMemory:
         return self.data[places]
 
     def store(self, threads, places, values):
-        """Write bytes [threads, size]; two threads may write the same value, or nearly.
-
-        Where threads add up a sum twice, one may round before a fused add and the other after it.
-        """
+        """Two threads may write one value, or nearly: one may round before a fused add, the other after."""
         self._check_write(self._stamp(threads), places, values)
         self.data[places] = values
         stored = self.data[places]
@@ -60,11 +52,9 @@ class SharedMemory:
         self._not_fenced[places] = True
 
     def barrier(self, programs):
-        """All threads of these programs have met."""
         self._epoch[programs] += 1
 
     def epoch(self, program):
-        """How many barriers a program has passed, and one."""
         return int(self._epoch[program])
 
     def copy(self, threads, places, values):
@@ -75,7 +65,6 @@ class SharedMemory:
         self._copies.append((places, threads, self._committed[threads]))
 
     def commit(self, threads):
-        """Close the threads' group of copies."""
         self._committed[threads] += 1
 
     def wait(self, threads, pending):
@@ -90,7 +79,6 @@ class SharedMemory:
         self._copies = left
 
     def _bytes_of(self, threads):
-        """Each program of these threads, and where its bytes are."""
         for program in np.unique(threads // self._threads).tolist():
             yield program, slice(program * self._size, (program + 1) * self._size)
 
@@ -114,10 +102,7 @@ class SharedMemory:
         self._being_read[places] = True
 
     def matrix_units_done(self, threads, known_to_all=True):
-        """No matrix instruction of these threads' programs reads any more.
-
-        Where each warp knows it of its own alone, others may write there after a barrier.
-        """
+        """Where each warp knows it of its own alone, others may write there after a barrier."""
         for program, all_bytes in self._bytes_of(threads):
             if not known_to_all:
                 read = self._being_read[all_bytes]

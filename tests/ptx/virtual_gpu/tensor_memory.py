@@ -1,8 +1,6 @@
 """Blackwell's tensor memory: 128 lanes of 512 columns of 32 bits, and what multiplies into it.
 
-A warp reaches the 32 lanes of its number modulo 4. Matrix instructions run one after the other, each until
-an mbarrier that tells of it, or of a later one, was waited for: until then nobody may touch their result,
-nor write what they read. Products as in `matrices.py`.
+Matrix instructions run until an mbarrier that tells of them, or of a later one, was waited for.
 """
 
 import re
@@ -20,8 +18,6 @@ _KINDS = {("f16", 0): "f16", ("f8f6f4", 0): "e4m3", ("f8f6f4", 1): "e5m2"}
 
 
 class TensorMemory:
-    """The memory of all programs, their mbarriers, and matrix instructions that still run."""
-
     def __init__(self, programs):
         self.data = np.full((programs, 128, _COLUMNS), 0xFFFFFFFF, np.uint32)
         # the warp that loads or stores, until it waits; then -2 less the number of barriers passed,
@@ -31,7 +27,6 @@ class TensorMemory:
         self.running = {program: [] for program in range(programs)}  # [barrier, places, cells]
 
     def check(self, program, cells):
-        """Nothing that runs writes these cells."""
         written = np.zeros((128, _COLUMNS), np.bool_)
         for _, _, those in self.running[program]:
             written[those] = True
@@ -48,7 +43,6 @@ class TensorMemory:
         return self.data[program][cells]
 
     def check_write(self, cells, program, warp, epoch):
-        """Loads from these cells have ended, as this warp knows."""
         if _goes_on(self.loading[program][cells], warp, epoch):
             raise FaultError("write to tensor memory that is still loaded from")
 
@@ -122,7 +116,6 @@ def allocate(machine, instruction):
 
 
 def multiply(machine, instruction):
-    """`tcgen05.mma` of one thread for its program."""
     kind = re.fullmatch(r"tcgen05\.mma\.cta_group::1\.kind::(f16|f8f6f4)", instruction.op)
     if kind is None:
         raise FaultError("unknown matrix instruction")
@@ -198,7 +191,6 @@ def start_barrier(machine, instruction):
 
 
 def commit(machine, instruction):
-    """`tcgen05.commit`: the barrier completes when all that runs has ended."""
     addresses = machine.addresses(instruction.operands[0], "b32")
     for thread in np.split(machine.active(), len(machine.active())):
         program, address = key = _used(machine, thread, addresses[thread])
