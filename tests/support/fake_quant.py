@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from calib.capture.attention import map_attention, observe_qkv
+from calib.capture.attention import map_attention
 from calib.scales.scales import KVScales, LayerScales
-from fp8kv_runtime.fp8 import FP8_DTYPES, scale_from_amax
+from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf import swap_attention
 
 
@@ -29,18 +29,6 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
 
     modules = map_attention(model).cached
     return KVScales(strategy, fp8_dtype, {name: layer(module) for name, module in modules.items()})
-
-
-def measured_scales(model, input_ids):
-    modules, amax = map_attention(model).cached, {}
-
-    def note(name, query, key, value):
-        amax[name] = [x.float().abs().amax((0, 2, 3)) for x in (key, value)]
-
-    with torch.inference_mode(), observe_qkv(model, note):
-        model(input_ids, use_cache=False)
-    scales = {name: (modules[name].layer_idx, *map(scale_from_amax, pair)) for name, pair in amax.items()}
-    return KVScales("attn_head", "e4m3fn", {name: LayerScales(*given) for name, given in scales.items()})
 
 
 @contextmanager
