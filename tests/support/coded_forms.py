@@ -201,12 +201,8 @@ def compressed(form, bits, kind="int", **weights):
     return says | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-def _integers(form, bits, make, options, **weights):
-    return Form(compressed(form, bits, **weights), make, options)
-
-
-def _floats(form, bits, make, options, **weights):
-    return Form(compressed(form, bits, "float", **weights), make, options)
+def _compressed(form, kind, bits, make, options, **weights):
+    return Form(compressed(form, bits, kind, **weights), make, options)
 
 
 def _gptq(bits, options, **more):
@@ -226,6 +222,10 @@ GROUP = {"strategy": "group", "group_size": 32}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 _NVFP4 = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}}
 _FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 48]}
+_FP8, _INT8 = ("float-quantized", "float", 8, fp8), ("int-quantized", "int", 8, int8)
+_PACKED, _ASYMMETRIC = ("pack-quantized", "int"), {"symmetric": False}
+_TENSOR_GROUP = {"strategy": "tensor_group", "group_size": 16}
+_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 FORMS = {
     "gptq-2": _gptq(2, {}),
     "gptq-3": _gptq(3, {}),
@@ -234,36 +234,24 @@ FORMS = {
     "gptq-8": _gptq(8, {}),
     "gptq-v2": _gptq(4, {"version": 2}, checkpoint_format="gptq_v2"),
     "awq": Form(_AWQ, awq),
-    "compressed-fp8": _floats("float-quantized", 8, fp8, PER_TENSOR | {"shape": [1]}, strategy="tensor"),
-    "compressed-fp8-channel": _floats("float-quantized", 8, fp8, {"high": 1}, strategy="channel"),
-    "compressed-fp8-block": _floats(
-        "float-quantized", 8, fp8, BLOCKS, strategy="block", block_structure=[40, 48]
-    ),
-    "compressed-int8": _integers("int-quantized", 8, int8, {}, strategy="channel"),
-    "compressed-int8-asymmetric": _integers(
-        "int-quantized", 8, int8, {"symmetric": False}, strategy="channel", symmetric=False
-    ),
-    "compressed-w4": _integers("pack-quantized", 4, packed, {}, **GROUP),
-    "compressed-w4-asymmetric": _integers(
-        "pack-quantized", 4, packed, {"symmetric": False}, symmetric=False, **GROUP
-    ),
-    "compressed-w4-ordered": _integers(
-        "pack-quantized", 4, packed, {"ordered": True}, actorder="group", **GROUP
-    ),
-    "compressed-w3": _integers("pack-quantized", 3, packed, {"bits": 3}, **GROUP),
-    "compressed-w3-of-0.17": _integers("pack-quantized", 3, packed, {"bits": 3, "per_word": 10}, **GROUP),
-    "compressed-w8-channel": _integers(
-        "pack-quantized", 8, packed, {"bits": 8, "group": None}, strategy="channel"
-    ),
-    "compressed-nvfp4": _floats("nvfp4-pack-quantized", 4, nvfp4, {}, strategy="tensor_group", group_size=16),
-    "compressed-mxfp4": _floats("mxfp4-pack-quantized", 4, mxfp4, {}, **GROUP),
-    "compressed-mxfp8": _floats("mxfp8-quantized", 8, mxfp8, {}, **GROUP),
+    "compressed-fp8": _compressed(*_FP8, PER_TENSOR | {"shape": [1]}, strategy="tensor"),
+    "compressed-fp8-channel": _compressed(*_FP8, {"high": 1}, strategy="channel"),
+    "compressed-fp8-block": _compressed(*_FP8, BLOCKS, strategy="block", block_structure=[40, 48]),
+    "compressed-int8": _compressed(*_INT8, {}, strategy="channel"),
+    "compressed-int8-asymmetric": _compressed(*_INT8, _ASYMMETRIC, strategy="channel", symmetric=False),
+    "compressed-w4": _compressed(*_PACKED, 4, packed, {}, **GROUP),
+    "compressed-w4-asymmetric": _compressed(*_PACKED, 4, packed, _ASYMMETRIC, symmetric=False, **GROUP),
+    "compressed-w4-ordered": _compressed(*_PACKED, 4, packed, {"ordered": True}, actorder="group", **GROUP),
+    "compressed-w3": _compressed(*_PACKED, 3, packed, {"bits": 3}, **GROUP),
+    "compressed-w3-of-0.17": _compressed(*_PACKED, 3, packed, {"bits": 3, "per_word": 10}, **GROUP),
+    "compressed-w8-channel": _compressed(*_PACKED, 8, packed, {"bits": 8, "group": None}, strategy="channel"),
+    "compressed-nvfp4": _compressed("nvfp4-pack-quantized", "float", 4, nvfp4, {}, **_TENSOR_GROUP),
+    "compressed-mxfp4": _compressed("mxfp4-pack-quantized", "float", 4, mxfp4, {}, **GROUP),
+    "compressed-mxfp8": _compressed("mxfp8-quantized", "float", 8, mxfp8, {}, **GROUP),
     "modelopt-fp8": Form({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8, PER_TENSOR),
     "modelopt-nvfp4": Form(_NVFP4, nvfp4, {"form": "modelopt"}, "hf_quant_config.json"),
     "fp8-block": Form(_FP8_BLOCK, fp8, BLOCKS | {"name": "weight_scale_inv"}),
     "fp8-tensor": Form({"quant_method": "fp8", "activation_scheme": "static"}, fp8, PER_TENSOR),
     "quark-fp8": _quark(fp8, PER_TENSOR, dtype="fp8_e4m3", qscheme="per_tensor"),
-    "quark-mxfp4": _quark(
-        mxfp4, {"name": "weight"}, dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"
-    ),
+    "quark-mxfp4": _quark(mxfp4, {"name": "weight"}, **_MXFP4),
 }

@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -90,10 +91,9 @@ def chdir(directory):
         os.chdir(before)
 
 
-def _copy(source, target):
-    # what is large is only linked: no command writes into a weight file
-    large = Path(source).stat().st_size > 2**20
-    return Path(target).hardlink_to(source) if large else shutil.copy(source, target)
+def _copy(source, target):  # what is large is only linked: no command writes into a weight file
+    copy = os.link if Path(source).stat().st_size > 2**20 else shutil.copy
+    copy(source, target)
 
 
 def invoke(command):
@@ -139,17 +139,13 @@ def fake_hub(monkeypatch, names, home):
 
     monkeypatch.setattr(sources, "snapshot_download", lambda repo, **_: str(names.made("MODEL")))
     monkeypatch.setattr(sources, "hf_hub_download", config)
-    chats = home / "chats"
-    chats.mkdir()
+    (chats := home / "chats").mkdir()
     (chats / "README.md").write_text(_CARD)
     (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(48)))
-    for name in ("get_dataset_split_names", "load_dataset"):
-        monkeypatch.setattr(datasets, name, _local(getattr(datasets, name), chats))
 
-
-def _local(function, directory):
-    def of_directory(path, *arguments, **options):
+    def of_chats(function, path, *arguments, **options):
         is_of_hub = "/" in path and not Path(path).exists()
-        return function(str(directory) if is_of_hub else path, *arguments, **options)
+        return function(str(chats) if is_of_hub else path, *arguments, **options)
 
-    return of_directory
+    for name in ("get_dataset_split_names", "load_dataset"):
+        monkeypatch.setattr(datasets, name, partial(of_chats, getattr(datasets, name)))

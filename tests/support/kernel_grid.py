@@ -33,7 +33,10 @@ LARGE_CASES = 80
 
 def paired_cases():
     for number, options in enumerate(cover_pairs(PAIRED, _is_supported)):
-        yield _with_lengths(options, LENGTHS[number % len(LENGTHS)], seed=number)
+        lengths = LENGTHS[number % len(LENGTHS)]
+        limited = {name: options[name] for name in ("starts", "query_lens") if options[name]}
+        limited = {name: tuple(map(min, values, lengths)) for name, values in limited.items()}
+        yield Case(lengths, seed=number, **options | limited)
 
 
 def cover_pairs(values, is_supported, candidates=100):
@@ -59,16 +62,9 @@ def _pairs(options):
     return {frozenset(pair) for pair in combinations(options.items(), 2)}
 
 
-def _with_lengths(options, lengths, seed):
-    limited = {name: options[name] for name in ("starts", "query_lens") if options[name]}
-    limited = {name: tuple(map(min, values, lengths)) for name, values in limited.items()}
-    return Case(lengths, seed=seed, **options | limited)
-
-
 def large_grid():
     """Seeded: each option walks through its own list in an order of its own."""
-    rng = random.Random(0)
-    columns = {}
+    rng, columns = random.Random(0), {}
     for name, values in LARGE.items():
         rounds = [rng.sample(values, len(values)) for _ in range(-(-LARGE_CASES // len(values)))]
         columns[name] = [value for row in rounds for value in row][:LARGE_CASES]

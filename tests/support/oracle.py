@@ -11,18 +11,13 @@ def dequantised(stored, scale, table, length):
     return codes.double() * (scale if scale.dim() == 2 else scale.view(1, -1, 1))
 
 
-def quantised_query(query, q_scale, dtype):
-    """The query as FP8 holds it: [T, H, D] fp64. Dividing in fp32 is part of the definition."""
-    scale = q_scale.cpu().view(1, -1, 1)
-    limit = torch.finfo(dtype).max
-    return (query.float() / scale).clamp(-limit, limit).to(dtype).double() * scale.double()
-
-
 def attention(batch):
     """[T, H, D] fp64; zeros where there is nothing to attend to."""
     blocks, options, query = batch.blocks, batch.options, batch.query.cpu()
     if options.q_scale is not None:
-        query = quantised_query(query, options.q_scale, blocks.key.dtype)
+        scale, limit = options.q_scale.cpu().view(1, -1, 1), torch.finfo(blocks.key.dtype).max
+        query = (query.float() / scale).clamp(-limit, limit).to(blocks.key.dtype)  # divided in fp32
+        query = query.double() * scale.double()
     out = torch.zeros(query.shape, dtype=torch.float64)
     ends = batch.cu_seqlens.tolist()
     for s, length in enumerate(batch.sequences.seq_lens.tolist()):

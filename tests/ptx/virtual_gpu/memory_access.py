@@ -14,8 +14,11 @@ class GlobalMemory:
     """What lies between the first and the last value of each tensor."""
 
     def __init__(self, tensors):
-        ranges = sorted({_extent(tensor) for tensor in tensors if tensor.numel()})
-        self._starts, self._ends = np.array(ranges, np.uint64).reshape(-1, 2).T
+        ranges = set()
+        for tensor in (tensor for tensor in tensors if tensor.numel()):
+            last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.add((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+        self._starts, self._ends = np.array(sorted(ranges), np.uint64).reshape(-1, 2).T
         self._views = {}
 
     def load(self, addresses, size):
@@ -48,11 +51,6 @@ class GlobalMemory:
             kind = getattr(ctypes, f"c_uint{8 * size}") * (2**50 // size)
             self._views[size] = np.frombuffer(kind.from_address(4096), f"u{size}")
         return self._views[size], ((addresses - np.uint64(4096)) // np.uint64(size)).astype(np.int64)
-
-
-def _extent(tensor):
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def check_alignment(addresses, size):
