@@ -50,7 +50,6 @@ class Environment:
         uv("venv", "--python", self.python, self.path / "venv")
 
     def install_ours(self, extra=""):
-        """Install our archive and what it, or an `extra` of it, needs: oldest or newest wheels."""
         with ZipFile(self.archive) as archive:
             (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
             needed = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist")

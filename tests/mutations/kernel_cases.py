@@ -25,7 +25,6 @@ SECONDS = 60  # for one case: a mutant may loop for ever
 
 
 def main():
-    """Print cases that kill what all of them kill, and what each of them kills alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="of random ones")

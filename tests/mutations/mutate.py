@@ -47,7 +47,6 @@ def mutants_of(source, file):
 
 
 def sample(mutants, count, seed):
-    """Return `count` of the mutants, as many of each kind."""
     numbers, found = random.Random(seed), []
     for i, kind in enumerate(KINDS):
         part = [mutant for mutant in mutants if mutant.kind == kind]
@@ -80,7 +79,6 @@ def _places(tree, kind):
 
 
 def _mistake(node):
-    """The kind of the mistake that can be made at a node, and what it makes of it."""
     new = copy(node)
     if isinstance(node, ast.Compare):
         new.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]

@@ -47,7 +47,6 @@ for seed, row in enumerate(cover_pairs(SETTINGS, _is_supported, candidates=1000)
     CASES["-".join(map(str, row.values()))] = Case(**row, **others, v_scales=row["k_scales"], seed=seed)
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
-BF16, FP32 = torch.bfloat16, torch.float32
 # a case that is not usual goes to one of the first two, which differ in how they decode FP8
 EACH = [
     (target, name)
@@ -59,11 +58,11 @@ QUERIES = (40, 9, 0)  # extend
 STORED = {
     "D64": Case((), head_dim=64),
     "D80": Case((), head_dim=80, k_scales="tensor", v_scales="tensor"),
-    "D128": Case((), head_dim=128, center=True, dtype=BF16),
-    "D256": Case((), head_dim=256, dtype=FP32),
+    "D128": Case((), head_dim=128, center=True, dtype=torch.bfloat16),
+    "D256": Case((), head_dim=256, dtype=torch.float32),
     "channels": Case((), head_dim=128, k_scales="channel", v_scales="channel", center=True),
-    "e5m2": Case((), head_dim=96, format="e5m2", dtype=BF16),
-    "float16": Case((), head_dim=64, format="float16", dtype=FP32),
+    "e5m2": Case((), head_dim=96, format="e5m2", dtype=torch.bfloat16),
+    "float16": Case((), head_dim=64, format="float16", dtype=torch.float32),
 }
 
 
@@ -138,7 +137,6 @@ def test_blocks_beyond_2_to_31(target):
 
 
 def test_every_byte_decodes_exactly(target):
-    """One token visible at a time: its V comes out as it is, at any channel."""
     case = Case((256,), head_dim=128, kv_heads=1, group=1, block_size=256, num_splits=1, window=1)
     batch = build(replace(case, v_scales="tensor", format="e4m3fn"))
     batch = replace(batch, blocks=replace(batch.blocks, v_scale=torch.ones(1)))

@@ -16,11 +16,8 @@ from fp8kv_runtime.kernels.targets import TARGETS
 
 MOST = int(os.environ.get("PTX_MUTANTS", "1"))  # of a kind and a kernel
 # three sequences of four that the kernel could take
-MASKED = Case(
-    (330, 33, 70), group=16, kv_heads=1, head_dim=128, block_size=64, softcap=5.0, sinks=True,
-    starts=(3, 7, 0),
-)  # fmt: skip
 PLAIN = Case((330, 33, 70), group=2, kv_heads=1, block_size=16)
+MASKED = replace(PLAIN, group=16, head_dim=128, block_size=64, softcap=5.0, sinks=True, starts=(3, 7, 0))
 EXTENDED = replace(MASKED, group=2, window=250, query_lens=(64, 9, 0))
 # rows whose own position, and whose window, is in every eighth of a tile; padding up to each
 EXTEND_ENDS = [((330, 33, 70), 1), ((356, 65, 9), 1), ((74, 84, 104), 1)]
@@ -30,7 +27,6 @@ PADDED = replace(EXTENDED, query_lens=(4,) * len(PADDING), **ENDS_OF_PADDING)
 
 
 def batches(case, *others):
-    """The layer with other lengths and numbers of parts, for which nothing is compiled."""
     for lengths, num_splits in others:
         starts = case.starts and tuple(map(min, (20, 7, 55 - num_splits, 0), lengths))
         yield replace(case, lengths=lengths, num_splits=num_splits, starts=starts)
@@ -57,7 +53,6 @@ RUNS = [
 
 
 def check(case):
-    """What fails where the kernels are wrong; the answer is found once."""
     if not case.lengths:
         return lambda: assert_stored(case)
     batch = build(case)
@@ -69,20 +64,14 @@ def check(case):
 KINDS = {
     "barrier": (r"\bbar\.(?:sync\s+0|warp\.sync\s+-1);", ""),
     "wait": (r"cp\.async\.wait_group\s+(\d+);", lambda m: f"cp.async.wait_group {int(m[1]) + 1};"),
-    "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", lambda m: f"{m[1]}, 0;"),
+    "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", r"\1, 0;"),
     "prmt": (r"(prmt\.b32 [^;]*, )0x(\w+?)(U?);", lambda m: f"{m[1]}0x{_swapped(m[2])}{m[3]};"),
     "lop3": (r"(lop3\.b32 [^;]*, )0x(\w+);", lambda m: f"{m[1]}{int(m[2], 16) ^ 0x10:#x};"),
     "mask": (r"setp\.(lt|le|gt|ge)\.(s\d)", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.{m[2]}"),
     # of sums: a maximum of fewer values is an origin of the softmax that is as good
-    "shuffle": (
-        r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)",
-        lambda m: f"{m[1]}0{m[3]}",
-    ),
-    "matrix": (
-        r"(ldmatrix[^;]*\{%r\d+, )(%r\d+), (%r\d+)(, %r\d+\})",
-        lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
-    ),
-}  # fmt: skip
+    "shuffle": (r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)", r"\g<1>0\3"),
+    "matrix": (r"(ldmatrix[^;]*\{%r\d+, )(%r\d+), (%r\d+)(, %r\d+\})", r"\1\3, \2\4"),
+}
 _BARRIER, _BRANCH = r"bar\.(?:warp\.)?sync", r"\bbra\b|\$L__BB"
 _OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
@@ -113,7 +102,9 @@ def mutants(text, kind, most):
     step = max(1, -(-len(found) // most))
     for number, match in enumerate(found[::step]):
         line = " ".join(text[match.start() :].split(";")[0].split())
-        changed = text[: match.start()] + (new(match) if callable(new) else new) + text[match.end() :]
+        changed = (
+            text[: match.start()] + (new(match) if callable(new) else match.expand(new)) + text[match.end() :]
+        )
         yield f"{kind} {number * step} {line[:60]}", changed
 
 

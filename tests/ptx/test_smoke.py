@@ -14,7 +14,6 @@ SMOKE = (
 
 
 def test_compiled_kernels_are_right():
-    """In a process of its own: this one's kernels are not compiled."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += [f"tests/ptx/test_matrix.py::test_{name}" for name in SMOKE]
     own = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}

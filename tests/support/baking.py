@@ -70,7 +70,6 @@ def seen_amax(directory):
 
 
 def scales_of(directory):
-    """[layers, 2 (K, V), heads]."""
     assert apply_cases.report_of(directory)["recipe"]["strategy"] == "attn_head"
     layers = load_scales(directory).layers.values()
     return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])

@@ -38,7 +38,6 @@ def look(driver, *, width=1200, media="screen", scheme="light"):
 
 
 def asked_for(driver, origin):
-    """Addresses that pages of `origin` have asked for since the log was read last."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     # on a slow machine the browser's own first page may still be asking

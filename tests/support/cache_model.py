@@ -36,7 +36,6 @@ def write(cache, slots, marks):
 
 
 def filled(cache, token_ids, *, commit=True):
-    """A sequence that ran: everything written, and offered to others."""
     sequence = cache.allocate(token_ids)
     rest = token_ids[sequence.num_cached_tokens :]
     write(cache, cache.append(sequence, token_ids=rest), rest)
@@ -72,7 +71,6 @@ def state(cache):
 
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
-    """Run and check; returns how often the pool ran out."""
     model = Model(seed, make_cache(10, can_grow=can_grow, runtime=runtime), runtime.cache.OutOfBlocksError)
     return sum(model.step() for _ in range(steps))
 

@@ -152,7 +152,6 @@ def mxfp4(module, weight, *, name="weight_packed"):
 
 
 def gpt_oss(name, weight):
-    """Fused experts [E, in, out] in blocks of 32 input channels."""
     experts, columns, rows = weight.shape
     tensors, value = mxfp4("x", weight.transpose(1, 2).reshape(-1, columns))
     blocks = tensors["x.weight_packed"].view(experts, rows, columns // 32, 16)
@@ -173,7 +172,6 @@ class Form:
         return self.quantise(shutil.copytree(model, directory))
 
     def quantise(self, directory, plain=None):
-        """Quantise the model in `directory`, and keep what its weights stand for in `plain`."""
         if plain:
             shutil.copytree(directory, plain)
         coded, values = {}, {}

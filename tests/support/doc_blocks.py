@@ -77,7 +77,6 @@ def blocks_of(page):
 
 
 def commands_of(block):
-    """The commands of a `bash` block, or of a session with `$ ` before each."""
     text = block.text.replace("\\\n", " ")
     if block.language == "bash":
         return [Command(line) for line in text.splitlines() if Command(line).words]
@@ -96,7 +95,6 @@ def shows(shown, printed, *, part=False):
 
 
 def without_figures(text):
-    """The same without numbers, and as if all columns were as wide."""
     for pattern, one in ((r"\d[\d.]*", "0"), (" +", " "), ("━+", "━"), ("─+", "─")):
         text = re.sub(pattern, one, text)
     return text

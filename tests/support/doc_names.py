@@ -101,7 +101,6 @@ def invoke(command):
 
 
 def save_model(directory):
-    """A tiny Llama whose tokenizer knows letters, and chats."""
     # eight GPUs can share its heads
     sizes = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
     tiny_model("llama", **sizes, max_position_embeddings=2048).save_pretrained(directory)

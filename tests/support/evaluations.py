@@ -21,13 +21,11 @@ def with_measured(evaluation, measured):
 
 
 def caches_recipe(*variants):
-    """Return a recipe that measures all cache types beside these variants, on random tokens."""
     measured = {"evaluation.caches": ["all"], "evaluation.variants": [*variants]}
     return load_recipe(None, {"data.dataset": "random", "device": "cpu", "dtype": "float32", **measured})
 
 
 def variants_of(model, *documents):
-    """Return the variants by their names, with scales from these tokens [T]."""
     recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
     batches = make_batches([document.tolist() for document in documents], 1, pad_id=0)
     stats = calibrate(model, batches, recipe)

@@ -112,7 +112,6 @@ class FakeHub:
         return 200, {"X-Repo-Commit": commit, "ETag": f'"{blob(files[file])}"'}, files[file]
 
     def _files(self, name, revision):
-        """The files of a repository at a revision, and its commit."""
         if name not in self.repositories:
             raise Missing("Repo")
         repository = self.repositories[name]

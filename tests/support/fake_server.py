@@ -112,12 +112,8 @@ def running(fake, tls=None):
 
 def serving(made, name, scales):
     model = AutoModelForCausalLM.from_pretrained(made / name).eval()
-    opened = {
-        "1.0": unit_scales,
-        "16 bits": lambda model: None,
-        "scales": open_scales(made / f"{name}-fp8kv"),
-    }
-    return FakeServer(model, opened[scales](model))
+    opened = {"1.0": unit_scales, "scales": open_scales(made / f"{name}-fp8kv")}.get(scales)
+    return FakeServer(model, opened and opened(model))  # of 16 bits none
 
 
 def verify(fake, directory, *flags):

@@ -35,12 +35,8 @@ FAMILIES: dict[str, dict] = {
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION |= {"patch_size": 14}
 # the language models of those that see
-_TEXT = {
-    "gemma3": _SLIDING,
-    "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
-    "mllama": {"head_dim": 16, "cross_attention_layers": [1]},
-    "paligemma": {"model_type": "gemma"},
-}
+_TEXT = {"gemma3": _SLIDING, "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2}}
+_TEXT |= {"mllama": {"head_dim": 16, "cross_attention_layers": [1]}, "paligemma": {"model_type": "gemma"}}
 # linear attention or Mamba in all layers but one
 _QWEN3_NEXT = _WIDE | _EXPERTS | {"layer_types": _MOSTLY_LINEAR, "shared_expert_intermediate_size": 32}
 _QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}

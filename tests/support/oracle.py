@@ -37,7 +37,6 @@ def attention(batch):
 
 
 def attend(query, key, value, position, start, options):
-    """One token [H, D] at `position`, to what it sees of [N, K, D]."""
     first = start
     if options.sliding_window is not None:
         first = max(start, position - options.sliding_window + 1)

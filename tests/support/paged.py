@@ -87,7 +87,6 @@ def build(case, device="cpu", runtime=RUNTIME):
 
 
 def store(stored, table, start, codes):
-    """Write FP8 `codes` [N, K, D] to positions from `start` on of the sequence with this table."""
     stored, codes = stored.view(torch.uint8), codes.view(torch.uint8).to(stored.device)
     block_size = stored.shape[2]
     for index, code in enumerate(codes, start):

@@ -69,14 +69,10 @@ def _give_outlier(attention, generator):
 
 
 def _enlarge(keys, channel, factor):
-    weight_by_rows(keys)[channel] *= factor
+    weight = keys.weight if isinstance(keys, nn.Linear) else keys.weight.T  # Conv1D of GPT-2 has columns
+    weight[channel] *= factor
     if keys.bias is not None:
         keys.bias[channel] *= factor
-
-
-def weight_by_rows(layer):
-    """Return a view of the weight whose rows make the outputs; Conv1D of GPT-2 has columns."""
-    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
 
 
 def _correct_outliers(model, outliers):

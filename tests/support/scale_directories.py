@@ -52,7 +52,6 @@ def model(
 
 
 def write(directory, weights, scales, config=COMPRESSED, **document):
-    """A checkpoint with weights of any names, and one scale of 0.5 for each name of a scale."""
     tensors = {name: torch.ones(2) for name in weights}
     save_file(tensors | {name: torch.tensor([0.5]) for name in scales}, directory / "m.safetensors")
     layers = len({layer_of(name) for name in weights} - {None})
@@ -62,7 +61,6 @@ def write(directory, weights, scales, config=COMPRESSED, **document):
 
 
 def simulated(directory, engine, version=None, **place):
-    """What the engine makes of a directory; `place` is that of `Place`."""
     opened = open_model_directory(directory, weights=False)
     return simulate(opened, find_engine(engine, version), Place(**place))
 

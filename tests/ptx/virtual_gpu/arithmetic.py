@@ -7,13 +7,10 @@ import torch
 
 from virtual_gpu.program import FaultError
 
-TYPES = {
-    "f32": np.float32, "f16": np.float16, "f64": np.float64, "pred": np.bool_, "b8": np.uint8,
-    "u8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "u16": np.uint16,
-    "u32": np.uint32, "u64": np.uint64, "s16": np.int16, "s32": np.int32, "s64": np.int64,
-    "s8": np.int8, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
-    "e4m3x2": np.uint16, "e5m2x2": np.uint16, "f32x2": np.uint64,
-}  # fmt: skip
+_NUMPYS = {"b": "uint", "u": "uint", "s": "int"}
+TYPES = {f"{x}{bits}": np.dtype(f"{_NUMPYS[x]}{bits}").type for x in "bus" for bits in (8, 16, 32, 64)}
+TYPES |= {"f16": np.float16, "f32": np.float32, "f64": np.float64, "pred": np.bool_, "bf16": np.uint16}
+TYPES |= dict.fromkeys(("f16x2", "bf16x2"), np.uint32) | dict.fromkeys(("e4m3x2", "e5m2x2"), np.uint16)
 FP8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
 
 

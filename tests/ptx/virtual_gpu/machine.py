@@ -57,7 +57,6 @@ class Machine:
             raise FaultError("a barrier that not all threads of a program reach")
 
     def _execute(self, at, instruction, mask):
-        """One instruction; the threads that go on to the next, or None where all is queued."""
         active = mask
         if instruction.guard is not None:
             name, wanted = instruction.guard
@@ -133,13 +132,11 @@ class Machine:
         self.registers[register] = value
 
     def write_some(self, register, threads, values):
-        """Put values where these threads are, all that are active."""
         value = np.zeros(self.num_threads, values.dtype)
         value[threads] = values
         self.write(register, value)
 
     def defer(self, register, value):
-        """Write a value when it was waited for; until then the register is poison."""
         before, pending = self.arriving.get(register, (value, np.zeros_like(self.mask)))
         self.arriving[register] = np.where(self.mask, value, before), pending | self.mask
         self.write(register, self.read(-1, "b32"))

@@ -34,7 +34,6 @@ class TensorMemory:
             raise FaultError("access to tensor memory that a matrix instruction writes")
 
     def read(self, cells, program, warp, epoch):
-        """Cells that were written, and whose stores this warp knows to have ended."""
         stored = self.storing[program][cells]
         if (stored == _NEVER).any():
             raise FaultError("read of tensor memory that was never written")
@@ -159,7 +158,6 @@ def _in_shared(machine, thread, descriptor, rows, across, kind):
 
 
 def _cells_of(machine, thread, address, rows, columns):
-    """Lanes [rows, 1] and columns [rows, columns]; of 64 rows each warp has 16."""
     at = int(machine.addresses(address, "b32")[thread])
     row = np.arange(rows)[:, None]
     lanes = (at >> 16) + (row if rows == 128 else row // 16 * 32 + row % 16)
