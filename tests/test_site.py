@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from browser import asked_for, browser, look, needs_browser
-from web_server import web_server
+from fake_server import web_server
 
 import calib
 import fp8kv_runtime
