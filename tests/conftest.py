@@ -22,7 +22,7 @@ torch.manual_seed(0)
 
 # what `make test` leaves to `make test-slow`: a browser, a notebook, real models, PTX, mutants of kernels
 SLOW = (
-    *("test_demo.py", "test_examples.py", "test_latent_smollm2.py", "test_notebook.py", "test_site.py"),
+    *("test_demo.py", "test_examples.py", "test_latent_smollm2.py", "test_site.py"),
     *("calib/evaluate/test_html_browser.py", "ptx/"),
     "runtime/test_mutations.py",
 )

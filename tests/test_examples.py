@@ -1,9 +1,6 @@
-"""Every fenced block of README, CONTRIBUTING and docs is run, read or compared, page by page.
+"""Every fenced block of README, CONTRIBUTING and docs is run, read or compared, and so is the notebook.
 
-Blocks of a page run from top to bottom in one directory, in which what they name is there:
-`doc_names` says what `MODEL` and `OUTPUT` are, and what is made smaller than the commands ask for.
-Commands with the same output are alternatives: what was there goes. `# exit 1` behind a command
-says that it is to fail, `# exit 1 if ...` that it may.
+Those of a page run from top to bottom in one directory. `# exit 1`: the command fails; `# exit 1 if`: it may.
 """
 
 import json
@@ -15,11 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from doc_blocks import PAGES, ROOT, Command, blocks_of, commands_of, shows, without_figures
 from doc_names import APPS, DIRECTORIES, FILES, Names, fake_hub, invoke, make_small
 from fake_hub import on, running_hub
+from nbclient import NotebookClient
 
 from calib.recipe import Recipe
 
@@ -44,39 +43,24 @@ NOT_RUN = {
 SERVED = ("vllm serve", "trtllm-serve")
 # runs, but prints something else on every machine
 VARIES = {"fp8kv generate": "words and speed of one machine"}
-# text that is a part of what a command prints, by its first line; figures are those of more text
+# text that is a part of what a command prints, by its first line
+VERIFY = "fp8kv verify build/demo"
+OTHER_FIGURES = "FP8 KV-cache scales, strategy attn_head"  # those of more text
 SHOWN = {
-    "build/demo, LlamaForCausalLM, on one GPU": "fp8kv verify build/demo",
-    "FP8 KV-cache scales, strategy attn_head": f"{DIRECTORIES['build/demo']} -o build/demo",
-    "LMDeploy 0.10 and newer: it loads no KV scales; its FP8 cache computes with 1.0": (
-        "fp8kv verify build/demo"
-    ),
+    "build/demo, LlamaForCausalLM, on one GPU": VERIFY,
+    OTHER_FIGURES: f"{DIRECTORIES['build/demo']} -o build/demo",
+    "LMDeploy 0.10 and newer: it loads no KV scales; its FP8 cache computes with 1.0": VERIFY,
 }
-OTHER_FIGURES = {"FP8 KV-cache scales, strategy attn_head"}
 # text that nothing here prints
 NOT_COMPARED = {
     "fp8kv: 60 of 60 KV scales in use, FP8 cache": "an engine's log; tests/calib/serving",
-    "calibrate: 12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left": (
-        "one machine's speed; tests/calib/commands/test_progress.py"
-    ),
+    "calibrate: 12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left": "tests/calib/commands/test_progress.py",
 }
-
 BLOCKS = {page.relative_to(ROOT).as_posix(): [*blocks_of(page)] for page in PAGES}
-COMMANDS = [
-    command
-    for blocks in BLOCKS.values()
-    for b in blocks
-    if b.language in ("bash", "console")
-    for command in commands_of(b)
-]
 
 
-def starts(command, words):
-    return command.words[: len(words.split())] == words.split()
-
-
-def any_start(command, table):
-    return any(starts(command, words) for words in table)
+def starts(command, *beginnings):
+    return any(command.words[: len(words.split())] == words.split() for words in beginnings)
 
 
 class Page:
@@ -100,19 +84,10 @@ class Page:
         monkeypatch.setenv("PATH", f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}")
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def put_files(self, blocks):
-        """Write the files that YAML blocks name in their first line."""
-        for block in blocks:
-            if named := _NAMED.match(block.text):
-                (self.here / named[1]).write_text(block.text)
-
     def problems(self, block):
         """What is wrong with a block, a line each."""
-        kind = getattr(self, f"_{block.language}", None)
-        if kind is None:
-            return [f"no such language here: '{block.language}'"]
         self._put_names(block.text)
-        return [*kind(block)]
+        return [*getattr(self, f"_{block.language}")(block)]
 
     def _put_names(self, text):
         for name in DIRECTORIES:
@@ -122,18 +97,14 @@ class Page:
 
     def _yaml(self, block):
         """A recipe, unless its first line names another file that it is."""
-        try:
-            document = yaml.safe_load(block.text)
-            if not _NAMED.match(block.text):
-                Recipe.model_validate(document)
-        except (ValueError, yaml.YAMLError) as error:
-            yield str(error)
+        document = yaml.safe_load(block.text)
+        if not _NAMED.match(block.text):
+            Recipe.model_validate(document)
+        return ()
 
     def _json(self, block):
-        try:
-            json.loads(block.text)
-        except ValueError as error:
-            yield str(error)
+        json.loads(block.text)
+        return ()
 
     def _python(self, block):
         exec(compile(block.text, block.place, "exec"), self.variables)
@@ -151,31 +122,25 @@ class Page:
     def _text(self, block):
         first = block.first_line
         if first.endswith("/"):
-            yield from self._listed(block)
+            directory, *entries = (line.split()[0] for line in block.text.splitlines())
+            for entry in entries:
+                if entry != "..." and not (self.here / directory / entry).exists():
+                    yield f"{entry} is not in {directory}"
         elif first in SHOWN:
-            yield from self._printed(block)
+            yield from self._printed(block.text, Command(SHOWN[first]), first == OTHER_FIGURES)
         elif first not in NOT_COMPARED:
             yield "nobody knows what prints this: make it a session, ```console with `$ `"
 
-    def _listed(self, block):
-        directory, *entries = (line.split()[0] for line in block.text.splitlines())
-        for entry in entries:
-            if entry != "..." and not (self.here / directory / entry).exists():
-                yield f"{entry} is not in {directory}"
-
-    def _printed(self, block):
-        first = block.first_line
-        command = Command(SHOWN[first])
+    def _printed(self, shown, command, has_other_figures):
         self._put_names(command.line)
         printed = self.names.printed.get(command.line) or self._result(command)[0]
-        shown = block.text
-        if first in OTHER_FIGURES:
+        if has_other_figures:
             shown, printed = without_figures(shown), without_figures(printed)
         if not shows(shown, printed, part=True):
             yield f"`{command.line}` prints\n{printed}"
 
     def _run(self, command):
-        if any_start(command, NOT_RUN):
+        if starts(command, *NOT_RUN):
             for words in SERVED:
                 if starts(command, words) and not Path(command.words[len(words.split())]).is_dir():
                     yield f"`{command.line}`: there is nothing to serve"
@@ -184,7 +149,7 @@ class Page:
         printed, problem = self._result(command)
         if problem:
             yield problem
-        elif not (any_start(command, VARIES) or shows(command.shown or "...", printed)):
+        elif not (starts(command, *VARIES) or shows(command.shown or "...", printed)):
             yield f"`{command.line}` prints\n{printed}"
 
     def _result(self, command):
@@ -213,14 +178,8 @@ class Page:
 
 
 def in_a_shell(line, directory=None):
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(["bash", "-c", line], cwd=directory, timeout=120, **pipes)
     return done.returncode, done.stdout
 
 
@@ -235,18 +194,30 @@ def test_a_page(page, names, tmp_path, monkeypatch):
     fake_hub(monkeypatch, names, tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
     there = Page(names, tmp_path / "there", monkeypatch)
-    there.put_files(BLOCKS[page])
+    for block in BLOCKS[page]:
+        if named := _NAMED.match(block.text):
+            (there.here / named[1]).write_text(block.text)
     with running_hub() as hub, on(hub, tmp_path / "hub", monkeypatch):
         found = [(block.place, there.problems(block)) for block in BLOCKS[page]]
     problems = [f"{place}: {problem}" for place, several in found for problem in several]
     assert not problems, "\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("table", [NOT_RUN, VARIES])
-def test_every_command_that_is_excused_is_in_a_page(table):
-    assert [start for start in table if not any(starts(c, start) for c in COMMANDS)] == []
+def test_everything_that_is_excused_is_in_a_page():
+    blocks = [block for page in BLOCKS.values() for block in page]
+    commands = [c for b in blocks if b.language in ("bash", "console") for c in commands_of(b)]
+    assert [words for words in NOT_RUN | VARIES if not any(starts(c, words) for c in commands)] == []
+    assert {*SHOWN, *NOT_COMPARED} <= {block.first_line for block in blocks}
 
 
-def test_every_text_that_is_excused_is_in_a_page():
-    first_lines = {block.first_line for blocks in BLOCKS.values() for block in blocks}
-    assert {*SHOWN, *OTHER_FIGURES, *NOT_COMPARED} <= first_lines
+def test_the_notebook_shows_tables_and_pictures_and_is_committed_without_them(smollm2_directory, tmp_path):
+    notebook = nbformat.read(ROOT / "examples" / "calibration.ipynb", as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    place = {"metadata": {"path": tmp_path}}
+    cells = NotebookClient(notebook, timeout=None, resources=place).execute().cells
+    outputs = {cell.id: cell.outputs for cell in cells if cell.cell_type == "code"}
+    assert not any(each.get("name") == "stderr" for several in outputs.values() for each in several)
+    html, png = ("run", "stats", "scales"), ("plot-heads", "plot-scales", "plot-both")
+    for kind, names in (("text/html", html), ("image/png", png)):
+        for name in names:
+            assert any(kind in each.get("data", ()) for each in outputs[name]), name
