@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-live interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -105,7 +105,7 @@ LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn
 
 interop interop-%: export HF_HUB_OFFLINE = 1
 interop interop-% engines engines-cuda: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/support:$(CURDIR)/benchmarks
-interop: interop-scales interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
+interop: interop-scales interop-live interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
 
 interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
 	$(CALIBRATE) -o $(OUT)/tensor-kv --format vllm --format modelopt --format tgi
@@ -134,6 +134,11 @@ interop-scales: interop-outputs
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_verify.py sglang
 	$(INTEROP)/bin/python tests/interop/check_outputs.py transformers "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
+
+interop-live: interop-outputs ## a running vLLM whose scales change, and which hands blocks on
+	$(BIN)/python tests/interop/write_models.py steps $(OUT)/steps "$$($(SMOLLM2_DIRECTORY))"
+	$(INTEROP)/bin/python tests/interop/check_live.py updates $(OUT)/tensor-kv/vllm $(OUT)/steps
+	$(INTEROP)/bin/python tests/interop/check_live.py blocks $(OUT)/tensor-kv/vllm
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check

@@ -16,5 +16,7 @@ from calib.scales.stats import derive_scales as derive_scales
 from calib.scales.stats_file import load_scales as load_scales
 from calib.scales.stats_file import load_stats as load_stats
 from calib.scales.stats_file import save_stats as save_stats
+from calib.serving.push import ScalesNotDeliveredError as ScalesNotDeliveredError
+from calib.serving.push import push_scales as push_scales
 
 __version__: str

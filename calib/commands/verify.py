@@ -1,6 +1,7 @@
 """`fp8kv verify`."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError
 
 if TYPE_CHECKING:
+    from calib.engines.catalogue import Backend, Engine
     from calib.engines.outcome import Place, Simulation
     from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 # flags without and with --served
-_SIMULATION_FLAGS = {"engine", "version", "against", "tensor_parallel_size", "fnuz", "no_fnuz"}
+_SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz", "no_fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
 
 
@@ -33,6 +35,9 @@ def verify(
         "Check this engine: vllm, aphrodite, sglang, tgi, tensorrt-llm or lmdeploy. Default: all."
     ),
     version: str | None = flags.option("Check this version of the engine. Default: the newest."),
+    backend: str | None = flags.option(
+        "Say which copies of a scale this attention backend of the engine computes with, such as FLASHINFER."
+    ),
     against: Path | None = flags.option(
         "Compare the scales with these statistics, or with this output of calibrate.", metavar="OUTPUT"
     ),
@@ -43,8 +48,9 @@ def verify(
         "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False
     ),
     no_fnuz: bool = flags.option("Do without --fnuz.", "--no-fnuz", default=False, hidden=True),
-    served: str | None = flags.option(
-        "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most.",
+    served: list[str] | None = flags.option(
+        "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most. Given "
+        "several times: whether servers with our plugin read each other's KV blocks rightly.",
         metavar="URL",
     ),
     model: str | None = flags.option(
@@ -61,12 +67,14 @@ def verify(
     The exit status is 1 if something is wrong.
     """
     _check_flags(context)
-    if served is not None:
+    if served and len(served) > 1:
+        return _compare_servers(served)
+    if served:
         from calib.serving.server_logprobs import compare_served
 
         weights = model or str(directory)
         comparison = compare_served(
-            served, directory, weights, served_name, flags.recipe_keys(context.params)
+            served[0], directory, weights, served_name, flags.recipe_keys(context.params)
         )
         is_good = comparison.nearer == "scales"
         return Answer(comparison.to_json(), _server_lines(comparison, weights), is_good=is_good)
@@ -74,14 +82,21 @@ def verify(
     from calib.engines.outcome import Place
     from calib.engines.verification import verify_directory
 
-    place = Place(tensor_parallel_size, fnuz and not no_fnuz)
+    engines, place = choose_engines(engine, version), Place(tensor_parallel_size, fnuz and not no_fnuz)
+    if backend is not None and engine is None:
+        raise InputError(f"--backend {backend}: of which engine? Add --engine")
+    copies = engines[0].find_backend(backend) if backend else None
     calibration = None
     if against is not None:
         from calib.scales.stats_file import open_calibration
 
         calibration = open_calibration(against, needs_report=False)
-    report = verify_directory(directory, choose_engines(engine, version), calibration, place)
-    return Answer(report.to_json(), _report_blocks(report, place), is_good=report.is_good)
+    report = verify_directory(directory, engines, calibration, place)
+    answer, blocks = report.to_json(), _report_blocks(report, place)
+    if backend and copies:
+        answer["backend"] = {**copies.model_dump(), "name": backend, "copies": engines[0].scale_copies}
+        blocks = chain(blocks, _backend_lines(engines[0], backend, copies))
+    return Answer(answer, blocks, is_good=report.is_good)
 
 
 def _check_flags(context: typer.Context) -> None:
@@ -92,6 +107,26 @@ def _check_flags(context: typer.Context) -> None:
     if names & useless:
         flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names & useless))
         raise InputError(f"{flags} means nothing {word} --served URL; leave it out")
+
+
+def _compare_servers(urls: list[str]) -> Answer:
+    from calib.serving.client import Server
+
+    servers = {url: Server(url).scales() for url in urls}
+    is_same = len({scales.fingerprint for scales in servers.values()}) == 1
+    has_problems = any(scales.problems for scales in servers.values())
+    lines = [
+        f"{url}: {x.in_use} of {x.total} KV scales in use, fingerprint {x.fingerprint or 'none'}"
+        for url, x in servers.items()
+    ]
+    lines += [f"problem: {url}: {x}" for url, scales in servers.items() for x in scales.problems]
+    lines += [
+        "the servers store with the same scales: each reads the other's KV blocks rightly"
+        if is_same
+        else "problem: the servers store with different scales: KV blocks of one are wrong in the other"
+    ]
+    answer = {"same": is_same, "servers": {url: scales.model_dump() for url, scales in servers.items()}}
+    return Answer(answer, lines, is_good=is_same and not has_problems)
 
 
 def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
@@ -115,6 +150,19 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
         yield f"serve a model that needs its scales: fp8kv stress {model} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
+
+
+def _backend_lines(engine: "Engine", name: str, backend: "Backend") -> Iterator[str]:
+    steps = (
+        (engine.scale_copies[copy].format(x="k") for copy in step) for step in (backend.write, backend.read)
+    )
+    written, read = (", ".join(names) for names in steps)
+    yield f"{engine.title}, {name}: stores with {written}, attends with {read} (V's alike)"
+    if backend.note:
+        yield f"{name}: {backend.note}"
+    if backend.freezes:
+        yield f"{name}: factors that it computes at the first step stay, whatever becomes of the scales"
+    yield from (f"warning: {engine.title}: {trap}" for trap in engine.traps)
 
 
 def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:

@@ -83,6 +83,7 @@ class Backend(Section):
     write: tuple[str, ...]  # on storing K and V
     read: tuple[str, ...]  # on attending to what is stored
     freezes: bool = False  # factors computed at the first step stay, whatever becomes of the scales
+    since: str = ""  # the first version that has it, or reads these; empty: all that the file holds for
     evidence: Evidence
     source: str  # a file of the engine's attention backends
     note: str = ""
@@ -204,6 +205,7 @@ class Engine(Section):
     # has a value per head
     scale_copies: dict[str, str] = {}
     backends: dict[str, Backend] = {}
+    up_to: dict[str, str] = {}  # version -> what it and those before do to scales in use
     classes: Classes | None = None  # what its model classes did with scales
     version: str = ""  # the one that the user named
 
@@ -214,6 +216,26 @@ class Engine(Section):
                 legal = ", ".join(self.scale_copies)
                 raise ValueError(f"backend {name}: {min(unknown)} is not one of {legal}")
         return self
+
+    def find_backend(self, name: str) -> Backend:
+        """Return the attention backend `name`; an InputError where this version has none that was read."""
+        backend = self.backends.get(name)
+        if backend is None:
+            legal = ", ".join(self.backends) or "none; give a newer --version"
+            raise InputError(f"--backend {name}: of {self.title} these were read: {legal}")
+        if self.version and backend.since and _parse(self.version) < _parse(backend.since):
+            raise InputError(
+                f"{self.engine} has --backend {name} since {backend.since}, not in {self.version}"
+            )
+        return backend
+
+    @property
+    def traps(self) -> list[str]:
+        """Harm that this version does to scales in use; none where no version was named."""
+        if not self.version:
+            return []
+        own = _parse(self.version).release[:2]
+        return [text for last, text in self.up_to.items() if own <= _parse(last).release]
 
     @property
     def name(self) -> str:

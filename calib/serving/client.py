@@ -57,12 +57,25 @@ class ServedModel(_Answer):
     max_model_len: NonNegativeInt | None = None
 
 
+class ServedScales(_Answer):
+    """The scales in force, as our plugin in a server tells them; see `calib.serving.endpoint`."""
+
+    in_use: NonNegativeInt
+    total: NonNegativeInt
+    fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
+    problems: list[str]
+
+
 class _ModelList(_Answer):
     data: list[ServedModel]
 
 
 class _SlowServerError(InputError):
     """The deadline has passed."""
+
+
+class _UnknownPathError(InputError):
+    """The server has no such path."""
 
 
 class _RefusedRequestError(InputError):
@@ -114,6 +127,18 @@ class Server:
         problem = f"no model {name!r:.80}" if name else f"{len(models)} models"
         names = ", ".join(f"{model.id!r:.80}" for model in models[:8])
         raise InputError(f"{self._url} serves {problem}; give --served-name, one of: {names}")
+
+    def scales(self) -> ServedScales:
+        """Start the clock. Return what the plugin in the server says of its scales."""
+        self._start = time.monotonic()
+        try:
+            scales: ServedScales = self._send("fp8kv/scales", None, ServedScales)
+        except _UnknownPathError:
+            raise InputError(
+                f"{self._url} does not say which scales it uses; serve with vLLM 0.32 or newer and "
+                "VLLM_PLUGINS=fp8kv, with fp8kv installed there"
+            ) from None
+        return scales
 
     def ask(self, model: str, texts: Sequence[list[int]]) -> Answers:
         """Ask for each text twice; where time runs out, for fewer texts, but two at least."""
@@ -218,6 +243,8 @@ class Server:
         problem = f"{url} answers HTTP {status}"
         if status in (401, 403):
             return InputError(f"{problem}; {self._key_advice}")
+        if status == 404 and not is_prompt:
+            return _UnknownPathError(f"{problem}; see the server's log, or {_EXAMPLE}")
         if status in (400, 422) and is_prompt:
             return _RefusedRequestError(
                 f"{problem} to token ids as a prompt, with logprobs; serve with an engine that takes "

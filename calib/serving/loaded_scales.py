@@ -25,6 +25,9 @@ class EngineLayer:
     v: Copies
     q: Copies = field(default_factory=dict)  # none: the engine has no place for it
     cache: str = "16 bits"  # where it is not FP8
+    backend: str = ""  # the attention backend; empty: not known
+    written: tuple[str, ...] = ()  # the copies that it stores with; none: not known
+    read: tuple[str, ...] = ()  # and those that it stores or attends with; none: not known, so all count
 
 
 @dataclass
@@ -35,33 +38,31 @@ class ScalesInForce:
     total: int = 0  # of the layers with an FP8 cache
     not_fp8: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by cache
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # to be known, but not a problem
+    fingerprint: str = ""  # of the scales that K and V are stored with; empty without an FP8 cache
 
     def __str__(self) -> str:
         counts = [f"{self.used} of {self.total} KV scales in use, FP8 cache"] if self.total else []
         counts += [f"{len(layers)} layers in {cache}" for cache, layers in self.not_fp8.items()]
-        return "; ".join(["fp8kv: " + (", ".join(counts) or "no attention layer here"), *self.problems])
+        counts += [f"fingerprint {self.fingerprint}"] if self.fingerprint else []
+        start = "fp8kv: " + (", ".join(counts) or "no attention layer here")
+        return "; ".join([start, *self.notes, *self.problems])
 
 
 def compare(
     layers: Sequence[EngineLayer],
-    stored: StoredScales | None,
+    files: Mapping[int, StoredLayer],
     place: Place,
     rank: int = 0,
     stages: int = 1,
     is_fp8: bool = False,
 ) -> ScalesInForce:
-    """Compare the layers of `rank` with the scales in the files; None: the files have none.
+    """Compare the layers of `rank` with the scales in the files, by layer.
 
     With several pipeline `stages`, a rank sees only its own layers; where `is_fp8`, those of other ranks have
     an FP8 cache even if all layers of this rank were left in 16 bits.
     """
     report, layers_by_problem = ScalesInForce(), defaultdict(list)
-    count = stored.directory.text_config.get("num_hidden_layers") if stored else None
-    files = {  # without those of draft layers
-        layer.layer: layer
-        for layer in (stored.layers if stored else ())
-        if not isinstance(count, int) or layer.layer < count
-    }
     for layer in sorted(layers, key=lambda layer: layer.layer):
         if not layer.is_fp8:
             report.not_fp8[layer.cache].append(layer.layer)
@@ -69,7 +70,7 @@ def compare(
         report.total += 2
         for letter in "kvq":
             problems = _scale_problems(layer, letter, files.get(layer.layer), place, rank)
-            report.used += letter != "q" and not problems
+            report.used += letter != "q" and not any(is_read for is_read in problems.values())
             for problem in problems:
                 layers_by_problem[problem].append(layer.layer)
     if files and layers and not report.total and not (is_fp8 and stages > 1):
@@ -81,20 +82,59 @@ def compare(
     return report
 
 
+def layers_of_files(stored: StoredScales | None, *, is_draft: bool = False) -> dict[int, StoredLayer]:
+    """Return the layers that the files have scales for: the model's own, or those of its draft.
+
+    Draft layers in the model's own checkpoint have the numbers after the model's.
+    """
+    count = stored.directory.text_config.get("num_hidden_layers") if stored else None
+    layers = {layer.layer: layer for layer in (stored.layers if stored else ())}
+    if not isinstance(count, int):
+        return {} if is_draft else layers
+    return {i: layer for i, layer in layers.items() if (i >= count) == is_draft}
+
+
+def expected_values(file: StoredLayer | None, letter: str, place: Place, rank: int) -> Values:
+    """Return the values of a file's scale that `rank` has to compute with; none where none can be used.
+
+    A scale of queries is the largest of those that share a KV head, as vLLM keeps them.
+    """
+    values = file.values(letter) if file else ()
+    if not is_usable(values):
+        return ()
+    if letter == "q" and file and file.k:
+        size = max(1, len(values) // len(file.k))
+        values = tuple(max(values[i : i + size]) for i in range(0, len(values), size))
+    if len(values) > 1:
+        values = values[place.head_slice(rank, len(values))]
+    return tuple(2 * x for x in values) if place.fnuz else values
+
+
 def _scale_problems(
     layer: EngineLayer, letter: str, file: StoredLayer | None, place: Place, rank: int
-) -> list[str]:
-    """Return what is wrong with a layer's scale; of which copy, unless it is wrong with all."""
+) -> dict[str, bool]:
+    """Return what is wrong with a layer's scale, and whether the kernels read it.
+
+    Which copy is wrong is said, unless all are wrong alike.
+    """
     copies, name = getattr(layer, letter), letter.upper()
     if not copies:
-        return [] if letter == "q" else [f"{name} has no place"]
+        return {} if letter == "q" else {f"{name} has no place": True}
     problems = {
         copy: _copy_problem(values, letter, file, place, rank, is_first=i == 0)
         for i, (copy, values) in enumerate(copies.items())
     }
     if len(kinds := {*problems.values()}) == 1:
-        return [f"{name} {kind}" for kind in kinds if kind]
-    return [f"{name}'s copy {copy} {problem}" for copy, problem in problems.items() if problem]
+        return {f"{name} {kind}": True for kind in kinds if kind}
+    # the catalogue knows which copies of K and V a backend reads
+    knows_copies = layer.read and letter != "q"
+    wrong = {}
+    for copy, problem in problems.items():
+        is_read = not knows_copies or copy in layer.read
+        by = f", which {layer.backend} {'reads' if is_read else 'does not read'}," if knows_copies else ""
+        if problem:
+            wrong[f"{name}'s copy {copy}{by} {problem}"] = is_read
+    return wrong
 
 
 def _copy_problem(
@@ -104,28 +144,29 @@ def _copy_problem(
     if not values:
         return "is empty, which kernels take for 1.0"
     is_1 = _is_close(values, (1.0,))
-    expected = file.values(letter) if file else ()
-    if letter == "q" and is_1 and not is_usable(expected):
+    stored = file.values(letter) if file else ()
+    if letter == "q" and is_1 and not is_usable(stored):
         return ""  # a query scale is optional
-    if not expected and file and letter == "v" and not is_1:
-        expected = file.values("k")  # which some engines give a V without a scale
-    if not expected:
+    if not stored and file and letter == "v" and not is_1:
+        stored, letter = file.values("k"), "k"  # which some engines give a V without a scale
+    if not stored:
         return "has no scale in the files and is at 1.0" if is_1 else "is not from the files"
-    if not is_usable(expected):
+    if not is_usable(stored):
         return "has no usable scale in the files"
-    if letter == "q" and file and file.k:  # the largest of the query heads that share a KV head
-        size = max(1, len(expected) // len(file.k))
-        expected = tuple(max(expected[i : i + size]) for i in range(0, len(expected), size))
-    if len(expected) > 1:
-        expected = expected[place.head_slice(rank, len(expected))]
+    if letter != "q" and {*expected_values(file, letter, Place(place.ranks), rank)} == {1.0}:
+        return "is 1.0 in the files, which nobody measured"
+    expected = expected_values(file, letter, place, rank)
     if len(values) == 1 and not is_first:
         expected = (max(expected),)
-    if letter != "q" and set(expected) == {1.0}:
-        return "is 1.0 in the files, which nobody measured"
-    if _is_close(values, tuple(2 * x for x in expected)):
-        return "" if place.fnuz else "is twice the file's"
     if _is_close(values, expected):
-        return "is not doubled for an FP8 type that ends at 240" if place.fnuz else ""
+        return ""
+    if _is_close(values, tuple(2 * x for x in expected)):
+        if not place.fnuz:
+            return "is twice the file's"
+        if not is_1:
+            return "is doubled twice"
+    if place.fnuz and _is_close(values, tuple(x / 2 for x in expected)):
+        return "is not doubled for an FP8 type that ends at 240"
     return "is at 1.0: the engine dropped the file's scale" if is_1 else "is not the file's"
 
 

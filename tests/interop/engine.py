@@ -36,7 +36,7 @@ def start(directory: Path, **options):
     if torch_kernels.is_needed():
         torch_kernels.install()
         print("torch's kernels for an FP8 cache: there is no AVX-512")
-    return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
+    return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS | options)
 
 
 def generate(llm, prompt, **options):

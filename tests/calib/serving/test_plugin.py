@@ -19,8 +19,9 @@ from torch import nn
 from calib.engines.outcome import Place
 from calib.files.model_directory import ModelDirectory
 from calib.files.stored_scales import StoredLayer, StoredScales
-from calib.serving import plugin
-from calib.serving.loaded_scales import EngineLayer, ScalesInForce, compare
+from calib.serving import loaded_scales, plugin, vllm_worker
+from calib.serving.engine_layers import fill_scales, read_files, sglang_attention, sglang_layers, vllm_layers
+from calib.serving.loaded_scales import EngineLayer, ScalesInForce, layers_of_files
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 ONE = Place()
@@ -32,6 +33,10 @@ def files(k=K, v=V, q=()):
     """The scales of every layer in the files."""
     layers = [StoredLayer(i, *scales) for i, scales in enumerate(zip_longest(k, v, q))]
     return StoredScales(ModelDirectory(Path(), {}, {}), layers)
+
+
+def compare(layers, found, *args, **kwargs):
+    return loaded_scales.compare(layers, layers_of_files(found), *args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +55,7 @@ def runner(monkeypatch):
     module.GPUModelRunner = type("GPUModelRunner", (), {"load_model": load_model})
     monkeypatch.setitem(sys.modules, RUNNER, module)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(plugin, "_check_vllm", checked.append)
+    monkeypatch.setattr(vllm_worker, "check_loaded", checked.append)
     return module.GPUModelRunner, checked
 
 
@@ -63,7 +68,7 @@ def test_a_runner_that_is_imported_already_is_watched_once(runner):
     assert checked == [one]
     assert one.load_model(load_dummy_weights=True) is True  # the real ones come later
     assert checked == [one]
-    assert sum(isinstance(finder, plugin._RunnerFinder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, plugin._Finder) for finder in sys.meta_path) == 1
 
 
 def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
@@ -111,7 +116,7 @@ def test_layers_of_vllm():
     kinds = (("fp8", "encoder_only"), ("fp8",), ("auto",), ("fp8",))
     layers = [Attention(name, *kind) for name, kind in zip(names, kinds, strict=True)]
     del layers[3]._k_scale_cpu  # vLLM 0.23 has none
-    found = list(plugin.vllm_layers(nn.ModuleList([*layers, nn.Linear(2, 2)])))
+    found = list(vllm_layers(nn.ModuleList([*layers, nn.Linear(2, 2)])))
     assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False), (2, True)]
     assert found[0].k == {"_k_scale": (0.5,), "_k_scale_float": (0.5,), "_k_scale_cpu": (0.5,)}
     assert found[0].v == {"_v_scale": (0.25, 0.75), "_v_scale_float": (0.75,), "_v_scale_cpu": (0.75,)}
@@ -135,7 +140,39 @@ def test_every_copy_of_a_scale_is_compared_and_named(fnuz, heads):
             setattr(model[1], copy, torch.ones_like(value) if isinstance(value, torch.Tensor) else 1.0)
             problem = "is at 1.0: the engine dropped the file's scale in layer 1"
             problems = [f"{copy[1].upper()}'s copy {copy} {problem}"]
-        assert compare([*plugin.vllm_layers(model)], found, Place(fnuz=fnuz)).problems == problems
+        assert compare([*vllm_layers(model)], found, Place(fnuz=fnuz)).problems == problems
+
+
+def test_a_backend_is_named_with_the_copies_that_it_reads():
+    layer, other = (Attention(f"model.layers.{i}.self_attn.attn", k=(0.375,), v=(0.25,)) for i in range(2))
+    for module in (layer, other):
+        module.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
+    layer._k_scale_float, other._v_scale_cpu = 1.0, torch.tensor(0.75)
+    report = compare([*vllm_layers(nn.ModuleList([layer, other]))], files([(0.375,)] * 2, [(0.25,)] * 2), ONE)
+    at_1 = "is at 1.0: the engine dropped the file's scale in layer 0"
+    assert report.problems == [
+        f"K's copy _k_scale_float, which FLASHINFER reads, {at_1}",
+        "V's copy _v_scale_cpu, which FLASHINFER does not read, is not the file's in layer 1",
+    ]
+    assert (report.used, report.total) == (3, 4)  # a copy that nothing reads is in nobody's way
+
+
+def test_repair_sets_every_copy_of_what_the_files_have():
+    heads, fnuz = Attention("model.layers.0.self_attn.attn", k=(1.0, 1.0), v=(1.0, 1.0)), Place(2, fnuz=True)
+    scalar, in_16_bits = (
+        Attention("model.layers.1.self_attn.attn", v=(1.0,)),
+        Attention("layers.2.attn", "auto"),
+    )
+    model, found = nn.ModuleList([heads, scalar, in_16_bits]), files([(0.1, 0.2, 0.3, 0.4)] * 3, [(0.5,)] * 3)
+    fill_scales(model, layers_of_files(found), fnuz, 1)
+    assert heads._k_scale.tolist() == pytest.approx([0.6, 0.8])
+    assert [heads._k_scale_float, heads._k_scale_cpu.item()] == pytest.approx([0.8, 0.8])
+    assert (heads._v_scale.tolist(), heads._v_scale_float) == ([1.0, 1.0], 1.0)
+    # one place for two scales: the kernels' one stays as it is, and is named
+    assert (scalar._k_scale.tolist(), scalar._v_scale.tolist()) == ([0.5], [1.0])
+    assert in_16_bits._k_scale.tolist() == [0.5]
+    said = compare([*vllm_layers(model)], found, fnuz, 1).problems
+    assert said == ["K's copy _k_scale is not the file's in layer 1"]
 
 
 class RadixAttention(nn.Module):
@@ -149,7 +186,7 @@ def of_sglang(model):
     """The one value that all copies of K and V hold, by layer."""
     return [
         (each.layer, *(value for x in (each.k, each.v) for value in {*x.values()}))
-        for each in plugin.sglang_layers(model, True)
+        for each in sglang_layers(model, True)
     ]
 
 
@@ -162,12 +199,12 @@ def test_layers_of_sglang():
     beside.attention_instances = {0: RadixAttention(0, 0.5, 0.25)}
     for module in (nn.ModuleList([mla]), beside):
         assert of_sglang(module) == [(0, (0.5,), (0.25,))]
-    assert [*plugin.sglang_attention(nn.ModuleList([beside]))] == ["0.attn.0"]
+    assert [*sglang_attention(nn.ModuleList([beside]))] == ["0.attn.0"]
     # as `load_kv_cache_scales` leaves a layer: a number is empty
     first, second = layers = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, 0.5, 0.25)])
     second.k_scale, second.k_scale_float = 0.5, None
     first.v_scale = torch.tensor(1.0)
-    report = compare([*plugin.sglang_layers(layers, True)], files([(0.5,)] * 2, [(0.25,)] * 2), ONE)
+    report = compare([*sglang_layers(layers, True)], files([(0.5,)] * 2, [(0.25,)] * 2), ONE)
     assert report.problems == [
         "V's copy v_scale is at 1.0: the engine dropped the file's scale in layer 0",
         "K's copy k_scale_float is empty, which kernels take for 1.0 in layer 1",
@@ -184,21 +221,21 @@ def test_layers_of_sglang():
 )
 def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level, words, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "vllm.fp8kv"):
-        plugin._guard("vllm", check)
+        plugin.guard("vllm", check)
     ((_, number, message),) = caplog.record_tuples
     assert (logging.getLevelName(number), words in message) == (level, True)
     monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
     ends = pytest.raises(plugin.ScalesNotUsedError, match="fp8kv: ") if level == "WARNING" else nullcontext()
     with ends:
-        plugin._guard("vllm", check)
+        plugin.guard("vllm", check)
 
 
 def test_a_directory_without_scales_and_dummy_weights(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert plugin._read(str(tmp_path), None, SimpleNamespace(load_format="auto")) is None
+    assert read_files(str(tmp_path), None, SimpleNamespace(load_format="auto")) is None
     with pytest.raises(ValueError, match="dummies"):
-        plugin._read(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
+        read_files(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
 
 
 def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
@@ -212,9 +249,7 @@ def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
     save_file(scales, snapshot / "model.safetensors")
-    found = plugin._read(
-        "someone/model", None, SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
-    )
+    found = read_files("someone/model", None, SimpleNamespace(load_format="auto", download_dir=str(tmp_path)))
     assert [layer.k for layer in found.layers] == [(0.5,)]
 
 
@@ -247,9 +282,10 @@ def test_an_engine_that_is_not_there_or_has_moved_its_parts_goes_on(monkeypatch,
     plugin.register_sglang()
     (hook,) = hooks.values()
     says(lambda: hook(None, SimpleNamespace()), "No module named", caplog)
-    hook(None, SimpleNamespace(is_draft_worker=True))
     # there is no vLLM here to import from
-    says(lambda: plugin._guard("vllm", lambda: plugin._check_vllm(None)), "No module named", caplog)
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    says(lambda: plugin.guard("vllm", lambda: vllm_worker.check(runner)), "No module named", caplog)
 
 
 def held(k, v, is_fp8=True, **others):
@@ -322,6 +358,13 @@ def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem
         assert compare(whole[:1], files(), ONE, **others).problems[0] == problem
     nvfp4 = held(AT_1, AT_1, is_fp8=False, cache="nvfp4")
     assert str(compare(nvfp4, files(), ONE)) == f"fp8kv: 3 layers in nvfp4; {problem}"
+
+
+def test_scales_doubled_twice_for_fnuz_are_named():
+    # SGLang's layers write the doubled value back, and double it again when they are processed again
+    assert problems(times(4, K), times(2, V), files(), Place(fnuz=True)) == [
+        "K is doubled twice in layers 0, 1, 2"
+    ]
 
 
 def test_a_rank_holds_its_own_heads_and_fnuz_the_doubled_scale():

@@ -1,0 +1,56 @@
+"""The scales in force over HTTP: a route and metrics of a vLLM server, where VLLM_PLUGINS names fp8kv."""
+
+from functools import wraps
+from typing import Any
+
+from calib.serving.vllm_engine import whole_model
+
+ROUTE = "/v1/fp8kv/scales"
+_CHANGING = ("collective_rpc", "wake_up", "finish_weight_update")
+
+
+class ScalesEndpoint:
+    """Endpoint plugin of vLLM 0.32 and newer: GET /v1/fp8kv/scales, and metrics beside the engine's own."""
+
+    name = "fp8kv"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the route."""
+
+        async def scales() -> dict[str, Any]:
+            return await self._ask()
+
+        app.add_api_route(ROUTE, scales, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Set the metrics, now and after every call that may change scales."""
+        from prometheus_client import Gauge
+
+        texts = {"in_use": "KV scales in use", "total": "KV scales", "problems": "Problems with KV scales"}
+        self._gauges = {name: Gauge(f"fp8kv_scales_{name}", text) for name, text in texts.items()}
+        self._info = Gauge("fp8kv_scales_info", "Fingerprint of the KV scales in force", ["fingerprint"])
+        self._call = engine_client.collective_rpc
+        for name in _CHANGING:
+            if method := getattr(engine_client, name, None):
+                setattr(engine_client, name, self._wrap(method))
+        await self._ask()
+
+    def _wrap(self, method: Any) -> Any:
+        @wraps(method)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(*args, **kwargs)
+            finally:
+                await self._ask()
+
+        return call
+
+    async def _ask(self) -> dict[str, Any]:
+        report = whole_model(await self._call("fp8kv_state"))
+        numbers = {"in_use": report.used, "total": report.total, "problems": len(report.problems)}
+        for name, number in numbers.items():
+            self._gauges[name].set(number)
+        self._info.clear()
+        self._info.labels(report.fingerprint).set(1)
+        return {**numbers, "fingerprint": report.fingerprint, "problems": report.problems}

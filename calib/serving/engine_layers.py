@@ -1,0 +1,137 @@
+"""Attention layers of a vLLM or SGLang model, with every copy of their scales, and the files of the model."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from calib.engines.catalogue import Engine, find_engine
+from calib.engines.outcome import Place
+from calib.errors import NoScalesError
+from calib.files.names import layer_of
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
+from calib.serving.loaded_scales import EngineLayer, expected_values
+
+# caches whose scales come from files; other quantised caches make their own
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+_IN_16_BITS = ("auto", "float16", "bfloat16")
+_AT_1 = {"k_scale": (1.0,)}  # a layer of SGLang's without a place for scales
+
+
+def vllm_layers(model: Any, version: str | None = None) -> Iterator[EngineLayer]:
+    """Yield the decoder's attention layers of a vLLM model."""
+    engine = find_engine("vllm", version)
+    for index, module in vllm_attention(model).items():
+        k, v, q = (_copies(engine, module, letter) for letter in "kvq")
+        cache, name = module.kv_cache_dtype, _backend_name(module)
+        written, read = _used_copies(engine, name)
+        is_fp8 = cache in FP8_CACHES
+        yield EngineLayer(index, is_fp8, k, v, q, _cache_name(cache), name, written, read)
+
+
+def vllm_attention(model: Any) -> dict[int, Any]:
+    """Return the decoder's attention modules of a vLLM model by layer."""
+    layers = {}
+    for module in model.modules():
+        index = layer_of(getattr(module, "layer_name", ""))
+        is_decoder = getattr(module, "attn_type", "decoder") == "decoder"  # not of pictures or sound
+        if index is not None and is_decoder and hasattr(module, "_k_scale"):
+            layers[index] = module
+    return layers
+
+
+def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> Iterator[EngineLayer]:
+    """Yield the attention layers of an SGLang model; one without a place for scales is at 1.0."""
+    engine = find_engine("sglang")
+    for module in sglang_attention(model).values():
+        k, v = (_copies(engine, module, letter) or _AT_1 for letter in "kv")
+        yield EngineLayer(module.layer_id, is_fp8, k, v, cache=_cache_name(cache))
+
+
+def sglang_attention(model: Any) -> dict[str, Any]:
+    """Return SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
+    layers = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
+            layers[name] = module
+        # a model of transformers has them beside its modules
+        instances = getattr(module, "attention_instances", {})
+        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in instances.items()}
+    return layers
+
+
+def fill_scales(model: Any, files: Mapping[int, StoredLayer], place: Place, rank: int) -> None:
+    """Set every copy of the scales of a vLLM model's FP8 layers to those in the files.
+
+    A scale that no file has, and one per head where the engine has room for one, stay as they are.
+    """
+    engine = find_engine("vllm")
+    for index, module in vllm_attention(model).items():
+        file = files.get(index)
+        if file is None or module.kv_cache_dtype not in FP8_CACHES:
+            continue
+        for letter in "kvq":
+            own = expected_values(file, letter, place, rank)
+            values = own or (expected_values(file, "k", place, rank) if letter == "v" else ())
+            for name in engine.scale_copies.values():
+                _fill(module, name.format(x=letter), values)
+
+
+def _fill(module: Any, name: str, values: Values) -> None:
+    copy = getattr(module, name, None)
+    if copy is None or not values:
+        return
+    if isinstance(copy, float):
+        setattr(module, name, max(values))
+    elif copy.numel() == len(values):
+        copy.copy_(copy.new_tensor(values).reshape(copy.shape))
+    elif len({*values}) == 1 or not name.endswith("_scale"):
+        copy.fill_(max(values))
+
+
+def _used_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ...]:
+    """Return the attributes that a backend stores with, and those that it stores or attends with."""
+    backend = engine.backends.get(backend_name)
+    steps = (backend.write, {*backend.write, *backend.read}) if backend else ((), ())
+    return tuple(
+        tuple(engine.scale_copies[copy].format(x=x) for copy in step for x in "kvq") for step in steps
+    )
+
+
+def read_files(model: str, revision: str | None, loading: Any) -> StoredScales | None:
+    """Read the scales of the files that an engine has loaded; None: there are none."""
+    if loading.load_format == "dummy":
+        raise ValueError("the weights are dummies")
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        # the engine has fetched some of the model's files; no other is fetched for this
+        options = {"local_files_only": True, "ignore_patterns": "*", "cache_dir": loading.download_dir}
+        directory = Path(snapshot_download(model, revision=revision, **options))
+    try:
+        return read_scales(directory)
+    except NoScalesError:
+        return None
+
+
+def _backend_name(module: Any) -> str:
+    backend = getattr(module, "attn_backend", None)
+    return str(backend.get_name()) if backend else ""
+
+
+def _copies(engine: Engine, module: Any, letter: str) -> dict[str, Values]:
+    """Return every copy of a module's scale of K, V or Q; nothing where all are None."""
+    names = [name.format(x=letter) for name in engine.scale_copies.values()]
+    scales = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if all(scale is None for scale in scales.values()):
+        return {}
+    return {
+        name: () if scale is None
+        else tuple(scale.flatten().tolist()) if hasattr(scale, "flatten")
+        else (float(scale),)
+        for name, scale in scales.items()
+    }  # fmt: skip
+
+
+def _cache_name(dtype: str) -> str:
+    return "16 bits" if dtype in _IN_16_BITS else dtype

@@ -1,0 +1,142 @@
+"""What the plugin does in a vLLM worker: compare scales in use with the files', repair or replace them."""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+from calib.engines.outcome import Place
+from calib.files.stored_scales import StoredLayer
+from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_layers
+from calib.serving.loaded_scales import ScalesInForce, compare, layers_of_files
+from calib.serving.plugin import guard
+from calib.serving.scale_fingerprint import fingerprint, stored_scales
+
+Files = dict[int, StoredLayer]
+
+
+def check_loaded(runner: Any) -> ScalesInForce:
+    """Compare a runner that has just loaded its model, and watch what is loaded into it later."""
+    watch_loading(runner)
+    return check(runner)
+
+
+def check(runner: Any) -> ScalesInForce:
+    """Compare all layers of a runner with the files; with FP8KV_REPAIR_SCALES=1, set them right first."""
+    report = _compare(runner)
+    if report.problems and os.environ.get("FP8KV_REPAIR_SCALES") == "1":
+        place, rank = _place(runner)
+        for model, files, _ in _models(runner):
+            fill_scales(model, files, place, rank)
+        before, report = report, _compare(runner)
+        repaired = (problem for problem in before.problems if problem not in report.problems)
+        report.notes += [f"repaired: {problem}" for problem in repaired]
+    return report
+
+
+def watch_loading(runner: Any) -> None:
+    """Check a runner's model again after weights were loaded into it, whoever does it, before the next step.
+
+    Steps cost nothing for it: the check is in the way of one step alone.
+    """
+    model = runner.get_model()
+    load, step = model.load_weights, runner.execute_model
+
+    def check_and_step(*args: Any, **kwargs: Any) -> Any:
+        forget_check(runner)
+        guard("vllm", lambda: check(runner))
+        return step(*args, **kwargs)
+
+    @wraps(load)
+    def load_and_mark(*args: Any, **kwargs: Any) -> Any:
+        runner.execute_model = check_and_step
+        return load(*args, **kwargs)
+
+    model.load_weights = load_and_mark
+
+
+def forget_check(runner: Any) -> None:
+    """Let a runner's next step be one like any other."""
+    vars(runner).pop("execute_model", None)
+
+
+def state(worker: Any) -> dict[str, Any]:
+    """Return what a worker computes with, and what is wrong with it: plain data, for the engine's core."""
+    runner = worker.model_runner
+    forget_check(runner)
+    report = check(runner)
+    return {
+        "used": report.used,
+        "total": report.total,
+        "problems": report.problems,
+        "notes": report.notes,
+        "ranks": runner.vllm_config.parallel_config.tensor_parallel_size,
+        "kv_heads": runner.model_config.get_total_num_kv_heads(),
+        "stored": {str(i): list(scales) for i, scales in stored_scales([*_layers(runner)]).items()},
+    }
+
+
+def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
+    """Give every copy of a worker's scales new values: by layer, of K, V or Q, one or one per head.
+
+    From now on they count as the files'.
+    """
+    runner = worker.model_runner
+    layers = (StoredLayer(int(i), **{x: tuple(y) for x, y in each.items()}) for i, each in scales.items())
+    runner.fp8kv_scales = {layer.layer: layer for layer in layers}
+    fill_scales(runner.get_model(), runner.fp8kv_scales, *_place(runner))
+    return state(worker)
+
+
+def _compare(runner: Any) -> ScalesInForce:
+    config, (place, rank) = runner.vllm_config, _place(runner)
+    stages = config.parallel_config.pipeline_parallel_size
+    is_fp8 = config.cache_config.cache_dtype in FP8_CACHES
+    (own, files, _), *drafts = _models(runner)
+    report = compare([*vllm_layers(own, _version())], files, place, rank, stages, is_fp8)
+    for draft, files, _ in drafts:
+        part = compare([*vllm_layers(draft, _version())], files, place, rank, stages)
+        # a draft that nobody calibrated works at 1.0: fewer of its tokens are accepted, none is wrong
+        (report.problems if files else report.notes).extend(f"draft: {problem}" for problem in part.problems)
+    report.fingerprint = fingerprint(stored_scales([*_layers(runner)]))
+    return report
+
+
+def _layers(runner: Any) -> Iterator[Any]:
+    for model, _, _ in _models(runner):
+        yield from vllm_layers(model, _version())
+
+
+def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
+    """Yield a runner's model and its draft, with the scales in their files, and which is the draft."""
+    config, model = runner.vllm_config, runner.model_config
+    # beside a model in an object store lies a directory without its weights
+    own = read_files(getattr(model, "model_weights", "") or model.model, model.revision, config.load_config)
+    pushed: Files | None = getattr(runner, "fp8kv_scales", None)
+    yield runner.get_model(), layers_of_files(own) if pushed is None else pushed, False
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    draft = getattr(drafter, "model", None)
+    if draft is None:
+        return
+    files = layers_of_files(own, is_draft=True)  # multi-token prediction: in the same checkpoint
+    draft_config = config.speculative_config.draft_model_config
+    if draft_config.model != model.model:
+        stored = read_files(draft_config.model, draft_config.revision, config.load_config)
+        # the engine numbers a draft's layers after the model's
+        first = min((layer.layer for layer in vllm_layers(draft)), default=0)
+        files = {i + first: layer for i, layer in layers_of_files(stored).items()}
+    yield draft, files, True
+
+
+def _place(runner: Any) -> tuple[Place, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    ranks = runner.vllm_config.parallel_config.tensor_parallel_size
+    return Place(ranks, current_platform.is_fp8_fnuz()), get_tensor_model_parallel_rank()
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,182 @@
+"""Engines have one fingerprint if a block of one means the same in the other; blocks are known by it."""
+
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from calib import push_scales
+from calib.errors import InputError
+from calib.serving import vllm_engine
+from calib.serving.loaded_scales import EngineLayer
+from calib.serving.plugin import ScalesNotUsedError
+from calib.serving.push import ScalesNotDeliveredError
+from calib.serving.scale_fingerprint import fingerprint, join_ranks, stored_scales
+
+K, V = (0.5, 0.25, 0.125, 0.75), (0.375,) * 4
+
+
+def engine(k=K, v=V, cache="fp8", count=2):
+    """What layers of an engine store with."""
+    layers = [
+        EngineLayer(i, cache == "fp8", {"k_scale": k}, {"v_scale": v}, cache=cache) for i in range(count)
+    ]
+    return stored_scales(layers)
+
+
+def test_a_fingerprint_is_of_what_k_and_v_are_stored_with():
+    whole = fingerprint(engine())
+    assert (len(whole), whole) == (32, fingerprint(engine(v=(0.375,))))  # one value for all heads
+    others = [
+        engine(k=(*K[:3], 0.75000006)), engine(k=K[::-1]), engine(K, (0.5,)), engine(count=1),
+        engine(cache="fp8_e5m2"), {**engine(), 1: engine(cache="16 bits")[1]},
+    ]  # fmt: skip
+    assert len({whole, *map(fingerprint, others)}) == 7
+    assert fingerprint(engine(cache="16 bits")) == ""
+    # of the copies, the one that the backend stores with
+    layer = EngineLayer(0, True, {"_k_scale": K, "_k_scale_float": (1.0,)}, {"_v_scale": V})
+    assert stored_scales([layer])[0][1] == K
+    assert stored_scales([EngineLayer(**vars(layer) | {"written": ("_k_scale_float",)})])[0][1] == (1.0,)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_fingerprint_does_not_depend_on_how_many_gpus_a_model_is_split_over(ranks):
+    # with more ranks than heads, some hold the same one; V has one scale
+    heads = [tuple(K[rank * 4 // ranks : rank * 4 // ranks + max(1, 4 // ranks)]) for rank in range(ranks)]
+    parts = [{stage: engine(k, (0.375,))[stage]} for stage in range(2) for k in heads]
+    assert fingerprint(join_ranks(parts, ranks, 4)) == fingerprint(engine())
+
+
+def state(k=(0.5,), problems=()):
+    """What a worker says, as the engine's core gets it."""
+    stored = {str(i): list(scales) for i, scales in engine(k, (0.25,)).items()}
+    counts = {"used": 4 - len(problems), "total": 4, "ranks": 1, "kv_heads": 4}
+    return {**counts, "problems": list(problems), "notes": [], "stored": stored}
+
+
+class Core:
+    """vLLM's engine core, with workers that say `states`."""
+
+    def __init__(self, *states, connector=True):
+        self.vllm_config = SimpleNamespace(kv_transfer_config="a connector" if connector else None)
+        self.model_executor = SimpleNamespace(collective_rpc=self._answer)
+        self.states, self.calls = list(states), []
+
+    def _answer(self, method, args=()):
+        self.calls.append((method, *args))
+        return [self.states.pop(0)] if method == "fp8kv_state" else None
+
+    def _initialize_kv_caches(self, config):
+        return "caches"
+
+    def collective_rpc(self, method):
+        return method
+
+    def wake_up(self):
+        return True
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """Makes such a core, watched by the plugin."""
+    monkeypatch.setattr(vllm_engine, "_identity", "")
+    module = ModuleType("vllm.v1.engine.core")
+    module.EngineCore = type("EngineCore", (Core,), dict(vars(Core)))
+    vllm_engine.watch_core(module)
+    return module.EngineCore
+
+
+def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, caplog):
+    caplog.set_level("INFO", "vllm.fp8kv")
+    first, second = (fingerprint(engine(k, (0.25,))) for k in ((0.5,), (0.75,)))
+    one = core(state(), state(), state((0.75,)), state((0.75,), ["K is bad"]))
+    assert one._initialize_kv_caches(None) == "caches"
+    assert one.calls == [("fp8kv_state",), ("fp8kv_identify", first)]
+    assert one.collective_rpc("reload_weights") == "reload_weights"  # nothing has changed
+    assert one.wake_up() is True
+    assert one.calls[-1] == ("fp8kv_identify", second)
+    one.collective_rpc("add_lora")
+    good = "fp8kv: 4 of 4 KV scales in use, FP8 cache, fingerprint {}"
+    bad = f"fp8kv: 3 of 4 KV scales in use, FP8 cache, fingerprint {second}; rank 0: K is bad"
+    assert caplog.messages == [good.format(first), good.format(second), bad]
+    one.collective_rpc("fp8kv_state")  # says by itself what it finds
+    without = core(state(), connector=False)
+    without.wake_up()
+    assert without.calls == [("fp8kv_state",)]
+
+
+def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
+    monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
+    one = core(state(problems=["K is bad"]), state())
+    with pytest.raises(ScalesNotUsedError, match="K is bad"):
+        one.collective_rpc("update_weights")
+    with pytest.raises(ScalesNotUsedError, match="K is bad"):
+        one.model_executor.execute_model("step")
+    one.collective_rpc("update_weights")
+    assert not hasattr(one.model_executor, "execute_model")
+
+
+def test_connectors_know_blocks_by_the_scales(monkeypatch):
+    hashes = ModuleType("kv_cache_utils")
+    hashes.generate_block_hash_extra_keys = lambda request, start, end, place: (None, place)
+    example, nixl = ModuleType("example_connector"), ModuleType("metadata")
+    example.ExampleConnector = type("ExampleConnector", (), {})
+    example.ExampleConnector._generate_foldername_debug = lambda self, tokens, hashes, make=False: (
+        tokens,
+        hashes,
+    )
+    nixl.compute_nixl_compatibility_hash = lambda config: "abc"
+    lmcache = ModuleType("multi_process_adapter")
+
+    def start(self, url, context, model_name):
+        self.model_name = model_name
+
+    for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter"):
+        setattr(lmcache, name, type(name, (), {"__init__": start}))
+    vllm_engine.watch_block_hashes(hashes)
+    vllm_engine.watch_example_connector(example)
+    vllm_engine.watch_nixl(nixl)
+    vllm_engine.watch_lmcache(lmcache)
+
+    def keys():
+        return (
+            hashes.generate_block_hash_extra_keys("request", 0, 16, 0),
+            example.ExampleConnector()._generate_foldername_debug([1], ["picture"], make=True),
+            nixl.compute_nixl_compatibility_hash("config"),
+            lmcache.LMCacheMPWorkerAdapter("url", "context", model_name="llama").model_name,
+            lmcache.LMCacheMPSchedulerAdapter("url", "context", "llama").model_name,
+        )
+
+    vllm_engine.identify("")
+    assert keys() == ((None, 0), ([1], ["picture"]), "abc", "llama", "llama")
+    vllm_engine.identify("cafe")
+    block, folder, nixl_hash, *names = keys()
+    assert block == ((("fp8kv", "cafe"),), 0)
+    assert (folder, names) == (([1], ["picture", "cafe"]), ["llama@cafe"] * 2)
+    assert len(nixl_hash) == 64
+    # a block's hash holds that of the block before it
+    assert hashes.generate_block_hash_extra_keys("request", 16, 32, 0) == (None, 0)
+    vllm_engine.identify("beef")
+    assert keys()[2] != nixl_hash
+    vllm_engine.identify("")
+
+
+def test_pushed_scales_reach_every_layer_or_are_named():
+    sent = []
+
+    def engine_of(answer):
+        return SimpleNamespace(collective_rpc=lambda method, args: sent.append((method, *args)) or [answer])
+
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]).view(-1, 1, 1) for x in "kv"}
+    assert push_scales(engine_of(state()), scales) == fingerprint(engine((0.5,), (0.25,)))
+    assert sent == [("fp8kv_set_scales", {"0": {"k": [0.5], "v": [0.5]}})]
+    with pytest.raises(ScalesNotDeliveredError, match="rank 0: K's copy _k_scale_float is at 1.0 in layer 3"):
+        push_scales(engine_of(state(problems=["K's copy _k_scale_float is at 1.0 in layer 3"])), scales)
+    for bad in (
+        {"model.layers.0.mlp.weight": torch.ones(1)},
+        {"model.layers.0.self_attn.k_scale": torch.zeros(1)},
+    ):
+        with pytest.raises(InputError, match="is not a KV-cache scale"):
+            push_scales(engine_of(state()), bad)
+    with pytest.raises(InputError, match="fp8kv installed where it runs"):
+        push_scales(SimpleNamespace(), scales)

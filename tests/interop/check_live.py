@@ -1,0 +1,238 @@
+"""Is it right while it runs? The plugin in a real vLLM, whose scales change, and which hands blocks on.
+
+check_live.py updates DIR STEPS   what is spoiled is named and repaired; after reload_weights, push_scales and
+                                  the updates of `write_models.py steps` the engine computes with the scales
+                                  of that moment
+check_live.py blocks DIR          engines on one store of blocks: with other scales a miss, with equal ones
+                                  hits, and always the right text
+
+DIR is an output of one scale per layer. The other scales are 8 times as large.
+"""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from engine import SCALES_FILE, generate, read_output, start, tell
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from calib.serving import plugin
+from calib.serving.push import ScalesNotDeliveredError, push_scales
+from calib.serving.vllm_engine import whole_model
+
+PROMPT = (
+    "Rome was built on seven hills, and its empire lasted for centuries. Its roads, its laws and its "
+    "language spread over three continents. Historians ask why it rose, and why it fell: they name its army, "
+    "its grain, its slaves and its gods. "
+)
+TOKENS = 250  # the connector looks up what it stored only where its two ways of rounding agree
+Check = tuple[str, bool, object]  # what, whether it is right, what was seen
+
+
+def text_of(llm: object, prompt: object = PROMPT) -> str:
+    """What the engine writes, greedily, without what it remembers of earlier prompts."""
+    llm.reset_prefix_cache()
+    return generate(llm, prompt, temperature=0, max_tokens=24).outputs[0].text
+
+
+def state_of(llm: object) -> object:
+    """What all ranks compute with."""
+    return whole_model(llm.collective_rpc("fp8kv_state"))
+
+
+def attention(llm: object) -> list[torch.nn.Module]:
+    """The attention layers."""
+    (modules,) = llm.collective_rpc(lambda worker: [*worker.model_runner.model.modules()])
+    return [module for module in modules if hasattr(module, "_k_scale")]
+
+
+def floats_at_1(llm: object) -> None:
+    """As vLLM left them up to 0.19 (#34863): the tensors right, the numbers on the host 1.0."""
+    for module in attention(llm):
+        module._k_scale_float = module._v_scale_float = 1.0
+
+
+def check_updates(scaled: Path, steps: Path) -> Iterator[Check]:
+    """One engine, whose scales are spoiled, repaired, reloaded and pushed."""
+    other, log = times_8(scaled), []
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    logging.getLogger("vllm.fp8kv").addFilter(lambda record: log.append(record.getMessage()) or True)
+    plugin.register_vllm()
+    llm = start(scaled, max_model_len=512, num_gpu_blocks_override=64)
+    layers = len(attention(llm))
+    good = f"fp8kv: {2 * layers} of {2 * layers} KV scales in use, FP8 cache, fingerprint "
+    first, reference = state_of(llm), text_of(llm)
+    yield "loaded", str(first).startswith(good) and bool(first.fingerprint), log[-1]
+
+    floats_at_1(llm)
+    wrong = text_of(llm)
+    yield "floats at 1.0 write another text", wrong != reference, (reference, wrong)
+    named = "rank 0: K's copy _k_scale_float, which CPU_ATTN reads, is at 1.0"
+    any_call(llm)
+    yield "the next call of any kind names them", named in log[-1], log[-1][:300]
+    os.environ["FP8KV_REPAIR_SCALES"] = "1"
+    any_call(llm)
+    del os.environ["FP8KV_REPAIR_SCALES"]
+    repaired = log[-1].startswith(good) and "; rank 0: repaired: K's copy _k_scale_float" in log[-1]
+    yield "repaired", repaired and "K is" not in log[-1], log[-1][:300]
+    yield "and the reference's text again", text_of(llm) == reference, reference
+
+    # new files, by the engine's own reload
+    path = {"weights_path": str(other)}
+    llm.collective_rpc("reload_weights", kwargs=path)
+    second = state_of(llm)
+    is_new = second.fingerprint not in (first.fingerprint, "") and str(second).startswith(good)
+    yield "reload_weights: right by the new files", is_new and holds(llm, scales_of(other)), log[-1]
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scaled)})
+    yield "and back", state_of(llm) == first and text_of(llm) == reference, log[-1]
+
+    # scales without weights
+    pushed = push_scales(llm, scales_of(other))
+    yield (
+        "push_scales: the other's fingerprint",
+        pushed == second.fingerprint and holds(llm, scales_of(other)),
+        pushed,
+    )
+    again = push_scales(llm, scales_of(scaled))
+    yield "and back", again == first.fingerprint and text_of(llm) == reference, again
+    broken = {name: x for name, x in scales_of(other).items() if ".7." not in name}
+    try:
+        push_scales(llm, broken)
+        ended = "delivered"
+    except ScalesNotDeliveredError as error:
+        ended = str(error)
+    yield "a layer left out is named", "rank 0: " in ended and "in layer 7" in ended, ended[:300]
+    push_scales(llm, scales_of(scaled))
+
+    right = [*train(llm, scaled, steps)]
+    yield "20 updates of k_proj, each with its scales", len(right) == 20 and all(right), right
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scaled)})
+    push_scales(llm, scales_of(scaled))
+    yield "and back to the first text", text_of(llm) == reference, reference
+
+    os.environ["FP8KV_REQUIRE_SCALES"] = "1"
+    floats_at_1(llm)
+    ended = error_of(lambda: any_call(llm))
+    yield "required: a call that finds them wrong ends in an error", named in ended, ended[:200]
+    ended = error_of(lambda: text_of(llm))
+    yield "and nothing more is computed", named in ended, ended[:200]
+
+
+def check_blocks(scaled: Path) -> Iterator[Check]:
+    """Engines that share a folder of blocks: one writes it, others with the same prompt look there first."""
+    other = times_8(scaled)
+    alone = run_engine(other)
+    for with_plugin in (False, True):
+        store = Path(tempfile.mkdtemp())
+        first = run_engine(scaled, store, with_plugin)
+        same = run_engine(scaled, store, with_plugin)
+        yield (
+            f"equal scales, plugin {with_plugin}: hits",
+            (same["hits"], same["text"]) == (1, first["text"]),
+            same,
+        )
+        after = run_engine(other, store, with_plugin)
+        expected = (0, True) if with_plugin else (1, False)
+        is_right = (after["hits"], after["text"] == alone["text"]) == expected
+        words = "a miss, and the right text" if with_plugin else "its blocks, and another text"
+        yield f"other scales, plugin {with_plugin}: {words}", is_right, (after, alone["text"])
+
+
+def run_engine(directory: Path, store: Path | None = None, with_plugin: bool = True) -> dict[str, object]:
+    """In a process of its own: return its text, and how often it took blocks from the store."""
+    command = [sys.executable, __file__, "engine", str(directory), str(store or ""), str(with_plugin)]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return json.loads(lines[-1])
+
+
+def engine(directory: str, store: str, with_plugin: str) -> None:
+    """What such a process does."""
+    if with_plugin == "True":
+        plugin.register_vllm()
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    hits, look = [], ExampleConnector.get_num_new_matched_tokens
+    ExampleConnector.get_num_new_matched_tokens = lambda *a: hits.append(look(*a)) or hits[-1]
+    shared = {"shared_storage_path": store}
+    transfer = KVTransferConfig(
+        kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=shared
+    )
+    options = {"kv_transfer_config": transfer} if store else {}
+    llm = start(Path(directory), max_model_len=512, num_gpu_blocks_override=64, **options)
+    tokens = llm.get_tokenizer().encode(PROMPT * 6)[:TOKENS]
+    text = text_of(llm, {"prompt_token_ids": tokens})
+    print(json.dumps({"text": text, "hits": sum(bool(tokens) for tokens, _ in hits)}))
+
+
+def any_call(llm: object) -> None:
+    """A call of all workers that the plugin does not know."""
+    llm.collective_rpc(lambda worker: None)
+
+
+def error_of(function: Callable[[], object]) -> str:
+    """What `function` ends with."""
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "goes on"
+
+
+def scales_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The scales of an output, by the names in its file."""
+    scales = read_output(directory).scales
+    return {f"{name}.{x}_scale": scale for name, each in scales.items() for x, scale in each.items()}
+
+
+def times_8(directory: Path) -> Path:
+    """The same model with scales 8 times as large."""
+    other = Path(shutil.copytree(directory, Path(tempfile.mkdtemp(), "other")))
+    scales = {name: 8 * x for name, x in load_file(other / SCALES_FILE).items()}
+    (other / SCALES_FILE).unlink()  # which may be a link
+    save_file(scales, other / SCALES_FILE, {"format": "pt"})
+    return other
+
+
+def holds(llm: object, scales: dict[str, torch.Tensor]) -> bool:
+    """Whether every copy of K's and V's scales is one of these."""
+    return all(
+        torch.allclose(torch.as_tensor(getattr(module, f"_{x}_scale{copy}")), scale.max(), rtol=1e-6)
+        for module in attention(llm)
+        for x in "kv"
+        for scale in [scales[f"{module.layer_name.removesuffix('.attn')}.{x}_scale"]]
+        for copy in ("", "_float", "_cpu")
+    )
+
+
+def train(llm: object, directory: Path, steps: Path) -> Iterator[bool]:
+    """Give the engine a larger K, again and again, with its scales; whether it held them each time."""
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
+    for file in sorted(steps.glob("*.safetensors")):
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.weight.mul_(2**0.25)
+        weights = ((name, weight.detach().bfloat16()) for name, weight in model.named_parameters())
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        scales = load_file(file)
+        push_scales(llm, scales)
+        yield holds(llm, scales) and not state_of(llm).problems
+
+
+if __name__ == "__main__":
+    what, *arguments = sys.argv[1:]
+    if what == "engine":
+        engine(*arguments)
+    else:
+        checks = {"updates": check_updates, "blocks": check_blocks}[what](*map(Path, arguments))
+        tell((f"{name}: {str(seen)[:300]}", right) for name, right, seen in checks)
