@@ -3,6 +3,9 @@
 check_server.py plugin WHEEL [NAME ...]
     Serves hand-made directories with our wheel installed; exit 0 if the line is right for each, and
     only the good ones are served where FP8KV_REQUIRE_SCALES is set; a bad one is where it is not
+check_server.py nodes FP8KV WHEEL DIR OTHER
+    Serves both with VLLM_PLUGINS=fp8kv: `verify --served --served` finds DIR and OTHER, the same with other
+    scales, apart, and DIR and DIR alike; metrics say the same
 check_server.py verify FP8KV TWIN TWIN_CALIBRATED PLAIN_CALIBRATED
     FP8KV is the command, which has an environment of its own. A server of TWIN_CALIBRATED, the twin
     with its scales, must be nearer to them; one of TWIN nearer to 1.0; of PLAIN_CALIBRATED, a model
@@ -11,6 +14,7 @@ check_server.py verify FP8KV TWIN TWIN_CALIBRATED PLAIN_CALIBRATED
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -163,7 +167,7 @@ SERVED = [
     Served("doubled", f"{NONE}; K is twice the file's", doubled="all"),
     Served(
         "the numbers doubled that vLLM's kernel for CPUs reads",
-        f"{NONE}; K's copy _k_scale_float is twice the file's",
+        f"{NONE}; K's copy _k_scale_float, which CPU_ATTN reads, is twice the file's",
         doubled="floats",
     ),
     Served(
@@ -197,7 +201,8 @@ def check_line(served: Served, directory: Path, packages: Path) -> bool:
     options = ["--skip-tokenizer-init", "--max-model-len", "128", "--num-gpu-blocks-override", "8"]
     with serving(directory, packages, *options, *served.options, **variables) as (url, log):
         serves = url is not None
-    said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
+    fingerprint = re.compile(", fingerprint [0-9a-f]{32}")
+    said = [fingerprint.sub("", line) for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(served.line in line for line in said) and serves == served.serves
     print(f"{'ok   ' if is_right else 'WRONG'} {served.name}: serves {serves}; {said}", flush=True)
     return is_right
@@ -224,9 +229,37 @@ def check_verify(fp8kv: str, twin: str, scaled: str, plain: str) -> Iterator[boo
         yield is_right
 
 
+# ---- two nodes ----
+
+
+def check_nodes(fp8kv: str, wheel: str, directory: str, other: str) -> Iterator[bool]:
+    """Serve two directories at a time."""
+    options = ["--max-model-len", "128", "--num-gpu-blocks-override", "8"]
+    variables = {"VLLM_PLUGINS": "fp8kv,interop_helper"}
+    for second, status in ((directory, 0), (other, 1)):
+        packages = [install(Path(tempfile.mkdtemp(), "packages"), wheel) for _ in range(2)]
+        with (
+            serving(Path(directory).resolve(), packages[0], *options, **variables) as (prefill, log),
+            serving(Path(second).resolve(), packages[1], *options, **variables) as (decode, _),
+        ):
+            if prefill is None or decode is None:
+                sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
+            command = [fp8kv, "verify", directory, "--served", prefill, "--served", decode, "--json"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            with urllib.request.urlopen(f"{prefill}/metrics", timeout=5) as answer:
+                metrics = answer.read().decode()
+        said = json.loads(done.stdout)
+        scales = said["servers"][prefill]
+        lines = [f'fp8kv_scales_info{{fingerprint="{scales["fingerprint"]}"}} 1.0']
+        lines += [f"fp8kv_scales_in_use {scales['total']}.0", "fp8kv_scales_problems 0.0"]
+        is_right = done.returncode == status and scales["total"] > 0 and all(x in metrics for x in lines)
+        print(f"{'OK' if is_right else 'FAILED'} {directory} and {second}: {said}", flush=True)
+        yield is_right
+
+
 def main() -> None:
     what, *arguments = sys.argv[1:]
-    right = [*{"plugin": check_plugin, "verify": check_verify}[what](*arguments)]
+    right = [*{"plugin": check_plugin, "nodes": check_nodes, "verify": check_verify}[what](*arguments)]
     sys.exit(0 if all(right) else 1)
 
 

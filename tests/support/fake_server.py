@@ -69,12 +69,15 @@ class FakeServer:
         self.requests, self.headers = [], []
         self.models = [{"id": "m", "root": "/m", "max_model_len": 129}]
         self.prompt_logprobs = "given"  # ignored, refused
+        self.in_force = None  # what our plugin says of scales
         self.change = lambda path, answer: answer  # returns (status, bytes) or an answer
         self.wait, self.noise, self.drip = (lambda number: None), 0.0, 0.0  # seconds for each byte
 
     def answer(self, path, body):
         self.requests.append((path, body))
         self.wait(len(self.requests))
+        if path == "/v1/fp8kv/scales" and self.in_force:
+            return self.change(path, self.in_force)
         if path not in ("/v1/models", "/v1/completions"):
             return 404, b""
         if path.endswith("/models"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command_line import fp8kv
 from fake_server import SECRET, FakeServer, running
 
 from calib.errors import InputError
@@ -61,6 +62,27 @@ def test_without_logprobs_of_prompts_three_parts_of_each_text_are_asked_for(prom
     assert not answers.of_prompt
     assert [*map(len, answers.first)] == [1] * 9
     assert all("prompt_logprobs" not in body for _, body in fake.requests[2:])
+
+
+def test_nodes_that_store_with_other_scales_are_told_apart(fake, tmp_path):
+    other = FakeServer()
+    good = {"in_use": 4, "total": 4, "problems": [], "fingerprint": "ab" * 16}
+    with running(fake) as prefill, running(other) as decode:
+        command = ["verify", tmp_path, "--served", prefill, "--served", decode]
+        for theirs, status, said in (
+            (good, 0, "each reads the other's KV blocks rightly"),
+            (good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
+            (
+                good | {"in_use": 3, "problems": ["rank 1: K is bad"]},
+                1,
+                f"problem: {decode}: rank 1: K is bad",
+            ),
+            (None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
+        ):
+            fake.in_force, other.in_force = good, theirs
+            done = fp8kv(*command)
+            assert (done.exit_code, said in done.stdout + done.stderr) == (status, True), done.output
+    assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 4
 
 
 def no_logprobs(path, answer):
