@@ -17,8 +17,8 @@ from calib.engines.catalogue import find_engine
 from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.loaded_scales import compare
-from calib.serving.plugin import sglang_layers, vllm_layers
+from calib.serving.loaded_scales import compare, layers_of_files
+from calib.serving.engine_layers import sglang_layers, vllm_layers
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 
@@ -37,7 +37,7 @@ def verdict(engine: str, name: str, home: Path) -> tuple[str, bool]:
         from sglang_classes import load
 
         layers = sglang_layers(load(home / name, scales_of(home / name)), True)
-    report = compare([*layers], read_scales(home / name), Place())
+    report = compare([*layers], layers_of_files(read_scales(home / name)), Place())
     return f"{home.name} {name}: {report}", report.total > 0 and not report.problems
 
 

@@ -37,7 +37,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
-from calib.serving.plugin import sglang_attention
+from calib.serving.engine_layers import sglang_attention
 
 CPU = torch.device("cpu")
 # what SGLang chooses on a CPU is refused for some models
