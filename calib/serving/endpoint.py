@@ -25,7 +25,7 @@ class ScalesEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Set the metrics, now and after every call that may change scales."""
-        from prometheus_client import Gauge
+        from prometheus_client import Gauge  # type: ignore[import-not-found]
 
         texts = {"in_use": "KV scales in use", "total": "KV scales", "problems": "Problems with KV scales"}
         self._gauges = {name: Gauge(f"fp8kv_scales_{name}", text) for name, text in texts.items()}

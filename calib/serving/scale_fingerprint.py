@@ -14,8 +14,7 @@ Stored = Mapping[int, tuple[str, Values, Values]]
 def stored_scales(layers: Sequence[EngineLayer]) -> Stored:
     """Return the scales that each layer stores K and V with, of the copies those that its backend reads."""
     return {
-        layer.layer: (layer.cache, *(_written(layer, copies) for copies in (layer.k, layer.v)))
-        for layer in layers
+        layer.layer: (layer.cache, _written(layer, layer.k), _written(layer, layer.v)) for layer in layers
     }
 
 
@@ -41,7 +40,8 @@ def join_ranks(ranks: Sequence[Stored], tensor_parallel_size: int, kv_heads: int
     for first in range(0, len(ranks), tensor_parallel_size):
         group = ranks[first : first + tensor_parallel_size]
         for index, (cache, *_) in group[0].items():
-            k, v = (_join([rank[index][place] for rank in group], kv_heads) for place in (1, 2))
+            k = _join([rank[index][1] for rank in group], kv_heads)
+            v = _join([rank[index][2] for rank in group], kv_heads)
             whole[index] = (cache, k, v)
     return whole
 

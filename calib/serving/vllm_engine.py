@@ -113,7 +113,7 @@ def watch_block_hashes(module: ModuleType) -> None:
             keys = (*(keys or ()), ("fp8kv", _identity))
         return keys, place
 
-    module.generate_block_hash_extra_keys = add_scales
+    module.generate_block_hash_extra_keys = add_scales  # type: ignore[attr-defined]
 
 
 def watch_example_connector(module: ModuleType) -> None:
@@ -136,7 +136,7 @@ def watch_nixl(module: ModuleType) -> None:
         value: str = compatibility_hash(*args, **kwargs)
         return hashlib.sha256(f"{value} {_identity}".encode()).hexdigest() if _identity else value
 
-    module.compute_nixl_compatibility_hash = add_scales
+    module.compute_nixl_compatibility_hash = add_scales  # type: ignore[attr-defined]
 
 
 def watch_lmcache(module: ModuleType) -> None:

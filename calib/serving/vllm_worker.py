@@ -82,8 +82,11 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
     From now on they count as the files'.
     """
     runner = worker.model_runner
-    layers = (StoredLayer(int(i), **{x: tuple(y) for x, y in each.items()}) for i, each in scales.items())
-    runner.fp8kv_scales = {layer.layer: layer for layer in layers}
+    runner.fp8kv_scales = {}
+    for index, each in scales.items():
+        values = {letter: tuple(scale) for letter, scale in each.items()}
+        layer = StoredLayer(int(index), values.get("k"), values.get("v"), values.get("q"))
+        runner.fp8kv_scales[layer.layer] = layer
     fill_scales(runner.get_model(), runner.fp8kv_scales, *_place(runner))
     return state(worker)
 
@@ -137,6 +140,6 @@ def _place(runner: Any) -> tuple[Place, int]:
 
 
 def _version() -> str:
-    import vllm
+    import vllm  # type: ignore[import-not-found]
 
     return str(vllm.__version__)

@@ -17,8 +17,8 @@ from calib.engines.catalogue import find_engine
 from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.loaded_scales import compare, layers_of_files
 from calib.serving.engine_layers import sglang_layers, vllm_layers
+from calib.serving.loaded_scales import compare, layers_of_files
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 
