@@ -100,7 +100,8 @@ def tests_running(mutant: Mutant, tree: Path, coverage: Path) -> list[str]:
     )
     tests = [test for test in tests if not test.startswith(WITHOUT)][:MOST]
     if not running or any(context.endswith("|setup") for context in running):
-        tests += of_module
+        # of a file that is given whole, pytest runs no function earlier
+        tests = of_module + [test for test in tests if test.partition("::")[0] not in of_module]
     return tests
 
 
