@@ -96,6 +96,7 @@ def refused(directory, model, message):
     ("scales", "message"),
     [
         ({"k_scale": 0.5}, "the v_scale of layer 0 is missing"),
+        ({"kv_scale": 4.0, "k_scale": 2.0}, "two values for the K and V scale of layer 0"),
         ({"kv_scale": 0.5, "layers": 1}, "it lacks layers 1, 2, and"),
         ({"kv_scale": 0.5, "layers": 4}, "of another model: it has a layer 3"),
         ({"kv_scale": float("nan")}, "k_scale of layer 0 is [nan]"),
