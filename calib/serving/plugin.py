@@ -39,6 +39,8 @@ _PARTS = {
 # called once the weights are loaded
 _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype"
 
+_ERRORS: set[str] = set()  # that were logged
+
 
 class ScalesNotUsedError(RuntimeError):
     """FP8KV_REQUIRE_SCALES is set, and not every layer is known to compute with its scales."""
@@ -128,6 +130,9 @@ def guard(engine: str, check: "Callable[[], ScalesInForce | None]") -> None:
     except Exception as error:  # noqa: BLE001  a check must not end a server that works
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         line = f"fp8kv: cannot compare the scales in use with the files': {reason:.400}"
+        if line in _ERRORS and not is_required():
+            return  # an engine may be called a hundred times a second
+        _ERRORS.add(line)
     if report and not report.problems:
         logger.info(line)
     elif is_required():

@@ -42,6 +42,7 @@ def compare(layers, found, *args, **kwargs):
 @pytest.fixture(autouse=True)
 def nothing_is_demanded(monkeypatch):
     monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
+    monkeypatch.setattr(plugin, "_ERRORS", set())
 
 
 @pytest.fixture
@@ -257,6 +258,7 @@ def says(function, words, caplog):
     """What goes wrong is a line in the log."""
     caplog.clear()
     function()
+    function()  # again: no second line
     (record,) = caplog.records
     said = record.getMessage()
     assert (record.levelname, words in said, "\n" in said) == ("WARNING", True, False)
@@ -286,6 +288,61 @@ def test_an_engine_that_is_not_there_or_has_moved_its_parts_goes_on(monkeypatch,
     parallel = SimpleNamespace(tensor_parallel_size=1)
     runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     says(lambda: plugin.guard("vllm", lambda: vllm_worker.check(runner)), "No module named", caplog)
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """A worker of vLLM's, whose checkpoint has scales for its two layers and for a draft layer after them."""
+    name = "model.layers.{}.self_attn.{}_scale"
+    scales = {name.format(i, x): torch.tensor([0.5]) for i in range(3) for x in "kv"}
+    save_file(scales, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    for module, values in {
+        "vllm": {"__version__": "0.33.0"},
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_fp8_fnuz=lambda: False)},
+    }.items():
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        vars(sys.modules[module]).update(values)
+    layers = [Attention(f"model.layers.{i}.self_attn.attn", v=(0.5,)) for i in range(3)]
+    model, draft = nn.ModuleList(layers[:2]), nn.ModuleList(layers[2:])
+    model.load_weights = lambda weights: weights
+    config = SimpleNamespace(model=str(tmp_path), revision=None, get_total_num_kv_heads=lambda: 2)
+    runner = SimpleNamespace(
+        get_model=lambda: model, model_config=config, execute_model=lambda step: step,
+        drafter=SimpleNamespace(model=draft),
+        vllm_config=SimpleNamespace(
+            load_config=SimpleNamespace(load_format="auto"), cache_config=SimpleNamespace(cache_dtype="fp8"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+            speculative_config=SimpleNamespace(draft_model_config=config),
+        ),
+    )  # fmt: skip
+    return SimpleNamespace(model_runner=runner), layers
+
+
+def test_a_worker_compares_its_draft_too_repairs_and_takes_new_scales(worker, monkeypatch):
+    worker, layers = worker
+    good = vllm_worker.state(worker)
+    assert (good["problems"], good["notes"], good["used"]) == ([], [], 4)
+    layers[0]._k_scale_float = layers[2]._k_scale_float = 1.0
+    copy = "K's copy _k_scale_float is twice the file's in layer {}"
+    spoiled = [copy.format(0), f"draft: {copy.format(2)}"]
+    assert vllm_worker.state(worker)["problems"] == spoiled
+    monkeypatch.setenv("FP8KV_REPAIR_SCALES", "1")
+    repaired = vllm_worker.state(worker)
+    assert (repaired["problems"], repaired["notes"]) == ([], [f"repaired: {problem}" for problem in spoiled])
+    state = vllm_worker.set_scales(worker, {str(i): {"k": [0.25], "v": [0.75]} for i in range(2)})
+    assert (state["problems"], state["stored"]["1"]) == ([], ["fp8", (0.25,), (0.75,)])
+    assert layers[0]._k_scale_float == 0.25
+
+
+def test_weights_that_are_loaded_by_hand_are_compared_before_the_next_step(worker, caplog):
+    worker, layers = worker
+    vllm_worker.watch_loading(worker.model_runner)
+    assert worker.model_runner.get_model().load_weights("weights") == "weights"
+    layers[1]._v_scale_float = 1.0
+    assert worker.model_runner.execute_model("step") == "step"
+    assert "V's copy _v_scale_float is twice the file's in layer 1" in caplog.text
 
 
 def held(k, v, is_fp8=True, **others):
