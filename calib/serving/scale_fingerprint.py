@@ -10,6 +10,8 @@ from calib.serving.loaded_scales import EngineLayer
 # layer -> its cache type, and the scales of K and V that it stores with
 Stored = Mapping[int, tuple[str, Values, Values]]
 
+_ALIASES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8"}  # vLLM's names of one cache
+
 
 def stored_scales(layers: Sequence[EngineLayer]) -> Stored:
     """Return the scales that each layer stores K and V with, of the copies those that its backend reads."""
@@ -22,7 +24,7 @@ def fingerprint(stored: Stored) -> str:
     """Return 16 bytes, in hex, of all layers' scales, as float32; empty where no layer has an FP8 cache."""
     digest, has_scales = blake2b(digest_size=16), False
     for index, (cache, *scales) in sorted(stored.items()):
-        digest.update(f"{index} {cache} ".encode())
+        digest.update(f"{index} {_ALIASES.get(cache, cache)} ".encode())
         for values in scales:
             # one value for all heads is the same scale, however it is stored
             values = values[:1] if len({*values}) == 1 else values

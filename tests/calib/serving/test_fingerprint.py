@@ -19,7 +19,7 @@ K, V = (0.5, 0.25, 0.125, 0.75), (0.375,) * 4
 def engine(k=K, v=V, cache="fp8", count=2):
     """What layers of an engine store with."""
     layers = [
-        EngineLayer(i, cache == "fp8", {"k_scale": k}, {"v_scale": v}, cache=cache) for i in range(count)
+        EngineLayer(i, cache != "16 bits", {"k_scale": k}, {"v_scale": v}, cache=cache) for i in range(count)
     ]
     return stored_scales(layers)
 
@@ -27,11 +27,13 @@ def engine(k=K, v=V, cache="fp8", count=2):
 def test_a_fingerprint_is_of_what_k_and_v_are_stored_with():
     whole = fingerprint(engine())
     assert (len(whole), whole) == (32, fingerprint(engine(v=(0.375,))))  # one value for all heads
+    assert whole == fingerprint(engine(cache="fp8_e4m3"))  # another name of the same
     others = [
         engine(k=(*K[:3], 0.75000006)), engine(k=K[::-1]), engine(K, (0.5,)), engine(count=1),
         engine(cache="fp8_e5m2"), {**engine(), 1: engine(cache="16 bits")[1]},
+        {i + 1: scales for i, scales in engine().items()},
     ]  # fmt: skip
-    assert len({whole, *map(fingerprint, others)}) == 7
+    assert len({whole, *map(fingerprint, others)}) == 8
     assert fingerprint(engine(cache="16 bits")) == ""
     # of the copies, the one that the backend stores with
     layer = EngineLayer(0, True, {"_k_scale": K, "_k_scale_float": (1.0,)}, {"_v_scale": V})

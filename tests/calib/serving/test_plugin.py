@@ -86,6 +86,16 @@ def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
         monkeypatch.delitem(sys.modules, name)
 
 
+def test_workers_get_methods_that_the_core_calls(monkeypatch):
+    module = ModuleType("vllm.v1.worker.worker_base")
+    module.WorkerBase = type("WorkerBase", (), {})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    plugin.register_vllm()
+    assert module.WorkerBase.fp8kv_state is vllm_worker.state
+    assert module.WorkerBase.fp8kv_set_scales is vllm_worker.set_scales
+
+
 def test_registering_imports_the_standard_library_alone_and_the_entry_points_lead_to_it():
     code = (
         "import sys; before = set(sys.modules)\n"
