@@ -1,5 +1,6 @@
 """The scales in force over HTTP: a route and metrics of a vLLM server, where VLLM_PLUGINS names fp8kv."""
 
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -18,8 +19,13 @@ class ScalesEndpoint:
     def attach_router(self, app: Any) -> None:
         """Add the route."""
 
+        from fastapi import HTTPException  # type: ignore[import-not-found]
+
         async def scales() -> dict[str, Any]:
-            return await self._ask()
+            try:
+                return await self._ask()
+            except Exception as error:
+                raise HTTPException(503, str(error)) from error
 
         app.add_api_route(ROUTE, scales, methods=["GET"])
 
@@ -34,7 +40,7 @@ class ScalesEndpoint:
         for name in _CHANGING:
             if method := getattr(engine_client, name, None):
                 setattr(engine_client, name, self._wrap(method))
-        await self._ask()
+        await self._set_metrics()
 
     def _wrap(self, method: Any) -> Any:
         @wraps(method)
@@ -42,9 +48,14 @@ class ScalesEndpoint:
             try:
                 return await method(*args, **kwargs)
             finally:
-                await self._ask()
+                await self._set_metrics()
 
         return call
+
+    async def _set_metrics(self) -> None:
+        # scales that cannot be read now are no error of the call that was made
+        with suppress(Exception):
+            await self._ask()
 
     async def _ask(self) -> dict[str, Any]:
         report = whole_model(await self._call("fp8kv_state"))

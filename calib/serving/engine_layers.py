@@ -14,6 +14,7 @@ from calib.serving.loaded_scales import EngineLayer, expected_values
 # caches whose scales come from files; other quantised caches make their own
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 _IN_16_BITS = ("auto", "float16", "bfloat16")
+_FROZEN = ("bmm1_scale", "bmm2_scale")
 _AT_1 = {"k_scale": (1.0,)}  # a layer of SGLang's without a place for scales
 
 
@@ -74,6 +75,9 @@ def fill_scales(model: Any, files: Mapping[int, StoredLayer], place: Place, rank
             values = own or (expected_values(file, "k", place, rank) if letter == "v" else ())
             for name in engine.scale_copies.values():
                 _fill(module, name.format(x=letter), values)
+        for name in _FROZEN:  # FlashInfer's backends compute them again where they are None
+            if getattr(getattr(module, "impl", None), name, None) is not None:
+                setattr(module.impl, name, None)
 
 
 def _fill(module: Any, name: str, values: Values) -> None:

@@ -30,6 +30,7 @@ _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
 # other parts of vLLM, and the function of `vllm_engine` that changes each
 _PARTS = {
     "vllm.v1.worker.worker_base": "watch_workers",
+    "vllm.v1.worker.gpu_worker": "watch_reload",
     "vllm.v1.engine.core": "watch_core",
     "vllm.v1.core.kv_cache_utils": "watch_block_hashes",
     f"{_CONNECTORS}example_connector": "watch_example_connector",

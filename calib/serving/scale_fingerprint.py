@@ -50,8 +50,12 @@ def join_ranks(ranks: Sequence[Stored], tensor_parallel_size: int, kv_heads: int
 
 def _join(parts: Sequence[Values], kv_heads: int) -> Values:
     values = tuple(value for part in parts for value in part)
-    copies = max(1, len(values) // kv_heads)  # of a head that several ranks hold, or of one scale for all
-    return values[::copies] if any(len(part) > 1 for part in parts) or len({*values}) > 1 else values[:1]
+    if len({*values}) == 1:
+        return values[:1]
+    copies = max(1, len(values) // kv_heads)  # of a head that several ranks hold
+    heads = values[::copies]
+    is_copied = tuple(value for value in heads for _ in range(copies)) == values
+    return heads if is_copied else values  # ranks that differ where they must not
 
 
 def _written(layer: EngineLayer, copies: Mapping[str, Values]) -> Values:

@@ -11,6 +11,7 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from calib.errors import InputError
 from calib.serving import vllm_worker
 from calib.serving.loaded_scales import ScalesInForce
 from calib.serving.plugin import ScalesNotUsedError, guard, is_required
@@ -48,6 +49,8 @@ def watch_core(module: ModuleType) -> None:
 
     @wraps(call)
     def call_and_refresh(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method in (_STATE, _SET) and _is_asleep(self):
+            raise InputError("the engine sleeps: wake it up, then ask for its scales")
         result = call(self, method, *args, **kwargs)
         if method not in (_STATE, _IDENTIFY):
             guard("vllm", lambda: refresh(self))
@@ -67,11 +70,21 @@ def watch_core(module: ModuleType) -> None:
 def refresh(core: Any) -> ScalesInForce | None:
     """Ask all workers what they compute with; return what has changed since the last time.
 
-    Where every scale must be used and is not, the engine computes nothing more until a later call mends it.
+    Where every scale must be used and is not, the next step ends the engine, if no call mends it before.
+    A new fingerprint also keeps blocks of before from being found in this engine's own prefix cache.
     """
     executor = core.model_executor
-    report = whole_model(executor.collective_rpc(_STATE))
-    if core.vllm_config.kv_transfer_config and report.fingerprint != _identity:
+    states = [] if _is_asleep(core) else executor.collective_rpc(_STATE)
+    if not states or any("unreadable" in state for state in states):
+        return None
+    report = whole_model(states)
+    first = vars(core).setdefault("fp8kv_first", report.fingerprint)
+    core.fp8kv_names_blocks = bool(
+        core.vllm_config.kv_transfer_config
+        or report.fingerprint != first
+        or getattr(core, "fp8kv_names_blocks", False)
+    )
+    if core.fp8kv_names_blocks and report.fingerprint != _identity:
         executor.collective_rpc(_IDENTIFY, args=(report.fingerprint,))
         identify(report.fingerprint)
     vars(executor).pop("execute_model", None)
@@ -88,7 +101,10 @@ def refresh(core: Any) -> ScalesInForce | None:
 
 
 def whole_model(states: Sequence[Mapping[str, Any]]) -> ScalesInForce:
-    """Join what `vllm_worker.state` returns of each rank."""
+    """Join what `vllm_worker.state` returns of each rank; an InputError where one could not tell."""
+    for state in states:
+        if "unreadable" in state:
+            raise InputError(f"scales cannot be compared now: {state['unreadable']}")
     stored = [{int(i): (c, tuple(k), tuple(v)) for i, (c, k, v) in s["stored"].items()} for s in states]
     return ScalesInForce(
         used=sum(state["used"] for state in states),
@@ -97,6 +113,23 @@ def whole_model(states: Sequence[Mapping[str, Any]]) -> ScalesInForce:
         notes=[f"rank {rank}: {x}" for rank, state in enumerate(states) for x in state["notes"]],
         fingerprint=fingerprint(join_ranks(stored, states[0]["ranks"], states[0]["kv_heads"])),
     )
+
+
+def _is_asleep(core: Any) -> bool:
+    return "weights" in (getattr(core.model_executor, "sleeping_tags", None) or ())
+
+
+def watch_reload(module: ModuleType) -> None:
+    """Note whether a worker's new weights are from files, whose scales then count, or from memory."""
+    reload = module.Worker.reload_weights
+
+    @wraps(reload)
+    def reload_and_note(self: Any, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = reload(self, weights_iterator, *args, **kwargs)
+        vllm_worker.forget_memory(self.model_runner, from_memory=weights_iterator is not None)
+        return result
+
+    module.Worker.reload_weights = reload_and_note
 
 
 # ---- connectors ----

@@ -2,17 +2,20 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from calib.engines.outcome import Place
+from calib.errors import Fp8kvError
 from calib.files.stored_scales import StoredLayer
-from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_layers
-from calib.serving.loaded_scales import ScalesInForce, compare, layers_of_files
+from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_attention, vllm_layers
+from calib.serving.loaded_scales import EngineLayer, ScalesInForce, compare, layers_of_files
 from calib.serving.plugin import guard
 from calib.serving.scale_fingerprint import fingerprint, stored_scales
 
 Files = dict[int, StoredLayer]
+_DRAFT = 10**6
 
 
 def check_loaded(runner: Any) -> ScalesInForce:
@@ -43,13 +46,13 @@ def watch_loading(runner: Any) -> None:
     load, step = model.load_weights, runner.execute_model
 
     def check_and_step(*args: Any, **kwargs: Any) -> Any:
+        guard("vllm", lambda: check(runner))  # where it raises, the next step is checked again
         forget_check(runner)
-        guard("vllm", lambda: check(runner))
         return step(*args, **kwargs)
 
     @wraps(load)
     def load_and_mark(*args: Any, **kwargs: Any) -> Any:
-        runner.execute_model = check_and_step
+        runner.execute_model, runner.fp8kv_from_memory = check_and_step, True
         return load(*args, **kwargs)
 
     model.load_weights = load_and_mark
@@ -60,11 +63,24 @@ def forget_check(runner: Any) -> None:
     vars(runner).pop("execute_model", None)
 
 
+def forget_memory(runner: Any, *, from_memory: bool) -> None:
+    """Note where a runner's weights have come from: from memory, or again from files."""
+    runner.fp8kv_from_memory = from_memory
+    if not from_memory:
+        runner.fp8kv_scales = None
+
+
 def state(worker: Any) -> dict[str, Any]:
     """Return what a worker computes with, and what is wrong with it: plain data, for the engine's core."""
     runner = worker.model_runner
+    modules = vllm_attention(runner.get_model()).values()
+    if getattr(worker, "_weight_update_active", False) or any(module._k_scale.is_meta for module in modules):
+        return {"unreadable": "weights are being updated"}
     forget_check(runner)
-    report = check(runner)
+    try:
+        report = check(runner)
+    except (ValueError, OSError, Fp8kvError) as error:
+        return {"unreadable": str(error)}
     return {
         "used": report.used,
         "total": report.total,
@@ -82,13 +98,17 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
     From now on they count as the files'.
     """
     runner = worker.model_runner
-    runner.fp8kv_scales = {}
+    runner.fp8kv_scales = files = {}
     for index, each in scales.items():
         values = {letter: tuple(scale) for letter, scale in each.items()}
         layer = StoredLayer(int(index), values.get("k"), values.get("v"), values.get("q"))
-        runner.fp8kv_scales[layer.layer] = layer
-    fill_scales(runner.get_model(), runner.fp8kv_scales, *_place(runner))
-    return state(worker)
+        files[layer.layer] = layer
+    fill_scales(runner.get_model(), files, *_place(runner))
+    answer = state(worker)
+    is_captured = not getattr(runner.model_config, "enforce_eager", True)
+    if is_captured and any("_k_scale_float" in layer.read for layer in _layers(runner)) and _is_gpu():
+        answer["problems"] += ["captured graphs keep the numbers of before: start with --enforce-eager"]
+    return answer
 
 
 def _compare(runner: Any) -> ScalesInForce:
@@ -105,17 +125,22 @@ def _compare(runner: Any) -> ScalesInForce:
     return report
 
 
-def _layers(runner: Any) -> Iterator[Any]:
-    for model, _, _ in _models(runner):
-        yield from vllm_layers(model, _version())
+def _layers(runner: Any) -> Iterator[EngineLayer]:
+    """Yield all layers; a draft that counts from 0 is kept apart from the model."""
+    for model, _, is_draft in _models(runner):
+        for layer in vllm_layers(model, _version()):
+            yield replace(layer, layer=layer.layer + _DRAFT) if is_draft else layer
 
 
 def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
     """Yield a runner's model and its draft, with the scales in their files, and which is the draft."""
     config, model = runner.vllm_config, runner.model_config
     # beside a model in an object store lies a directory without its weights
-    own = read_files(getattr(model, "model_weights", "") or model.model, model.revision, config.load_config)
+    source = getattr(model, "model_weights", "") or model.model
     pushed: Files | None = getattr(runner, "fp8kv_scales", None)
+    if pushed is None and getattr(runner, "fp8kv_from_memory", False):
+        pushed = _own_tensors(runner)  # their scales are in no file: copies are compared with each other
+    own = read_files(source, model.revision, config.load_config) if pushed is None else None
     yield runner.get_model(), layers_of_files(own) if pushed is None else pushed, False
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     draft = getattr(drafter, "model", None)
@@ -131,12 +156,27 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
     yield draft, files, True
 
 
+def _own_tensors(runner: Any) -> Files:
+    factor = 2 if _place(runner)[0].fnuz else 1
+    files = {}
+    for layer in vllm_layers(runner.get_model(), _version()):
+        k, v = (tuple(x / factor for x in next(iter(copies.values()))) for copies in (layer.k, layer.v))
+        files[layer.layer] = StoredLayer(layer.layer, k, v)
+    return files
+
+
 def _place(runner: Any) -> tuple[Place, int]:
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     ranks = runner.vllm_config.parallel_config.tensor_parallel_size
     return Place(ranks, current_platform.is_fp8_fnuz()), get_tensor_model_parallel_rank()
+
+
+def _is_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike())
 
 
 def _version() -> str:

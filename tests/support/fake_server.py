@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -47,7 +48,7 @@ def web_server(reply, tls=None):
 
         def handle_error(self, *args):
             if not isinstance(sys.exc_info()[1], OSError):  # the client has gone
-                super().handle_error(*args)
+                traceback.print_exc(file=sys.__stderr__)  # not into what a command says in another thread
 
     with Server(("127.0.0.1", 0), Request) as server:
         if tls:

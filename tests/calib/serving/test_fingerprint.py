@@ -26,8 +26,8 @@ def engine(k=K, v=V, cache="fp8", count=2):
 
 def test_a_fingerprint_is_of_what_k_and_v_are_stored_with():
     whole = fingerprint(engine())
-    assert (len(whole), whole) == (32, fingerprint(engine(v=(0.375,))))  # one value for all heads
-    assert whole == fingerprint(engine(cache="fp8_e4m3"))  # another name of the same
+    same = engine(v=(0.375,), cache="fp8_e4m3")  # one value for all heads, and another name of the cache
+    assert (len(whole), whole) == (32, fingerprint(same))
     others = [
         engine(k=(*K[:3], 0.75000006)), engine(k=K[::-1]), engine(K, (0.5,)), engine(count=1),
         engine(cache="fp8_e5m2"), {**engine(), 1: engine(cache="16 bits")[1]},
@@ -102,9 +102,12 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     bad = f"fp8kv: 3 of 4 KV scales in use, FP8 cache, fingerprint {second}; rank 0: K is bad"
     assert caplog.messages == [good.format(first), good.format(second), bad]
     one.collective_rpc("fp8kv_state")  # says by itself what it finds
-    without = core(state(), connector=False)
+    vllm_engine.identify("")
+    without = core(state(), state((0.75,)), connector=False)
     without.wake_up()
     assert without.calls == [("fp8kv_state",)]
+    without.wake_up()  # its own prefix cache has blocks of before
+    assert without.calls[-1] == ("fp8kv_identify", second)
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
@@ -156,7 +159,6 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     assert block == ((("fp8kv", "cafe"),), 0)
     assert (folder, names) == (([1], ["picture", "cafe"]), ["llama@cafe"] * 2)
     assert len(nixl_hash) == 64
-    # a block's hash holds that of the block before it
     assert hashes.generate_block_hash_extra_keys("request", 16, 32, 0) == (None, 0)
     vllm_engine.identify("beef")
     assert keys()[2] != nixl_hash
