@@ -42,7 +42,7 @@ def one_line_error(done, *phrases, status=2):
     assert done.exit_code == status, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("fp8kv: ")]
     assert len(lines) == 1
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert not lines[0].startswith("fp8kv: fp8kv ")
     for phrase in phrases:
         assert phrase in lines[0], lines[0]
