@@ -22,7 +22,7 @@ README, MAKEFILE, DOCKERFILE, PROJECT = ((ROOT / name).read_text() for name in F
 INSTALLS = json.loads((ROOT / "tests/install/installs.json").read_text())["installs"]
 BASE = [Requirement(each) for each in tomllib.loads(PROJECT)["project"]["dependencies"]]
 # imported only inside engines, by the plugin that they load; httpx is what huggingface_hub 1 requires
-UNDECLARED = {"vllm", "sglang", "httpx", "prometheus_client"}
+UNDECLARED = {"vllm", "sglang", "httpx", "prometheus_client", "fastapi"}
 
 
 def nodes_of(*folders):

@@ -53,7 +53,7 @@ class ScalesEndpoint:
         return call
 
     async def _set_metrics(self) -> None:
-        # scales that cannot be read now are no error of the call that was made
+        # the call has done what it should, whether or not scales can be read now
         with suppress(Exception):
             await self._ask()
 
