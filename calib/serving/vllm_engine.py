@@ -124,9 +124,10 @@ def watch_reload(module: ModuleType) -> None:
     reload = module.Worker.reload_weights
 
     @wraps(reload)
-    def reload_and_note(self: Any, weights_iterator: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = reload(self, weights_iterator, *args, **kwargs)
-        vllm_worker.forget_memory(self.model_runner, from_memory=weights_iterator is not None)
+    def reload_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = reload(self, *args, **kwargs)
+        weights = args[0] if args else kwargs.get("weights_iterator")
+        vllm_worker.note_source(self.model_runner, from_memory=weights is not None)
         return result
 
     module.Worker.reload_weights = reload_and_note

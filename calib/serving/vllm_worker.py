@@ -63,7 +63,7 @@ def forget_check(runner: Any) -> None:
     vars(runner).pop("execute_model", None)
 
 
-def forget_memory(runner: Any, *, from_memory: bool) -> None:
+def note_source(runner: Any, *, from_memory: bool) -> None:
     """Note where a runner's weights have come from: from memory, or again from files."""
     runner.fp8kv_from_memory = from_memory
     if not from_memory:
@@ -138,9 +138,10 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
     # beside a model in an object store lies a directory without its weights
     source = getattr(model, "model_weights", "") or model.model
     pushed: Files | None = getattr(runner, "fp8kv_scales", None)
-    if pushed is None and getattr(runner, "fp8kv_from_memory", False):
-        pushed = _own_tensors(runner)  # their scales are in no file: copies are compared with each other
-    own = read_files(source, model.revision, config.load_config) if pushed is None else None
+    if _has_scales_of_memory(runner):
+        pushed = _own_tensors(runner)  # in no file: copies are compared with each other
+    needs_files = pushed is None or config.load_config.load_format != "dummy"
+    own = read_files(source, model.revision, config.load_config) if needs_files else None
     yield runner.get_model(), layers_of_files(own) if pushed is None else pushed, False
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     draft = getattr(drafter, "model", None)
@@ -156,12 +157,17 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
     yield draft, files, True
 
 
+def _has_scales_of_memory(runner: Any) -> bool:
+    return getattr(runner, "fp8kv_scales", None) is None and getattr(runner, "fp8kv_from_memory", False)
+
+
 def _own_tensors(runner: Any) -> Files:
     factor = 2 if _place(runner)[0].fnuz else 1
     files = {}
     for layer in vllm_layers(runner.get_model(), _version()):
-        k, v = (tuple(x / factor for x in next(iter(copies.values()))) for copies in (layer.k, layer.v))
-        files[layer.layer] = StoredLayer(layer.layer, k, v)
+        copies = (next(iter(copies.values()), ()) for copies in (layer.k, layer.v, layer.q))
+        k, v, q = (tuple(x / factor for x in values) for values in copies)
+        files[layer.layer] = StoredLayer(layer.layer, k, v, q)
     return files
 
 
@@ -169,6 +175,8 @@ def _place(runner: Any) -> tuple[Place, int]:
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
+    if _has_scales_of_memory(runner):  # they are those of this rank already
+        return Place(fnuz=current_platform.is_fp8_fnuz()), 0
     ranks = runner.vllm_config.parallel_config.tensor_parallel_size
     return Place(ranks, current_platform.is_fp8_fnuz()), get_tensor_model_parallel_rank()
 
