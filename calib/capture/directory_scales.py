@@ -15,6 +15,7 @@ from calib.errors import InputError
 from calib.files.cache_type import fp8_type
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, PACK_FILE
+from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
@@ -111,7 +112,10 @@ def to_scales(stored: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype
 def _fit(
     path: Path, calibration: KVScales | None, stored: StoredScales | None, model: PreTrainedModel
 ) -> KVScales:
-    """Return the scales that are served, which somebody may have changed since the `calibration`."""
+    """Return the scales that are served, which somebody may have changed since the `calibration`.
+
+    Layers that the config leaves in 16 bits have none.
+    """
     from calib.capture.attention import map_attention
 
     attention = map_attention(model)
@@ -134,7 +138,7 @@ def _fit(
     check_same_model(ModelFacts(str(path), layers=stored_layers), facts)
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
     scales = to_scales(stored, layers, stored.fp8_dtype)
-    fitted = {}
+    fitted, skipped = {}, skipped_layers(stored.directory)
     for name, module in attention.cached.items():
         layer = scales.layers[name]
         if module.latent and not torch.equal(layer.k, layer.v):
@@ -142,5 +146,6 @@ def _fit(
                 f"'{path}': layer {layer.layer_idx} has {layer.k.item():g} for K and {layer.v.item():g} "
                 "for V; this model caches latents, which have one scale"
             )
-        fitted[name] = replace(layer, latent=module.latent)
+        if module.layer_idx not in skipped:
+            fitted[name] = replace(layer, latent=module.latent)
     return replace(scales, layers=fitted, shared=attention.shared)

@@ -93,6 +93,10 @@ def convert(
     tp_size: int = flags.option(
         "Write kv_cache_scales.json for this many tensor-parallel ranks.", min=1, default=1
     ),
+    skip_layers: str | None = flags.option(
+        "Leave these layers in 16 bits, such as 0,7: config.json names them to our plugin in vLLM.",
+        metavar="INDICES",
+    ),
     *,
     overwrite: bool,
     progress: Progress,
@@ -103,8 +107,10 @@ def convert(
     """
     from calib.transfer.convert import convert as convert_scales
 
+    skipped = skip_layers.split(",") if skip_layers else []
     conversion = convert_scales(
         directory, to, output, reduce=reduce, without_q=without_q, tp_size=tp_size,
+        skip_layers=[int(index) if index.isdecimal() else index for index in skipped],
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
     line = f"{len(conversion.scales.layers)} layers written to {output}, format {to}"

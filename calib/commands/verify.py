@@ -12,6 +12,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, job_command
 from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError
+from calib.files.text import show_layers
 
 if TYPE_CHECKING:
     from calib.engines.catalogue import Backend, Engine
@@ -167,6 +168,8 @@ def _backend_lines(engine: "Engine", name: str, backend: "Backend") -> Iterator[
 
 def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     """Yield what each engine loads, why scales do not arrive, their problems, and how sure this is."""
+    from calib.engines.catalogue import find_engine
+
     simulations = report.simulations
     model = report.architecture or "no architecture named"
     headings = (*_HEADINGS, "NVFP4 cache" if report.nvfp4 else "FP8 cache")
@@ -187,6 +190,13 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     yield from (f"warning: {warning}" for warning in report.warnings)
     if report.nvfp4:
         yield f"values of an NVFP4 cache: {report.nvfp4}"
+    if report.skipped:
+        layers = show_layers(report.skipped)
+        argument = find_engine("vllm").skip_argument(report.skipped)
+        yield (
+            f"the config leaves {layers} in 16 bits: so does vLLM with our plugin, or with {argument}; other "
+            "engines hold them in FP8"
+        )
     stored = {tensor.dtype for layer in report.scales.layers for tensor in layer.tensors}
     yield from (f"note: scales are stored as {dtype}, rounded" for dtype in sorted(stored & {"BF16", "F16"}))
     unrun = sorted({simulation.engine.engine for simulation in simulations if not simulation.engine.ran})

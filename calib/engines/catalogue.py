@@ -229,6 +229,10 @@ class Engine(Section):
             )
         return backend
 
+    def skip_argument(self, layers: Iterable[int]) -> str:
+        """Return the argument that keeps `layers` in 16 bits."""
+        return f"{self.skip_flag} {' '.join(map(str, layers))}"
+
     @property
     def traps(self) -> list[str]:
         """Harm that this version does to scales in use; none where no version was named."""

@@ -16,6 +16,7 @@ from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import open_model_directory
+from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.same_model.check import check_same_model, directory_facts, scales_facts
 
@@ -34,6 +35,7 @@ class Verification:
     warnings: list[str]  # findings that may be intended
     baked: bool  # 1.0 is the right scale, and the directory holds none
     nvfp4: Convention | None  # of the values of an NVFP4 cache
+    skipped: tuple[int, ...] = ()  # layers that stay in 16 bits, by the config
 
     @property
     def architecture(self) -> str | None:
@@ -54,6 +56,7 @@ class Verification:
             "good": self.is_good,
             "baked": self.baked,
             "nvfp4": self.nvfp4 and self.nvfp4._asdict(),
+            "layers_in_16_bits": [*self.skipped],
             "problems": self.problems,
             "warnings": self.warnings,
             "engines": [
@@ -102,7 +105,8 @@ def verify_directory(
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one = bake.get("latent") is True
     simulations = [simulate(scales.directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
-    return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4)
+    skipped = skipped_layers(scales.directory)
+    return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4, skipped)
 
 
 def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:

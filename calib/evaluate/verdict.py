@@ -129,7 +129,7 @@ class Judgement:
             subject, pronoun = ("Layers {} have", "them") if len(outliers) > 1 else ("Layer {} has", "it")
             lines.append(
                 f"{subject.format(names)} more than {_OUTLIER:.0f} times the median layer's error: "
-                f"vLLM keeps {pronoun} in 16 bits with {skip_argument(outliers)}"
+                f"vLLM keeps {pronoun} in 16 bits with {find_engine('vllm').skip_argument(outliers)}"
             )
         return lines
 
@@ -177,11 +177,6 @@ def _figures(row: Row, floor: float) -> str:
     )
 
 
-def skip_argument(layers: Iterable[int]) -> str:
-    """Return the argument with which vLLM keeps `layers` in 16 bits."""
-    return f"{find_engine('vllm').skip_flag} {' '.join(map(str, layers))}"
-
-
 def _search_line(search: Search) -> str:
     budget = f"KL {search.budget:.2g} with '{search.variant}'"
     if not math.isfinite(search.kl):
@@ -189,9 +184,11 @@ def _search_line(search: Search) -> str:
     if not search.skipped:
         return f"{budget} is met with every layer in FP8 (KL {search.kl:.2g})."
     count = f"{len(search.skipped)} of {len(search.kl_alone)} layers"
+    argument, indices = find_engine("vllm").skip_argument(search.skipped), ",".join(map(str, search.skipped))
     return (
         f"{budget} is met (KL {search.kl:.2g}) with {count} in 16 bits, instead of KL "
-        f"{show_number(search.kl_of_all)} with none: {skip_argument(search.skipped)}"
+        f"{show_number(search.kl_of_all)} with none: vLLM's {argument}, or `fp8kv convert --to vllm "
+        f"--skip-layers {indices}` for a checkpoint that says so to our plugin"
     )
 
 

@@ -13,6 +13,7 @@ from calib.choices import FP8Name
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
+from calib.files.skipped_layers import MAP_KEY, skipped_layers
 
 FP8_MAX: dict[FP8Name, float] = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
 FP8_SMALLEST: dict[FP8Name, float] = {"e4m3fn": 2**-9, "e4m3fnuz": 2**-10, "e5m2": 2**-16}
@@ -106,11 +107,15 @@ def _type_words(directory: ModelDirectory) -> dict[str, str]:
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         scheme = f"{scheme.get('type')} of {scheme.get('num_bits')} bits"
+    algorithm = directory.algorithms.get("kv_cache_quant_algo")
+    if MAP_KEY in directory.algorithms:
+        skipped_layers(directory)  # refuses other types than FP8
+        algorithm = "FP8"
     words = {
         "kv_cache_torch_dtype of config.json": dtype and str(dtype).removeprefix("torch."),
         f"dtype of {JSON_FILE}": directory.json and directory.json.dtype,
         **{f"the name '{t.name}'": "NVFP4" for t in directory.tensors if t.parsed.dialect == "auto-round"},
-        "kv_cache_quant_algo": directory.algorithms.get("kv_cache_quant_algo"),
+        "kv_cache_quant_algo": algorithm,
         "kv_cache_scheme": scheme,
         **_quark_words(config),
     }

@@ -133,7 +133,14 @@ _VLLM, _SGLANG = find_engine("vllm"), find_engine("sglang")
 _VLLM_04, _OLD_SGLANG = find_engine("vllm", "0.4.1"), find_engine("sglang", "0.5")
 
 FORMATS: dict[FormatName, Format] = {
-    "vllm": _format("vllm", compressed_tensors, _VLLM, **_PER_HEAD, per_head_flags=f" {_VLLM.per_head_flag}"),
+    "vllm": _format(
+        "vllm",
+        compressed_tensors,
+        _VLLM,
+        **_PER_HEAD,
+        per_head_flags=f" {_VLLM.per_head_flag}",
+        skip_flag=_VLLM.skip_flag,
+    ),
     "aphrodite": _format("aphrodite", compressed_tensors, find_engine("aphrodite"), **_PER_HEAD),
     "sglang": _format("sglang", sglang, _SGLANG),
     "tgi": _format("tgi", tgi, find_engine("tgi"), fp8_dtypes=("e4m3fn", "e4m3fnuz")),

@@ -58,6 +58,7 @@ class Format:
     nvfp4: bool = False  # the values of an NVFP4 cache, not FP8 scales
     over_written: float = 1.0  # FP8's scale over the value that is written
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
+    skip_flag: str = ""  # keeps the layers that follow it in 16 bits
     note: str = ""  # what the engine does with the file, where that may surprise
     latent: str = ""  # why it holds no scales of latents (MLA)
     latent_ways: tuple[WayOut | str, ...] = ()  # what serves these instead

@@ -105,17 +105,21 @@ def read_files(model: str, revision: str | None, loading: Any) -> StoredScales |
     """Read the scales of the files that an engine has loaded; None: there are none."""
     if loading.load_format == "dummy":
         raise ValueError("the weights are dummies")
-    directory = Path(model)
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-
-        # the engine has fetched some of the model's files; no other is fetched for this
-        options = {"local_files_only": True, "ignore_patterns": "*", "cache_dir": loading.download_dir}
-        directory = Path(snapshot_download(model, revision=revision, **options))
     try:
-        return read_scales(directory)
+        return read_scales(find_directory(model, revision, loading))
     except NoScalesError:
         return None
+
+
+def find_directory(model: str, revision: str | None, loading: Any) -> Path:
+    """Return the directory of a model's files, as far as the engine has fetched them."""
+    if (directory := Path(model)).is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+
+    # no file is fetched for this
+    options = {"local_files_only": True, "ignore_patterns": "*", "cache_dir": loading.download_dir}
+    return Path(snapshot_download(model, revision=revision, **options))
 
 
 def _backend_name(module: Any) -> str:

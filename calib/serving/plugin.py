@@ -29,6 +29,7 @@ _RUNNERS = {
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
 # other parts of vLLM, and the function of `vllm_engine` that changes each
 _PARTS = {
+    "vllm.engine.arg_utils": "watch_arguments",
     "vllm.v1.worker.worker_base": "watch_workers",
     "vllm.v1.worker.gpu_worker": "watch_reload",
     "vllm.v1.engine.core": "watch_core",
@@ -121,7 +122,11 @@ def _check(engine: str, runner: Any) -> "ScalesInForce":
     return report
 
 
-def guard(engine: str, check: "Callable[[], ScalesInForce | None]") -> None:
+def guard(
+    engine: str,
+    check: "Callable[[], ScalesInForce | None]",
+    task: str = "compare the scales in use with the files'",
+) -> None:
     """Log the report of `check`; end the server if it must use every scale and does not."""
     logger, report = logging.getLogger(f"{engine}.fp8kv"), None
     try:
@@ -130,7 +135,7 @@ def guard(engine: str, check: "Callable[[], ScalesInForce | None]") -> None:
         line = str(report)
     except Exception as error:  # noqa: BLE001  a check must not end a server that works
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        line = f"fp8kv: cannot compare the scales in use with the files': {reason:.400}"
+        line = f"fp8kv: cannot {task}: {reason:.400}"
         if line in _ERRORS and not is_required():
             return  # an engine may be called a hundred times a second
         _ERRORS.add(line)

@@ -5,6 +5,7 @@ to engine, or keep them, by the tokens alone; so the fingerprint goes into what 
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from inspect import signature
@@ -12,7 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from calib.errors import InputError
+from calib.files.model_directory import open_model_directory
+from calib.files.skipped_layers import skipped_layers
+from calib.files.text import show_layers
 from calib.serving import vllm_worker
+from calib.serving.engine_layers import FP8_CACHES, find_directory
 from calib.serving.loaded_scales import ScalesInForce
 from calib.serving.plugin import ScalesNotUsedError, guard, is_required
 from calib.serving.scale_fingerprint import fingerprint, join_ranks
@@ -117,6 +122,38 @@ def whole_model(states: Sequence[Mapping[str, Any]]) -> ScalesInForce:
 
 def _is_asleep(core: Any) -> bool:
     return "weights" in (getattr(core.model_executor, "sleeping_tags", None) or ())
+
+
+def watch_arguments(module: ModuleType) -> None:
+    """Leave in 16 bits the layers that the checkpoint's config names, where the user names none."""
+    create = module.EngineArgs.create_engine_config
+
+    @wraps(create)
+    def create_and_skip(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = create(self, *args, **kwargs)
+        task = "leave layers in 16 bits as the checkpoint's config says"
+        guard("vllm", lambda: skip_layers(config), task)
+        return config
+
+    module.EngineArgs.create_engine_config = create_and_skip
+
+
+def skip_layers(config: Any) -> None:
+    """Take the layers that stay in 16 bits from the files into vLLM's `config`."""
+    cache, model = config.cache_config, config.model_config
+    # with `auto` the attention layers turn FP8 on later, if the checkpoint announces its scales
+    if cache.cache_dtype not in (*FP8_CACHES, "auto") or config.load_config.load_format == "dummy":
+        return
+    directory = find_directory(model.model, model.revision, config.load_config)
+    skipped = skipped_layers(open_model_directory(directory, weights=False))
+    if not skipped:
+        return
+    own = cache.kv_cache_dtype_skip_layers
+    if not own:
+        cache.kv_cache_dtype_skip_layers = [*map(str, skipped)]
+    choice = f"the command line leaves {' '.join(own)} instead" if own else "so are they here"
+    line = f"fp8kv: the checkpoint's config leaves {show_layers(skipped)} in 16 bits; {choice}"
+    logging.getLogger("vllm.fp8kv").info(line)
 
 
 def watch_reload(module: ModuleType) -> None:

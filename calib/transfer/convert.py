@@ -1,5 +1,6 @@
 """`fp8kv convert`: a checkpoint written again with its scales in the format of another engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
+from calib.files.skipped_layers import SKIP_KEY, check_layers, skipped_layers
 from calib.files.stored_scales import StoredScales, read_scales
-from calib.formats import FORMATS, export
+from calib.files.text import show_layers
+from calib.formats import FORMATS, Export, Format, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output
 from calib.formats.output import Destination, write_exports
@@ -46,10 +49,14 @@ def convert(
     reduce: Reduce = "none",
     without_q: bool = False,
     tp_size: int = 1,
+    skip_layers: Sequence[int | str] | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
 ) -> Conversion:
-    """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
+    """Write the checkpoint `directory` to `output` with its scales in the format `to`.
+
+    The config leaves `skip_layers` in 16 bits; by default those that it left there before.
+    """
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     scales, notes = existing_scales(checkpoint, to)
@@ -60,9 +67,17 @@ def convert(
             f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
             "convert to vllm"
         )
+    if skip_layers and not FORMATS[to].skip_flag:
+        legal = ", ".join(name for name, target in FORMATS.items() if target.skip_flag)
+        raise UnsupportedExportError(
+            f"--skip-layers: {FORMATS[to].engine} has one type of cache for all layers; convert to {legal}"
+        )
+    skipped = check_layers(skip_layers, checkpoint.num_layers, "--skip-layers") if skip_layers else None
     source = (scales, checkpoint, to, load_records(directory))
     destination = (output, overwrite, progress)
-    notes += write_scales(*source, *destination, command="convert", reduce=reduce, tp_size=tp_size)
+    notes += write_scales(
+        *source, *destination, command="convert", reduce=reduce, tp_size=tp_size, skipped=skipped
+    )
     return Conversion(scales, notes)
 
 
@@ -125,8 +140,12 @@ def write_scales(
     command: Command,
     reduce: Reduce = "none",
     tp_size: int = 1,
+    skipped: tuple[int, ...] | None = None,
 ) -> tuple[str, ...]:
-    """Write `checkpoint` with `scales` in the format `to`; return what the engine does with them."""
+    """Write `checkpoint` with `scales` in the format `to`; return what the engine does with them.
+
+    Layers that are `skipped`, by default those of `checkpoint`, have their scales there and 16 bits in vLLM.
+    """
     if FORMATS[to].build is None:
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
@@ -135,6 +154,8 @@ def write_scales(
     plain = replace(checkpoint, config=strip_config(checkpoint.config))
     with refusals_of(command):
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
+    if skipped := skipped_layers(checkpoint) if skipped is None else skipped:
+        exported = _leave_out(exported, FORMATS[to], skipped)
     warnings = exported.notes + exported.doubts
     strategy = written_strategy(scales.strategy, reduce)
     card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
@@ -148,3 +169,12 @@ def write_scales(
     destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
     write_exports({to: exported}, plain, destination, {to: card}, add_files)
     return warnings
+
+
+def _leave_out(exported: Export, target: Format, skipped: tuple[int, ...]) -> Export:
+    """Name the layers that stay in 16 bits, for our plugin and as vLLM's argument; say where none can."""
+    if target.rules and target.skip_flag and exported.config is not None:
+        flags = f"{exported.flags} {target.rules.skip_argument(skipped)}"
+        return replace(exported, config={**exported.config, SKIP_KEY: [*skipped]}, flags=flags)
+    note = f"{show_layers(skipped)} of the checkpoint stay in 16 bits; {target.engine} holds them in FP8 too"
+    return replace(exported, notes=(*exported.notes, note))

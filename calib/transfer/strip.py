@@ -9,6 +9,7 @@ from calib.files.atomic import OnCopied, atomic_directory
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
+from calib.files.skipped_layers import MODELOPT_KEYS, SKIP_KEY
 from calib.files.strict_json import read_object, read_optional
 from calib.formats.directory import (
     RENAMED_SINGLE,
@@ -46,7 +47,8 @@ def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:
     document = copy.deepcopy(checkpoint.modelopt or {})
     quantization = document.get("quantization")
     if isinstance(quantization, dict):
-        quantization.pop("kv_cache_quant_algo", None)
+        for key in MODELOPT_KEYS:
+            quantization.pop(key, None)
         if not is_for_cache_only({"quant_method": "modelopt", **quantization}):
             write_json(out / MODELOPT_FILE, document)
 
@@ -54,11 +56,13 @@ def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:
 def strip_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without a word on KV scales, and otherwise the same."""
     config = copy.deepcopy(config)
-    config.pop("kv_cache_torch_dtype", None)
+    for key in ("kv_cache_torch_dtype", SKIP_KEY):
+        config.pop(key, None)
     quantization = find_quantization_config(config)
     if quantization is not None:
         quantization.pop("kv_cache_scheme", None)
-        quantization.pop("kv_cache_quant_algo", None)
+        for key in MODELOPT_KEYS:
+            quantization.pop(key, None)
         groups = quantization.get("config_groups")
         if isinstance(groups, dict):
             weights = {name: group for name, group in groups.items() if not targets_attention(group)}

@@ -1,6 +1,7 @@
 """Scales written again: every format into every other, bit for bit, or refused."""
 
 import itertools
+import json
 import re
 import shutil
 import tempfile
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from scale_directories import NVFP4, PROJ
 from scale_directories import model as directory_of
+from transformers import AutoModelForCausalLM
 
+from calib.capture.directory_scales import open_scales
 from calib.files.stored_scales import read_scales
 from calib.formats import FORMATS
 from calib.scales.stats_file import load_stats
@@ -132,6 +135,32 @@ def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways
     named = set(re.findall(r"--[a-z][a-z0-9-]*", done.stderr))
     assert named <= set(re.findall(r"--[a-z][a-z0-9-]*", fp8kv(words[0], "--help").stdout))
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_path):
+    out = convert(measured, "vllm", tmp_path / "out", "--skip-layers", "2,0")
+    assert config_of(out)["kv_cache_dtype_skip_layers"] == [0, 2]
+    assert "--kv-cache-dtype-skip-layers 0 2" in (out / "README.md").read_text()
+    assert scales(out) == scales(measured)
+    done = ran("verify", out)
+    assert "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin" in done.stdout
+    assert json.loads(ran("verify", out, "--json").stdout)["layers_in_16_bits"] == [0, 2]
+    in_fp8 = open_scales(out)(AutoModelForCausalLM.from_pretrained(model)).layers.values()
+    assert [layer.layer_idx for layer in in_fp8] == [1]
+    # they stay so in vLLM's next format; SGLang has no such choice, and a checkpoint without scales no need
+    assert config_of(convert(out, "vllm", tmp_path / "same"))["kv_cache_dtype_skip_layers"] == [0, 2]
+    done = ran("convert", out, "--to", "sglang", "-o", tmp_path / "sglang")
+    assert "layers 0, 2 of the checkpoint stay in 16 bits; SGLang holds them in FP8 too" in done.stdout
+    ran("strip", out, "-o", tmp_path / "plain")
+    for name in ("sglang", "plain"):
+        assert "kv_cache_dtype_skip_layers" not in config_of(tmp_path / name)
+    for to, layers, words in (
+        ("vllm", "3", "--skip-layers is [3]; it is a list of layer indices, 0 to 2"),
+        ("vllm", "all", "--skip-layers is ['all']"),
+        ("sglang", "1", "--skip-layers: SGLang has one type of cache for all layers; convert to vllm"),
+    ):
+        done = fp8kv("convert", measured, "--to", to, "--skip-layers", layers, "-o", tmp_path / "no")
+        one_line_error(done, words)
 
 
 @pytest.mark.parametrize("command", ["convert", "repair"])
