@@ -187,8 +187,8 @@ def _search_line(search: Search) -> str:
     argument, indices = find_engine("vllm").skip_argument(search.skipped), ",".join(map(str, search.skipped))
     return (
         f"{budget} is met (KL {search.kl:.2g}) with {count} in 16 bits, instead of KL "
-        f"{show_number(search.kl_of_all)} with none: vLLM's {argument}, or `fp8kv convert --to vllm "
-        f"--skip-layers {indices}` for a checkpoint that says so to our plugin"
+        f"{show_number(search.kl_of_all)} with none: fp8kv convert --to vllm --skip-layers {indices}, "
+        f"or {argument}"
     )
 
 
