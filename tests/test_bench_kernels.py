@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,30 +162,3 @@ def test_without_a_gpu_models_are_compared_and_one_with_a_wrong_kernel_is_told(m
     with pytest.raises(SystemExit, match="nothing was timed"):
         generate_gpu.main()
     assert not output.exists()
-
-
-def test_a_measurement_takes_both_ways_in_turn_and_ratios_are_of_medians(monkeypatch):
-    """On a clock that says when it was read: the first round warms up."""
-    times = {("16-bit", 1): [0.0, 1.0, 9.0, 1.0], ("16-bit", 61): [0.0, 7.0, 7.0, 9.0]}
-    times |= {("fp8", 1): [0.0, 2.0, 2.0, 2.0], ("fp8", 61): [0.0, 5.0, 0.0, 5.0]}
-    ways, order = ["16-bit"], []
-
-    @contextmanager
-    def fp8(*_):
-        ways.append("fp8")
-        yield
-        ways.pop()
-
-    def seconds(_model, prompt, new_tokens):
-        assert prompt.shape == (1, 12)
-        order.append(ways[-1])
-        return times[ways[-1], new_tokens].pop(0)
-
-    monkeypatch.setattr(generate_gpu, "fp8_attention", fp8)
-    monkeypatch.setattr(generate_gpu, "_seconds", seconds)
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9), device="cpu")
-    row = generate_gpu._measure(model, None, 12, SimpleNamespace(rounds=3, new_tokens=61))
-    assert order[::2] == ["fp8", "16-bit", "16-bit", "fp8", "fp8", "16-bit", "16-bit", "fp8"]
-    assert row["milliseconds_per_token"] == {"16-bit": 100.0, "fp8": 50.0}
-    assert (row["ratio"], row["ratio_first_token"], row["ratio_per_token"]) == (7 / 5, 0.5, 2.0)
-    assert row["all_seconds"]["first"] == {"16-bit": [1.0, 9.0, 1.0], "fp8": [2.0, 2.0, 2.0]}

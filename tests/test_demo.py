@@ -53,13 +53,3 @@ def test_the_calibrated_model_still_writes_sense_and_has_the_sources_weights(dem
     written = load_file(demo.output / "model-00001-of-00001.safetensors")
     assert source.keys() == written.keys()
     assert all(torch.equal(source[name], written[name]) for name in source)
-
-
-def test_an_output_without_quantization_config_gives_the_sources_logits(model, tmp_path):
-    changes = {"strategy": "tensor", "export.formats": ["tgi"]}
-    small = {"data.samples": 2, "data.seq_len": 64}
-    out = run("builtin:smollm2", load_recipe(None, {**DEMO, **changes, **small}), tmp_path / "tgi")
-    written = AutoModelForCausalLM.from_pretrained(out.output, dtype="float32").eval()
-    tokens = AutoTokenizer.from_pretrained(out.output)(PROMPT, return_tensors="pt")
-    with torch.inference_mode():
-        assert torch.equal(written(**tokens).logits, model(**tokens).logits)

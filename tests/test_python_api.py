@@ -14,7 +14,6 @@ import calib
 import calib.recipe as calib_recipe
 import fp8kv_runtime
 from calib import InputError
-from calib.data import make_batches
 
 DATA = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
 
@@ -52,9 +51,6 @@ WRONG = {
     'recipe.model_copy(update={"strategy": "per_head"})': "did you mean 'attn_head'?",
     'setattr(recipe, "strategy", "channel")': "strategy cannot be set, a recipe is frozen",
     'calib.calibrate(model, 5, recipe)': "loader of batches, also for a single one, got 5",
-    'calib.calibrate(model, [rows.float()], recipe)': "must be whole numbers [B, T]",
-    'calib.calibrate(model, [rows, -rows], recipe)': "batch 1: token id",
-    'calib.calibrate(model, {"input_ids": torch.tensor([[1], [2]])}, recipe)': "list or loader of",
     'calib.calibrate(model, [], recipe)': "there is nothing to calibrate on",
     'calib.calibrate(torch.nn.Linear(2, 2), [rows], recipe)': "must be PreTrainedModel, got a Lin",
     'calib.scales_for(model, [rows], format=None)': "format must be 'vllm', 'aphrodite', ",
@@ -107,9 +103,6 @@ SAME = [
     ('calib.load_scales(out / "fp8kv_stats.safetensors")', "calib.load_scales(out)"),
     ('calib.save_stats(stats, "s.safetensors") or calib.load_stats("s.safetensors")', "stats"),
     ('calib.save_stats(stats, "~/h.safetensors") or calib.load_stats("h.safetensors")', "stats"),
-    ("measured([rows])", "measured(batches(rows))"),
-    ('measured([{"input_ids": rows}])', "measured(batches(rows))"),
-    ("measured([[*row] for row in rows])", "measured(rows)"),
     ("measured(rows)", "measured(row for row in rows)"),
     ('measured([{"input_ids": rows, "attention_mask": (rows > 40).long()}])',
      "measured([[row[row > 40].tolist() for row in rows]])"),
@@ -132,10 +125,7 @@ def comparable(value):
 def test_both_ways_to_type_it_are_one(ways, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    names = typed | {
-        "measured": lambda given: calib.calibrate(typed["model"], given, typed["recipe"]),
-        "batches": lambda rows: make_batches(rows.tolist(), len(rows), pad_id=0),
-    }
+    names = typed | {"measured": lambda given: calib.calibrate(typed["model"], given, typed["recipe"])}
     one, other = (comparable(eval(call, names)) for call in ways)
     assert one == other
 

@@ -192,15 +192,3 @@ def test_the_rest_of_a_book_is_held_out(first, model, book):
     assert len({pieces.index(ids) for ids in (*known, *held_out)}) == 18
     (warning,) = (line for line in warnings if "are pieces of" in line)
     assert warning.startswith(f"the {len(text.data.samples)} samples are pieces of fewer documents (1)")
-
-
-def test_a_book_is_evaluated_on_unless_it_is_too_short_to_hold_anything_out(first, model, book, tmp_path):
-    lengths = ("--samples", 4, "--seq-len", 32, "--device", "cpu")
-    flags = ("--variants", "none", "-o", tmp_path / "report")
-    ran("eval", model, "--dataset", book, "--scales", first[0], *lengths, *flags)
-    report = json.loads((tmp_path / "report/report.json").read_text())
-    assert (report["data"]["documents"], report["data"]["tokens"]) == (4, 4 * 32)
-    assert any("are pieces of fewer documents (1)" in line for line in report["warnings"])
-    (tmp_path / "short.txt").write_text(" ".join(f"w{3 + j}" for j in range(90)))
-    done = fp8kv("eval", model, "--dataset", tmp_path / "short.txt", *lengths)
-    one_line_error(done, "has 3 samples, and 16 are needed, 12 of them to calibrate on")

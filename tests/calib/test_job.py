@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from families import HYBRIDS, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
+from families import save_model, tiny_model, tiny_vision_language_model
 from safetensors.torch import load_file
 
-from calib.choices import FORMATS
 from calib.errors import Fp8kvError
 from calib.files.names import STATS_FILE
 from calib.job import default_output, run
@@ -69,29 +68,6 @@ def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replace
     index = "model.safetensors.index.json"
     maps = [json.loads((out / index).read_text())["weight_map"] for out in (first, again)]
     assert {*maps[0]} == {*maps[1]}
-
-
-def test_several_formats_fill_a_directory_each(model, tmp_path):
-    result = run(str(model), recipe(export__formats=list(FORMATS)), tmp_path / "out")
-    files = {path.name: {file.name for file in path.iterdir()} for path in result.output.iterdir()}
-    assert {*files} == {*FORMATS}
-    assert files["fp8kv"] == {"README.md", "fp8kv_calibration.json", STATS_FILE}
-    assert files["json"] == files["fp8kv"] | {"kv_cache_scales.json"}
-    assert "kv_cache_scales.json" in files["sglang"]
-    assert result.directories["tgi"] == result.output / "tgi"
-
-
-def test_layers_without_a_cache_of_their_own(tmp_path):
-    hybrid = save_model(tiny_model("qwen3_next", **HYBRIDS["qwen3_next"]), tmp_path / "hybrid")
-    written = load_file(run(str(hybrid), recipe(), tmp_path / "one").output / SCALES)
-    assert sorted(written) == [f"model.layers.1.self_attn.{w}_scale" for w in "kv"]
-    shared = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "shared")
-    result = run(str(shared), recipe(), tmp_path / "two")
-    assert [row.layer_idx for row in result.layers] == [0, 1]
-    assert any("shares the cache of model.layers.1.self_attn" in w for w in result.warnings)
-    written = load_file(result.output / SCALES)
-    owner, sharer = (written[f"model.layers.{i}.self_attn.k_scale"] for i in (1, 2))
-    assert torch.equal(owner, sharer)
 
 
 def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Scales of latents (MLA) in the engines' own code: what docs/engines.md says of them holds.
 
 check_mla.py vllm OUT   OUT as `write_models.py families` leaves it: with `--model-impl transformers` vLLM
-                        holds our scales, its own classes 1.0, and mended ones would hold them
+                        holds our scales, its own classes 1.0
 check_mla.py baked OUT  OUT as `write_models.py latents` leaves it: vLLM's own class computes with the baked
                         model as with the source, at scale 1.0 too, where the twin is garbage
 check_mla.py sglang OUT the same OUT: its class holds scales of a calibration, its cache is written
@@ -22,14 +22,13 @@ if sys.argv[1:] == ["kernel"]:  # Triton looks when it is imported
 import engine
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine_cases import MLA_NAMINGS, NAMINGS, QUANTIZATIONS, build, fixtures, run_case, write
+from engine_cases import MLA_NAMINGS, QUANTIZATIONS, fixtures, write
 
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales
 
 (FIXTURE,) = fixtures(["DeepseekV2ForCausalLM"])
-OWN_NAMES = ("{module}.{x}_proj.{x}_scale", MLA_NAMINGS[1])  # those that vLLM once knew
 
 
 def check_vllm(out: Path):
@@ -46,18 +45,6 @@ def check_vllm(out: Path):
         yield f"{home.name}: transformers' code holds our scales", held == predicted
         held = scales_of(directory, vllm_classes.MLAAttention)
         yield f"{home.name}: vLLM's own class holds 1.0", {*held.values()} == {(1.0,)}
-    for kind in ("modelopt", "compressed-tensors"):
-        found = fates(vllm_classes.VLLM(), kind, (*NAMINGS, *MLA_NAMINGS))
-        yield f"{kind}: no name arrives", not any(fate.startswith("loaded") for fate in found)
-        with mended():
-            found = fates(vllm_classes.VLLM(), kind, OWN_NAMES)
-        yield f"{kind}: names arrive in a mended vLLM", found == {"loaded"}
-
-
-def fates(vllm, kind: str, namings: tuple[str, ...]) -> set[str]:
-    """What becomes of scales of these names."""
-    model = build(vllm, FIXTURE, QUANTIZATIONS[kind])
-    return {run_case(vllm, model, FIXTURE, naming, False) for naming in namings}
 
 
 def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, str], tuple]:
@@ -68,19 +55,6 @@ def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, st
         (name, x, getattr(layer, f"_{x}_scale").flatten().tolist()) for name, layer in layers for x in "kv"
     ]
     return {(name.partition(".self_attn")[0] + ".self_attn", x): tuple(scale) for name, x, scale in held}
-
-
-@contextmanager
-def mended():
-    """vLLM without its first renaming, and with a place for scales of compressed-tensors."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    renaming = patch.object(QuantizationConfig, "get_cache_scale_mapper", staticmethod(WeightsMapper))
-    with renaming, patch.object(compressed_tensors, "Attention", (Attention, MLAAttention)):
-        yield
 
 
 def check_baked(out: Path):

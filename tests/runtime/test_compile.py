@@ -182,33 +182,6 @@ def test_bytes_cycles_matrix_products_and_loops_are_read():
     assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
-def test_matrix_instructions_of_every_generation_are_counted():
-    code = """
-        /*0000*/ UMOV UR29, 0x8100010 ;
-        /*0010*/ UTCHMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
-        /*0020*/ UTCQMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
-        /*0030*/ HGMMA.64x32x16.F32 R24, gdesc[UR8], R24 ;
-        /*0040*/ QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24 ;
-        /*0050*/ QMMA.16832.F32.E4M3.E4M3 R16, R76.ROW, R16.COL, RZ ;
-    """
-    by_a_warp = 2 * 128 * 64 * 16 / 4  # one of four
-    wide, narrow = 2 * 64 * 32 * 16, 2 * 16 * 8 * 16
-    found = [each.flops for each in parse(compiled(code))]
-    assert found == [0, by_a_warp, by_a_warp, wide, wide, narrow]
-
-
-def test_programs_at_once():
-    for target, registers, shared, warps, programs in (
-        ("sm_90", 80, 0, 4, 6),  # 512 registers of a lane hold six warps of 80
-        ("sm_90", 80, 38920, 4, 5),  # 228 KiB hold five of 38 KiB and the 1 KiB that each costs
-        ("sm_90", 32, 0, 4, 16),  # 64 warps
-        ("sm_89", 32, 0, 1, 24),  # as many programs as there may be
-        ("gfx942", 128, 0, 4, 4),
-        ("gfx942", 32, 40_000, 4, 1),
-    ):
-        assert PROCESSORS[target].programs_at_once(registers, shared, warps) == programs, target
-
-
 def test_the_slowest_of_four_is_the_limit():
     h200 = PROCESSORS["sm_90"]
     # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does

@@ -28,8 +28,10 @@ def statistics(out):
 
 
 def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() != set()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def launched(count, *arguments, **environment):

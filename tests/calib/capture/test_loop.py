@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from families import FAMILIES, LATENT, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate, singles
@@ -94,12 +94,6 @@ def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
     if family in LATENT:
         both = next(iter(stats.layers.values())).join_latent()
         assert torch.equal(both.positions.amax(1), both.amax.amax(1))
-
-
-def test_smollm2_in_its_own_precision(smollm2_directory):
-    model = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.bfloat16)
-    samples = [[1 + (7 * i + j * j) % 900 for j in range(60 - 9 * i)] for i in range(4)]
-    check_places(model, make_batches(samples, 2, pad_id=0))
 
 
 def test_the_samples_of_a_batch_keep_their_places():

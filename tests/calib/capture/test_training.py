@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import calibrate, succeeded
 from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
+from processes import assert_same
 from safetensors.torch import load_file
 from torch import nn
 
@@ -42,14 +43,6 @@ SHAPES = (
 REAL = torch.tensor([[0] * 6 + [1] * 18])
 POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "training_loop.py"
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert one
-    for name in one:
-        assert one[name].dtype == other[name].dtype
-        assert torch.equal(one[name], other[name]), name
 
 
 @pytest.mark.parametrize(

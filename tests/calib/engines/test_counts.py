@@ -31,7 +31,6 @@ def with_tensors(made, values, *names):
 
 
 def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
-    engines = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
     for k, v, q, problem in (
         (KV, KV, QUERY, None),
         ([0.5], [0.25], None, None),
@@ -50,7 +49,7 @@ def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
         assert [problem in each for each in said] == [True] * bool(problem)
         if not problem:
             per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
-            assert [engine for engine in engines if simulated(directory, engine).is_good] == per_head
+            assert [engine for engine in ENGINES if simulated(directory, engine).is_good] == per_head
         else:
             assert problem in lines_of(fp8kv("inspect", directory))
             command = ("convert", directory, "--to", "tgi", "--reduce", "max", "--without-q")

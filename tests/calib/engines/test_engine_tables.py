@@ -1,10 +1,9 @@
 """The tables of what engines' classes do: what became of scales, and how tables are compared."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, alike, collect, fixtures, wanted
+from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, fixtures, wanted
 from engine_fates import NOT_FP8, fate
 from engine_fixtures import make_scales
 from engine_tables import differences, flat, groups, modules, named, recorded, together
@@ -42,45 +41,6 @@ def test_the_configs_are_those_that_we_write(checkpoint):
         written = export(make_scales(strategy), checkpoint, format_name)
         assert written.config["quantization_config"] == QUANTIZATIONS[name].config
         assert written.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
-
-
-class Engine:
-    """One that loads each scale, under a name without `language_model`, as `put` says."""
-
-    quantizations = ("compressed-tensors", "none")
-
-    def __init__(self, put=dict):
-        self.put = put
-
-    def build(self, directory):
-        if "quantization_config" not in json.loads((directory / "config.json").read_text()):
-            raise RuntimeError("no config")
-        return {}
-
-    def hold(self, model, tensors):
-        values = {n.replace(".language_model", "").removesuffix("_scale"): (float(x),) for n, x in tensors}
-        return self.put({m: (values[f"{m}.k"], values[f"{m}.v"]) for m in LLAMA.modules})
-
-
-def test_what_a_loader_does_is_noticed(monkeypatch):
-    def crossing(held):
-        first, second, third = LLAMA.modules
-        return {first: held[second], second: held[first], third: held[third][::-1]}
-
-    name = "{module}.{x}_scale"
-    assert collect(Engine(crossing), LLAMA)["compressed-tensors"][name] == (
-        "partly: 1 of 3 with K and V crossed, 2 of 3 with another layer's scales"
-    )
-    results = collect(Engine(), LLAMA)
-    assert results["compressed-tensors"][name] == "loaded"
-    assert results["compressed-tensors"]["{module}.kv_scale"].startswith("crash: KeyError: ")
-    assert {*results["none"].values()} == {"refused: RuntimeError: no config"}
-    # a spelling is kept if the class does the same with it
-    sees = Fixture("LlamaForConditionalGeneration", {}, LLAMA.modules)
-    kept = [other.modules[0] for other in alike(Engine(), sees, collect(Engine(), sees))]
-    assert kept == ["model.language_model.layers.0.self_attn"]
-    monkeypatch.setattr(Engine, "quantizations", ("none",))
-    assert collect(Engine(), LLAMA) == "RuntimeError: no config"
 
 
 def test_equal_architectures_are_one_group_and_differences_a_line():
