@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -87,20 +87,15 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Scales:
 
 
 def held_by_all(directories: list[Path], place: Place) -> list[Scales]:
-    """The same of several directories: on one rank by two processes, each of half; else every rank in one."""
-    shares = [(rank, directories) for rank in range(place.ranks)]
-    if place.ranks == 1:
-        shares = [(0, directories[::2]), (0, directories[1::2])]
+    """The same of several directories, every rank in a process."""
     with tempfile.TemporaryDirectory() as meeting:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["RENDEZVOUS"] = f"{meeting}/rendezvous" if place.ranks > 1 else ""
         how, started = {"stdout": subprocess.PIPE, "text": True, "env": environment}, []
-        for rank, share in shares:
+        for rank in range(place.ranks):
             numbers = map(str, (rank, place.ranks, int(place.fnuz)))
-            started.append(subprocess.Popen([sys.executable, __file__, RANK, *numbers, *share], **how))
+            started.append(subprocess.Popen([sys.executable, __file__, RANK, *numbers, *directories], **how))
         found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
-    if place.ranks == 1:
-        return [scales for pair in zip_longest(*found) for scales in pair][: len(directories)]
     return [_together(ranks) for ranks in zip(*found, strict=True)]
 
 

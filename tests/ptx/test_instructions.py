@@ -107,38 +107,3 @@ def test_matrices_of_a_warp(k, kind):
     c, want = (x.view(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4) for x in (c, want))
     run(body, got, fragments_a, fragments_b, c)
     assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-def test_matrices_to_shared_memory_and_back(transposed):
-    rows = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
-    got = torch.empty(32, 4, 2, dtype=torch.float16)
-    body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; mov.b32 %r8, global_smem;
-        shl.b32 %r9, %r2, 4; add.s32 %r8, %r8, %r9;
-        st.shared.v4.b32 [%r8], {{%r4, %r5, %r6, %r7}}; bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r8];
-        bar.sync 0; stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r8], {{%r4, %r5, %r6, %r7}};
-        bar.sync 0; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r8];
-        st.global.v4.b32 [%rd0], {{%r4, %r5, %r6, %r7}};"""
-    run(body, got, rows, shared=512)
-    want = rows.transpose(1, 2) if transposed else rows
-    assert torch.equal(got, want.reshape(4, 32, 2).transpose(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("instruction", "want"),
-    [
-        ("shfl.sync.bfly.b32 %d, %a, 5, 31, -1", lambda x: x[torch.arange(32) ^ 5]),
-        ("shfl.sync.idx.b32 %d, %a, 7, 31, -1", lambda x: x[7].expand(32)),
-        ("shfl.sync.up.b32 %d, %a, 3, 0, -1", lambda x: torch.cat([x[:3], x[:-3]])),
-        ("redux.sync.add.s32 %d, %a, -1", lambda x: x.sum().expand(32)),
-        ("redux.sync.max.s32 %d, %a, -1", lambda x: x.max().expand(32)),
-        ("redux.sync.min.s32 %d, %a, -1", lambda x: x.min().expand(32)),
-        ("bfe.u32 %d, %a, 4, 6", lambda x: (x >> 4) & 63),
-        ("shr.s32 %d, %a, 40", lambda x: x >> 31),
-        ("div.s32 %d, %a, 7", lambda x: torch.div(x, 7, rounding_mode="trunc")),
-    ],
-)
-def test_exchanges_and_integers(instruction, want):
-    x = torch.randint(-(10**6), 10**6, (32,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    assert torch.equal(elementwise(f"{instruction};", torch.int32, x), want(x).to(torch.int32))
