@@ -224,7 +224,10 @@ def write_case(case: Case, directory: Path) -> Path:
     directory.mkdir(parents=True)
     config = MODEL | ({case.key: case.config} if case.config else {})
     (directory / "config.json").write_text(json.dumps(config))
-    weights, made = _weights(), case.tensors()
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in LlamaForCausalLM(LlamaConfig(**MODEL)).named_parameters()}
+    weights = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    made = case.tensors()
     weights_file = "model-1.safetensors" if case.index else "model.safetensors"
     save_file(weights, directory / weights_file, {"format": "pt"})
     if made:
@@ -236,9 +239,3 @@ def write_case(case: Case, directory: Path) -> Path:
         index = {"metadata": {}, "weight_map": listed}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
-
-
-def _weights() -> Tensors:
-    with torch.device("meta"):
-        shapes = {name: x.shape for name, x in LlamaForCausalLM(LlamaConfig(**MODEL)).named_parameters()}
-    return {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}

@@ -1,6 +1,5 @@
 """`make compile-kernels` passes good kernels and refuses each kind of bad one; and what limits a kernel."""
 
-import ast
 import json
 import os
 import re
@@ -32,8 +31,7 @@ def _change(path, what, old, *new):
     """A module as `mutate` does, or rows of a table: `what` that is one of `old`."""
     source = path.read_text()
     if path.suffix == ".py":
-        mutate(tree := ast.parse(source), what, old, *new)
-        path.write_text(ast.unparse(tree))
+        path.write_text(mutate(source, (what, old)))
         return
     table = json.loads(source)
     rows = [row for rows in table.values() for row in rows if row.get(what) in old]
@@ -61,7 +59,7 @@ TILE = "2048 // triton.next_power_of_2(head_dim)"
 BAD = {
     "--target sm_89 --variant plain-128 --kernel decode append_kv": (
         [
-            ("attend.py", ROUNDED, f"{ROUNDED}\neven = even * 2.0"),
+            ("attend.py", ROUNDED, f"{ROUNDED}; even = even * 2.0"),
             ("tuning.json", "num_stages", [5], 33),  # more tiles in flight than an L4 has room for
             ("launch.py", "blocks.format in target.decoded", "False"),
             ("launch.py", "blocks.format in target.encoded", "True"),  # it rounds twice on this target
@@ -95,7 +93,7 @@ BAD = {
     "--target sm_90 --variant plain-64 --kernel decode reduce": (
         [  # the parts' maxima read too early, and nothing that lets the reduce start
             ("decode.py", WAIT, "pass"),
-            ("decode.py", MAXIMUM, f"{WAIT}\n{MAXIMUM}"),
+            ("decode.py", MAXIMUM, f"{WAIT}; {MAXIMUM}"),
             ("decode.py", "let_next_start(LAYER.overlaps)", "pass"),
         ],
         [

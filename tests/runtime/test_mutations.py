@@ -7,7 +7,7 @@ import pytest
 import torch
 from cache_model import run_history
 from checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
-from mutants import copied, mutated
+from mutants import SOURCE, copied, mutate
 from paged import Case
 
 pytestmark = [
@@ -46,13 +46,12 @@ APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
 
-# what is wrong: who sees it, and the file with expressions or statements and what replaces each,
-# as syntax trees; a third name says in which function
+# what is wrong: who sees it, and the file with texts and what replaces each
 MUTATIONS = {
     "drops K's scale": ("decode plain kernel", ATTEND,
         ("factor *= tl.load(k_scale_ptr + kv_head * LAYER.k_scales)", "factor *= 1.0")),
     "swaps K and V": ("decode plain kernel", STORAGE,
-        ("codes[0], codes[1]", "codes[1], codes[0]", "loaded")),
+        ("self.codes.view(torch.int16)", "self.codes.view(torch.int16).flip(0)")),
     "reads slots of no one": ("decode all kernel", ATTEND,
         ("inside[:, None] & (columns < LAYER.head_dim // 2)[None, :]",
          "(inside | True)[:, None] & (columns < LAYER.head_dim // 2)[None, :]")),
@@ -106,6 +105,6 @@ def test_the_check_passes_on_a_copy_without_a_mutation(name, tmp_path):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_check_fails_on_the_mutant(name, tmp_path):
     check, file, *replacements = MUTATIONS[name]
-    changed = {file: mutated(file, *replacements)}
+    changed = {file: mutate((SOURCE / file).read_text(), *replacements)}
     with copied(tmp_path, changed) as runtime, pytest.raises(AssertionError):
         CHECKS[check](runtime=runtime)

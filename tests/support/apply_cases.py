@@ -22,6 +22,11 @@ def config_of(directory):
     return json.loads((directory / "config.json").read_text())
 
 
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
 def report_of(directory):
     return json.loads((directory / "fp8kv_calibration.json").read_text())
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from calib.files.model_directory import open_model_directory
 from calib.scales.scales import KVScales, LayerScales
@@ -55,10 +54,6 @@ def describe(out):
     documents = {path.name: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     documents.pop("tokenizer.json", None)
     shard = out / "model-fp8kv-scales.safetensors"
-    return {"documents": documents, "tensors": tensors_of(shard) if shard.exists() else {}}
-
-
-def tensors_of(shard):
-    with safe_open(shard, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    return {n: [str(t.dtype), list(t.shape), t.flatten().tolist()] for n, t in tensors.items()}
+    tensors = sorted(load_file(shard).items()) if shard.exists() else ()
+    found = {name: [str(x.dtype), list(x.shape), x.flatten().tolist()] for name, x in tensors}
+    return {"documents": documents, "tensors": found}

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from apply_cases import contents
 from command_line import fp8kv, one_line_error
 from engine_fixtures import make_scales
 
@@ -33,11 +34,6 @@ def seed_of(out):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def contents(directory):
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.fixture

@@ -26,10 +26,6 @@ def made(tmp_path_factory):
     return root
 
 
-def of_another_run(directory):
-    shutil.copy(directory.parent / "other" / STATS, directory / STATS)
-
-
 def channel(value):
     """Put `value` into a channel of K, in its amax and wherever that is repeated."""
 
@@ -56,7 +52,7 @@ def edited(**changes):
 DAMAGE = {
     "an infinite channel": (channel(float("inf")), NAN),
     "NaN": (channel(float("nan")), NAN),
-    "of another run": (of_another_run, NOT_SUMMED_UP),
+    "of another run": (lambda path: shutil.copy(path.parent / "other" / STATS, path), NOT_SUMMED_UP),
     "no report": (report(""), "is not JSON"),
     "a report in a list": (report("[{}]"), "must hold a JSON object"),
     "a report of nothing": (report("{}"), "is not of this version"),

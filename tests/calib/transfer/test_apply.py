@@ -116,17 +116,11 @@ def test_an_output_without_marks(model, measured, tmp_path):
     refused(old, changed, tmp_path / "out", "do not fit", flags=("--base", model))
 
 
-def louder_values(tensors):
-    for name in [*tensors]:
-        if "v_proj" in name:
-            tensors[name] = tensors[name] * 8
-
-
 @pytest.fixture(scope="module")
 def outputs(model, tmp_path_factory):
     """A calibration of a model, and one of a copy whose V is eight times as large."""
     scratch = tmp_path_factory.mktemp("outputs")
-    other = copy(model, scratch / "louder", louder_values)
+    other = copy(model, scratch / "louder", lambda tensors: rescale_values(tensors, 8))
     return calibrated(model, scratch / "own"), calibrated(other, scratch / "other")
 
 

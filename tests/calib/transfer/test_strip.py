@@ -6,7 +6,7 @@ from pathlib import Path
 
 import apply_cases
 import pytest
-from apply_cases import config_of
+from apply_cases import config_of, contents
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from families import edit_json, save_model, tiny_model
 
@@ -47,11 +47,6 @@ def calibrated(source, tmp_path_factory):
     """An output in each format, below one directory."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
     return apply_cases.calibrated(source, out, *(f"--format={name}" for name in FORMATS))
-
-
-def contents(directory):
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def output_of(*command):
