@@ -49,17 +49,14 @@ def integers(weight, bits, group, *, symmetric=False, order=None):
     return codes, zero, scale, (codes - zero[:, index]).float() * scale[:, index].float()
 
 
-def gptq(module, weight, *, bits=4, group=32, version=1, ordered=False):
+def gptq(module, weight, *, group=32, version=1, ordered=False):
     """Packed down the columns, zero points of the first version less one."""
     index = torch.arange(weight.shape[1]) // group
     if ordered:
         shuffled = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
         index = torch.empty_like(shuffled).scatter(0, shuffled, index)
-    codes, zero, scale, value = integers(weight, bits, group, order=index)
-    tensors = {
-        "qweight": words(codes, bits).t().contiguous(),
-        "qzeros": words(zero.t() - int(version == 1), bits),
-    }
+    codes, zero, scale, value = integers(weight, 4, group, order=index)
+    tensors = {"qweight": words(codes, 4).t().contiguous(), "qzeros": words(zero.t() - int(version == 1), 4)}
     return _named(module, tensors | {"scales": scale.t().contiguous(), "g_idx": index.int()}), value
 
 
@@ -99,14 +96,6 @@ def fp8(module, weight, *, high=None, wide=None, name="weight_scale", shape=None
     scale = scale if shape is None else scale.reshape(shape)
     tensors = {f"{module}.weight": codes, f"{module}.{name}": scale}
     tensors |= {f"{module}.{part}": torch.tensor([0.25]) for part in extra}
-    return tensors, codes.float() * full
-
-
-def mxfp8(module, weight):
-    exponent = torch.floor(torch.log2(blocked(weight, 1, 32, 448)[0])) + 1
-    full = exponent.exp2().repeat_interleave(32, 1)
-    codes = (weight / full).to(FP8)
-    tensors = {f"{module}.weight": codes, f"{module}.weight_scale": (exponent + 127).byte()}
     return tensors, codes.float() * full
 
 
@@ -203,9 +192,9 @@ def _compressed(form, kind, bits, make, options, **weights):
     return Form(compressed(form, bits, kind, **weights), make, options)
 
 
-def _gptq(bits, options, **more):
-    says = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False, "sym": False}
-    return Form(says | more, gptq, {"bits": bits} | options)
+def _gptq(options, **more):
+    says = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+    return Form(says | more, gptq, options)
 
 
 def _quark(make, options, **weight):
@@ -225,12 +214,9 @@ _PACKED, _ASYMMETRIC = ("pack-quantized", "int"), {"symmetric": False}
 _TENSOR_GROUP = {"strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 FORMS = {
-    "gptq-2": _gptq(2, {}),
-    "gptq-3": _gptq(3, {}),
-    "gptq-4": _gptq(4, {}),
-    "gptq-4-ordered": _gptq(4, {"ordered": True}, desc_act=True),
-    "gptq-8": _gptq(8, {}),
-    "gptq-v2": _gptq(4, {"version": 2}, checkpoint_format="gptq_v2"),
+    "gptq-4": _gptq({}),
+    "gptq-4-ordered": _gptq({"ordered": True}, desc_act=True),
+    "gptq-v2": _gptq({"version": 2}, checkpoint_format="gptq_v2"),
     "awq": Form(_AWQ, awq),
     "compressed-fp8": _compressed(*_FP8, PER_TENSOR | {"shape": [1]}, strategy="tensor"),
     "compressed-fp8-channel": _compressed(*_FP8, {"high": 1}, strategy="channel"),
@@ -245,7 +231,6 @@ FORMS = {
     "compressed-w8-channel": _compressed(*_PACKED, 8, packed, {"bits": 8, "group": None}, strategy="channel"),
     "compressed-nvfp4": _compressed("nvfp4-pack-quantized", "float", 4, nvfp4, {}, **_TENSOR_GROUP),
     "compressed-mxfp4": _compressed("mxfp4-pack-quantized", "float", 4, mxfp4, {}, **GROUP),
-    "compressed-mxfp8": _compressed("mxfp8-quantized", "float", 8, mxfp8, {}, **GROUP),
     "modelopt-fp8": Form({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8, PER_TENSOR),
     "modelopt-nvfp4": Form(_NVFP4, nvfp4, {"form": "modelopt"}, "hf_quant_config.json"),
     "fp8-block": Form(_FP8_BLOCK, fp8, BLOCKS | {"name": "weight_scale_inv"}),
