@@ -135,9 +135,9 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_outputs.py transformers "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
-interop-live: interop-outputs ## a running vLLM whose scales change, and which hands blocks on
-	$(BIN)/python tests/interop/write_models.py steps $(OUT)/steps "$$($(SMOLLM2_DIRECTORY))"
-	$(INTEROP)/bin/python tests/interop/check_live.py updates $(OUT)/tensor-kv/vllm $(OUT)/steps
+interop-live: interop-outputs ## a running vLLM whose scales change, in the training loop too, and which hands blocks on
+	$(INTEROP)/bin/python tests/interop/check_live.py updates $(OUT)/tensor-kv/vllm
+	$(INTEROP)/bin/python tests/interop/check_live.py example "$$($(SMOLLM2_DIRECTORY))"
 	$(INTEROP)/bin/python tests/interop/check_live.py blocks $(OUT)/tensor-kv/vllm
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed

@@ -6,6 +6,7 @@ Those of a page run from top to bottom in one directory. `# exit 1`: the command
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 import yaml
 from doc_blocks import PAGES, ROOT, Command, blocks_of, commands_of, shows, without_figures
 from doc_names import APPS, DIRECTORIES, FILES, Names, fake_hub, invoke, make_small
 from fake_hub import on, running_hub
+from families import tiny_model
 from nbclient import NotebookClient
 
+from calib.capture.training import scales_for
 from calib.recipe import Recipe
 
 _TAKEN = re.compile(r"output '(.+)' exists; add --overwrite")
@@ -68,7 +72,7 @@ class Page:
 
     def __init__(self, names, here, monkeypatch):
         self.names, self.here, self.monkeypatch = names, here, monkeypatch
-        self.written, self.variables = set(), {"__name__": "__main__"}
+        self.written, self.variables = set(), {"__name__": "page"}
         here.mkdir()
         (here / "benchmarks").symlink_to(ROOT / "benchmarks")
         for name, text in FILES.items():
@@ -221,3 +225,16 @@ def test_the_notebook_shows_tables_and_pictures_and_is_committed_without_them(sm
     for kind, names in (("text/html", html), ("image/png", png)):
         for name in names:
             assert any(kind in each.get("data", ()) for each in outputs[name]), name
+
+
+def test_the_training_loop_trains_and_without_vllm_it_asks_for_it(monkeypatch):
+    script, model = str(ROOT / "examples" / "training_loop.py"), tiny_model("llama")
+    batch = torch.randint(3, 128, (8, 128), generator=torch.Generator().manual_seed(1))
+    before = scales_for(model, [batch])
+    losses = [*runpy.run_path(script)["updates"](model, batch)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert scales_for(model, [batch]) != before
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    with pytest.raises(SystemExit, match=r"needs vLLM .*: pip install vllm$"):
+        runpy.run_path(script, run_name="__main__")

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from engine import installed_engine, read_output, report, start
 
-from calib.files.names import layer_of
 from calib.serving import plugin, vllm_worker
+from calib.serving.engine_layers import vllm_attention
 
 TIMES = 50
 # 1.0 is what was never filled; the others were filled from something else
@@ -73,8 +73,7 @@ def copies_read(llm, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    scales = read_output(directory).scales
+    scales = read_output(directory := Path(sys.argv[1])).scales
     letters = "kvq" if any("q" in layer for layer in scales.values()) else "kv"
     total = 2 * len(scales)
     good = f"fp8kv: {total} of {total} KV scales in use, FP8 cache"
@@ -86,8 +85,7 @@ if __name__ == "__main__":
     problems = [] if lines[-1].startswith(good) else [f"untouched: {lines[-1]}"]
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
-    modules = [module for module in runner.model.modules() if hasattr(module, "_k_scale")]
-    layers = {layer_of(module.layer_name): module for module in modules}
+    layers = vllm_attention(runner.model)
     chance = random.Random(0)
     # of Q there is none on the host
     copies = [n for x in letters for c in COPIES.values() if (n := c.format(x=x)) != "_q_scale_cpu"]

@@ -1,31 +1,39 @@
 """Is it right while it runs? The plugin in a real vLLM, whose scales change, and which hands blocks on.
 
-check_live.py updates DIR STEPS   what is spoiled is named and repaired; after reload_weights, push_scales and
-                                  the updates of `write_models.py steps` the engine computes with the scales
-                                  of that moment
-check_live.py blocks DIR          engines on one store of blocks: with other scales a miss, with equal ones
-                                  hits, and always the right text
+check_live.py updates DIR     what is spoiled is named and repaired; after reload_weights, push_scales and 20
+                              updates of k_proj the engine computes with the scales of that moment
+check_live.py example MODEL   examples/training_loop.py: its engine has the weights and scales of each update
+check_live.py blocks DIR      engines on one store of blocks: with other scales a miss, with equal ones hits,
+                              and always the right text
 
 DIR is an output of one scale per layer. The other scales are 8 times as large.
 """
 
+import io
 import json
 import logging
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
-from engine import SCALES_FILE, generate, read_output, start, tell
+from check_outputs import layers_of
+from engine import SCALES_FILE, generate, prepare, read_output, start, tell
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import calib
 from calib.serving import plugin
-from calib.serving.push import ScalesNotDeliveredError, push_scales
+from calib.serving.push import push_scales
 from calib.serving.vllm_engine import whole_model
 
 PROMPT = (
@@ -33,6 +41,8 @@ PROMPT = (
     "language spread over three continents. Historians ask why it rose, and why it fell: they name its army, "
     "its grain, its slaves and its gods. "
 )
+EXAMPLE = Path(__file__).parents[2] / "examples" / "training_loop.py"
+UPDATE = re.compile(r"update \d: loss (.+), scales ([0-9a-f]{32}): .+")
 TOKENS = 250  # the connector looks up what it stored only where its two ways of rounding agree
 Check = tuple[str, bool, object]  # what, whether it is right, what was seen
 
@@ -48,26 +58,20 @@ def state_of(llm: object) -> object:
     return whole_model(llm.collective_rpc("fp8kv_state"))
 
 
-def attention(llm: object) -> list[torch.nn.Module]:
-    """The attention layers."""
-    (modules,) = llm.collective_rpc(lambda worker: [*worker.model_runner.model.modules()])
-    return [module for module in modules if hasattr(module, "_k_scale")]
-
-
 def floats_at_1(llm: object) -> None:
     """As vLLM left them up to 0.19 (#34863): the tensors right, the numbers on the host 1.0."""
-    for module in attention(llm):
+    for module in layers_of(llm).values():
         module._k_scale_float = module._v_scale_float = 1.0
 
 
-def check_updates(scaled: Path, steps: Path) -> Iterator[Check]:
+def check_updates(scaled: Path) -> Iterator[Check]:
     """One engine, whose scales are spoiled, repaired, reloaded and pushed."""
     other, log = times_8(scaled), []
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     logging.getLogger("vllm.fp8kv").addFilter(lambda record: log.append(record.getMessage()) or True)
     plugin.register_vllm()
     llm = start(scaled, max_model_len=512, num_gpu_blocks_override=64)
-    layers = len(attention(llm))
+    layers = len(layers_of(llm))
     good = f"fp8kv: {2 * layers} of {2 * layers} KV scales in use, FP8 cache, fingerprint "
     first, reference = state_of(llm), text_of(llm)
     yield "loaded", str(first).startswith(good) and bool(first.fingerprint), log[-1]
@@ -86,8 +90,7 @@ def check_updates(scaled: Path, steps: Path) -> Iterator[Check]:
     yield "and the reference's text again", text_of(llm) == reference, reference
 
     # new files, by the engine's own reload
-    path = {"weights_path": str(other)}
-    llm.collective_rpc("reload_weights", kwargs=path)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     second = state_of(llm)
     is_new = second.fingerprint not in (first.fingerprint, "") and str(second).startswith(good)
     yield "reload_weights: right by the new files", is_new and holds(llm, scales_of(other)), log[-1]
@@ -96,33 +99,43 @@ def check_updates(scaled: Path, steps: Path) -> Iterator[Check]:
 
     # scales without weights
     pushed = push_scales(llm, scales_of(other))
-    yield (
-        "push_scales: the other's fingerprint",
-        pushed == second.fingerprint and holds(llm, scales_of(other)),
-        pushed,
-    )
+    is_new = pushed == second.fingerprint and holds(llm, scales_of(other))
+    yield "push_scales: the other's fingerprint", is_new, pushed
     again = push_scales(llm, scales_of(scaled))
     yield "and back", again == first.fingerprint and text_of(llm) == reference, again
     broken = {name: x for name, x in scales_of(other).items() if ".7." not in name}
-    try:
-        push_scales(llm, broken)
-        ended = "delivered"
-    except ScalesNotDeliveredError as error:
-        ended = str(error)
-    yield "a layer left out is named", "rank 0: " in ended and "in layer 7" in ended, ended[:300]
-    push_scales(llm, scales_of(scaled))
+    ended = error_of(lambda: push_scales(llm, broken))
+    names_it = ended.startswith("ScalesNotDeliveredError: ") and "rank 0: " in ended and "in layer 7" in ended
+    yield "a layer left out is named", names_it, ended
 
-    right = [*train(llm, scaled, steps)]
+    right = [*train(llm, scaled)]
     yield "20 updates of k_proj, each with its scales", len(right) == 20 and all(right), right
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scaled)})
     yield "and back to the files", state_of(llm) == first and text_of(llm) == reference, reference
 
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
     floats_at_1(llm)
-    ended = error_of(lambda: any_call(llm))
-    yield "required: a call that finds them wrong ends in an error", named in ended, ended[:200]
-    ended = error_of(lambda: text_of(llm))
-    yield "and nothing more is computed", named in ended, ended[:200]
+    for name, call in (("a call that finds them wrong raises", any_call), ("no text is written", text_of)):
+        yield f"required: {name}", named in (ended := error_of(partial(call, llm))), ended
+
+
+def check_example(model: Path) -> Iterator[Check]:
+    """The training loop that people copy."""
+    prepare()
+    plugin.register_vllm()
+    sys.argv = [str(EXAMPLE), str(model)]
+    with redirect_stdout(io.StringIO()) as printed:
+        after = runpy.run_path(str(EXAMPLE), run_name="__main__")
+    text, llm, trained = printed.getvalue(), after["llm"], after["model"]
+    losses, fingerprints = zip(*UPDATE.findall(text), strict=True)
+    falls = [*losses] == sorted(losses, key=float, reverse=True)
+    yield "three updates: the loss falls", falls and len(losses) == 3, text
+    scales = calib.scales_for(trained, [after["batch"]], strategy="tensor")
+    yield "other scales each time, in the end the last", len({*fingerprints}) == 3 and holds(llm, scales), ""
+    (theirs,) = llm.apply_model(lambda model: model.model.embed_tokens.weight)
+    ours = trained.get_input_embeddings().weight.bfloat16()
+    first = AutoModelForCausalLM.from_pretrained(model).get_input_embeddings().weight.bfloat16()
+    yield "and the last weights", torch.equal(theirs, ours) and not torch.equal(theirs, first), ""
 
 
 def check_blocks(scaled: Path) -> Iterator[Check]:
@@ -133,11 +146,8 @@ def check_blocks(scaled: Path) -> Iterator[Check]:
         store = Path(tempfile.mkdtemp())
         first = run_engine(scaled, store, with_plugin)
         same = run_engine(scaled, store, with_plugin)
-        yield (
-            f"equal scales, plugin {with_plugin}: hits",
-            (same["hits"], same["text"]) == (1, first["text"]),
-            same,
-        )
+        is_right = (same["hits"], same["text"]) == (1, first["text"])
+        yield f"equal scales, plugin {with_plugin}: hits", is_right, same
         after = run_engine(other, store, with_plugin)
         expected = (0, True) if with_plugin else (1, False)
         is_right = (after["hits"], after["text"] == alone["text"]) == expected
@@ -161,11 +171,9 @@ def engine(directory: str, store: str, with_plugin: str) -> None:
 
     hits, look = [], ExampleConnector.get_num_new_matched_tokens
     ExampleConnector.get_num_new_matched_tokens = lambda *a: hits.append(look(*a)) or hits[-1]
-    shared = {"shared_storage_path": store}
-    transfer = KVTransferConfig(
-        kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=shared
-    )
-    options = {"kv_transfer_config": transfer} if store else {}
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": store}
+    options = {"kv_transfer_config": KVTransferConfig(**transfer)} if store else {}
     llm = start(Path(directory), max_model_len=512, num_gpu_blocks_override=64, **options)
     tokens = llm.get_tokenizer().encode(PROMPT * 6)[:TOKENS]
     text = text_of(llm, {"prompt_token_ids": tokens})
@@ -205,26 +213,24 @@ def holds(llm: object, scales: dict[str, torch.Tensor]) -> bool:
     """Whether every copy of K's and V's scales is one of these."""
     return all(
         torch.allclose(torch.as_tensor(getattr(module, f"_{x}_scale{copy}")), scale.max(), rtol=1e-6)
-        for module in attention(llm)
-        for x in "kv"
-        for scale in [scales[f"{module.layer_name.removesuffix('.attn')}.{x}_scale"]]
-        for copy in ("", "_float", "_cpu")
+        for (name, module), x, copy in product(layers_of(llm).items(), "kv", ("", "_float", "_cpu"))
+        for scale in [scales[f"{name}.{x}_scale"]]
     )
 
 
-def train(llm: object, directory: Path, steps: Path) -> Iterator[bool]:
+def train(llm: object, directory: Path) -> Iterator[bool]:
     """Give the engine a larger K, again and again, with its scales; whether it held them each time."""
     config = AutoConfig.from_pretrained(directory)
     del config.quantization_config
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-    for file in sorted(steps.glob("*.safetensors")):
+    batch = torch.arange(128)[None] * 31 % config.vocab_size
+    for _ in range(20):
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.k_proj.weight.mul_(2**0.25)
         weights = ((name, weight.detach().bfloat16()) for name, weight in model.named_parameters())
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        scales = load_file(file)
-        push_scales(llm, scales)
+        push_scales(llm, scales := calib.scales_for(model, [batch], strategy="tensor"))
         yield holds(llm, scales) and not state_of(llm).problems
 
 
@@ -233,5 +239,6 @@ if __name__ == "__main__":
     if what == "engine":
         engine(*arguments)
     else:
-        checks = {"updates": check_updates, "blocks": check_blocks}[what](*map(Path, arguments))
+        check = {"updates": check_updates, "example": check_example, "blocks": check_blocks}[what]
+        checks = check(*map(Path, arguments))
         tell((f"{name}: {str(seen)[:300]}", right) for name, right, seen in checks)

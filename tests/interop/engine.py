@@ -29,13 +29,18 @@ def installed_engine():
     return find_engine("vllm", vllm.__version__)
 
 
-def start(directory: Path, **options):
+def prepare() -> None:
+    """What vLLM needs to serve an FP8 cache in this process."""
     set_environment()
-    from vllm import LLM
-
     if torch_kernels.is_needed():
         torch_kernels.install()
         print("torch's kernels for an FP8 cache: there is no AVX-512")
+
+
+def start(directory: Path, **options):
+    prepare()
+    from vllm import LLM
+
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS | options)
 
 

