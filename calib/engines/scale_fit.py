@@ -115,7 +115,13 @@ def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> Me
             for letter, scale in layer.items()
         }
     headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
-    return MeasuredAmax(amax, headroom, text_warnings(stats.text, stats.tokens), thresholds)
+    warnings = text_warnings(stats.text, stats.tokens)
+    if estimated := sorted(layer.layer_idx for layer in stats.layers.values() if layer.estimated):
+        warnings.append(
+            f"the cache that was watched clipped {show_layers(estimated)}: what is beyond its range is "
+            "estimated; watch the new scales too"
+        )
+    return MeasuredAmax(amax, headroom, warnings, thresholds)
 
 
 def measured_convention(

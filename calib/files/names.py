@@ -11,6 +11,7 @@ CARD_FILE = "README.md"
 # files of fp8kv
 CALIBRATION_FILE = "fp8kv_calibration.json"
 STATS_FILE = "fp8kv_stats.safetensors"
+WATCH_FILE = "fp8kv_watch.json"
 STRESS_FILE = "fp8kv_stress.json"
 BAKE_FILE = "fp8kv_bake.json"
 TEXT_FILE = "fp8kv_text.json"

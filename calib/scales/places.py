@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
@@ -48,6 +48,7 @@ class ModuleFacts(BaseModel):
     layer_idx: NonNegativeInt
     tokens: int = Field(ge=1, lt=_MOST_TOKENS)
     read: int | None = Field(None, lt=_MOST_TOKENS)
+    estimated: list[Literal["k", "v"]] = []
 
     @model_validator(mode="after")
     def _check_tokens(self) -> "ModuleFacts":

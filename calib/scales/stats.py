@@ -5,7 +5,7 @@ Every entry merges by max or by sum, so batches and processes combine in any ord
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,9 +71,10 @@ class LayerStats:
     tokens: int
     k: TensorStats  # H = num_kv_heads
     v: TensorStats  # H = num_kv_heads
-    q: TensorStats  # H = num_heads
+    q: TensorStats | None = None  # H = num_heads; None: an engine's cache holds none
     latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
     read: int | None = None  # tokens, with those that no statistic counts; None: `tokens`
+    estimated: tuple[str, ...] = ()  # of k and v those whose amax was beyond the cache that it was read from
 
     @property
     def tokens_read(self) -> int:
@@ -158,7 +159,8 @@ class KVStats:
         for layer in self.layers.values():
             parts = [*layer.scaled_parts().values()]
             for letter, part in zip("kvq", (parts[0], parts[-1], layer.q), strict=True):
-                amax[layer.layer_idx, letter] = tuple(part.amax.amax(1).tolist())
+                if part:
+                    amax[layer.layer_idx, letter] = tuple(part.amax.amax(1).tolist())
         # its queries are its own and were not measured
         for module in self.shared.values():
             owner = self.layers[module.owner].layer_idx
@@ -185,7 +187,7 @@ class KVStats:
             for name, layer in self.layers.items()
             for letter in "kvq"
             for field in STATISTICS
-            if (tensor := getattr(getattr(layer, letter), field)) is not None
+            if (tensor := getattr(getattr(layer, letter), field, None)) is not None
         }
 
     def counts(self) -> list[tuple[int, int]]:
@@ -196,11 +198,14 @@ class KVStats:
         """Return statistics of the same modules with other `tensors`, [H, ...] each, and `counts`."""
         layers = {}
         for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):
-            k, v, q = (
-                TensorStats(**{place[2]: x for place, x in tensors.items() if place[:2] == (name, letter)})
+            parts: dict[str, Any] = {
+                letter: TensorStats(
+                    **{place[2]: x for place, x in tensors.items() if place[:2] == (name, letter)}
+                )
                 for letter in "kvq"
-            )
-            layers[name] = replace(layer, tokens=tokens, read=read, k=k, v=v, q=q)
+                if (name, letter, "amax") in tensors
+            }
+            layers[name] = replace(layer, tokens=tokens, read=read, **parts)
         return KVStats(layers, self.shared, self.text)
 
     @check_arguments
@@ -222,7 +227,12 @@ class KVStats:
         pairs = ((layer, stats.layers[name]) for name, layer in self.layers.items())
         counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in pairs]
         text = self.text.join(stats.text) if self.text and stats.text else None
-        return replace(self.replace_tensors(merged, counts), text=text)
+        result = self.replace_tensors(merged, counts)
+        layers = {
+            name: replace(layer, estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})))
+            for name, layer in result.layers.items()
+        }
+        return replace(result, layers=layers, text=text)
 
     @check_arguments
     def join(self, later: "KVStats") -> "KVStats":
@@ -256,8 +266,9 @@ class KVStats:
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: means were not collected and keys are to be centred; a latent is to have
-                more than its one scale; too few tokens, or no tails, for headroom `auto`.
+            InputError: means were not collected and keys are to be centred; nothing is known of queries
+                that are to have scales; a latent is to have more than its one scale; too few tokens, or
+                no tails, for headroom `auto`.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
@@ -270,7 +281,13 @@ class KVStats:
                 rule.scale(part.amax, part.histogram, f"{name} {label}", centered if label == "K" else None)
                 for label, part in layer.scaled_parts().items()
             ]
-            q = rule.scale(layer.q.amax, layer.q.histogram, f"{name} Q") if targets == "qkv" else None
+            q = None
+            if targets == "qkv":
+                if layer.q is None:
+                    raise InputError(
+                        "these statistics are of a cache, which holds no queries; calibrate for Q"
+                    )
+                q = rule.scale(layer.q.amax, layer.q.histogram, f"{name} Q")
             layers[name] = LayerScales(layer.layer_idx, scales[0], scales[-1], q, center, layer.latent)
         return KVScales(strategy, fp8_dtype, layers, self.shared)
 

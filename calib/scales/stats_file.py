@@ -51,6 +51,7 @@ def save_stats(
         tensors[f"{name}.{part}.{field}"] = tensor
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens, "read": layer.tokens_read}
+        | ({"estimated": [*layer.estimated]} if layer.estimated else {})
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -184,11 +185,12 @@ class _StatsFacts(BaseModel):
 def _take_layer(tensors: dict[str, Tensor], name: str, facts: ModuleFacts) -> LayerStats:
     """Remove the tensors of the module `name` from `tensors`; a ValueError if they are damaged."""
     latent = f"{name}.latent.amax" in tensors
-    k, v, q = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kvq")
-    layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read)
+    k, v = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kv")
+    q = _take_part(tensors, f"{name}.q") if f"{name}.q.amax" in tensors else None
+    layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, tuple(facts.estimated))
     if len(layer.k.amax) != len(layer.v.amax):
         raise ValueError(f"{name} has other heads in K than in V")
-    if layer.q.curve is not None or (layer.k.curve is None) != (layer.v.curve is None):
+    if (layer.q and layer.q.curve is not None) or (layer.k.curve is None) != (layer.v.curve is None):
         raise ValueError(f"{name} needs {', '.join(PER_TOKEN)} of K and V alone, or none")
     if latent and len(layer.k.amax) != 1:
         raise ValueError(f"{name} has {len(layer.k.amax)} heads, a latent has one")

@@ -4,6 +4,7 @@ Entry points `vllm.general_plugins` and `sglang.srt.plugins`. Registering import
 alone. Everything runs inside `guard`: an error becomes one line in the log, and the server goes on.
 FP8KV_REQUIRE_SCALES=1: a server ends with that line unless it uses every scale of its checkpoint.
 FP8KV_REPAIR_SCALES=1: vLLM's workers set every copy of a scale to the file's first.
+FP8KV_WATCH=DIR: vLLM's workers write statistics of what their caches hold.
 """
 
 import logging
@@ -115,6 +116,8 @@ def _watch_runner(runner: type[Any]) -> None:
         return result
 
     runner.load_model = load_and_check
+    if (directory := os.environ.get("FP8KV_WATCH")) and "execute_model" in vars(runner):
+        import_module("calib.serving.harvest").watch_steps(runner, directory)
 
 
 def _check(engine: str, runner: Any) -> "ScalesInForce":

@@ -1,0 +1,182 @@
+"""Statistics of what an engine's cache holds: how often each FP8 code occurs, or the largest 16-bit values.
+
+An FP8 cache measures by itself. A value at the end of the range was clipped, or nearly; a zero is mostly a
+value that was too small. The largest value of a head lies in the interval that rounds to its code, whose
+upper end is taken. Where tokens were clipped, what the largest of them had is estimated: beyond half of the
+range the largest values of tokens fall off about exponentially (peaks over threshold; Pickands 1975).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+
+_EULER = 0.5772  # the largest of n exponential values is expected at their mean times log n + this
+_MOST_BEYOND = 16.0  # an estimate is this many times the end of the range at most
+_MAGNITUDES = 128  # codes without their sign
+
+
+@dataclass(frozen=True)
+class CodeTable:
+    """The values of an FP8 type's codes."""
+
+    values: Tensor  # [256] float32; NaN and infinite ones too
+    upper: Tensor  # [128] float32: the largest magnitude that rounds to a code without its sign
+    top: int  # the code of the largest finite value
+
+
+@cache
+def code_table(dtype: torch.dtype) -> CodeTable:
+    """Return the table of an FP8 type."""
+    values = torch.arange(256).to(torch.uint8).view(dtype).float()
+    positive = values[:_MAGNITUDES]
+    top = int(positive.isfinite().sum()) - 1
+    upper = positive.clone()
+    upper[:top] = (positive[:top] + positive[1 : top + 1]) / 2
+    return CodeTable(values, upper, top)
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """K and V that were seen in the cache of one layer. `add` sums, and takes the larger."""
+
+    tokens: int
+    amax: Tensor  # [2, H, D]: the largest magnitude; uint8 codes of an FP8 cache, else float32
+    codes: Tensor | None = None  # [2, H, 256] int64: values by code; None: the cache is not FP8
+    largest: Tensor | None = None  # [2, H, 128] int64: tokens by the code of their largest magnitude
+
+    @classmethod
+    def of(cls, x: Tensor) -> "CacheCounts":
+        """Count K and V [S, 2, H, D] of S tokens: FP8 codes as uint8, or 16-bit values."""
+        if x.dtype != torch.uint8:
+            return cls(len(x), x.abs().amax(0).float())
+        tokens, parts, heads, _ = x.shape
+        magnitudes = x & (_MAGNITUDES - 1)
+        rows = torch.arange(parts * heads, device=x.device).view(1, parts, heads)
+        codes = _count(x.long() + 256 * rows[..., None], 256 * parts * heads)
+        largest = _count(magnitudes.amax(-1).long() + _MAGNITUDES * rows, _MAGNITUDES * parts * heads)
+        shape = parts, heads, -1
+        return cls(tokens, magnitudes.amax(0), codes.view(shape), largest.view(shape))
+
+    def add(self, counts: "CacheCounts") -> "CacheCounts":
+        """Combine with what was seen of other tokens."""
+        amax = torch.maximum(self.amax, counts.amax)
+        codes, largest = _add(self.codes, counts.codes), _add(self.largest, counts.largest)
+        return CacheCounts(self.tokens + counts.tokens, amax, codes, largest)
+
+    def to_cpu(self) -> "CacheCounts":
+        """Return the same counts in the CPU's memory."""
+        codes, largest = (None if x is None else x.cpu() for x in (self.codes, self.largest))
+        return CacheCounts(self.tokens, self.amax.cpu(), codes, largest)
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """One layer of an engine: what its cache held, and how to read it. Tensors are on the CPU."""
+
+    layer: int
+    counts: CacheCounts
+    dtype: torch.dtype | None = None  # the FP8 type; None: 16 bits
+    scales: Tensor | None = None  # [2, H] float32, what K and V are stored with; None: 16 bits
+
+    @property
+    def clipped(self) -> Tensor:
+        """Tokens with a value at the end of the range, or beyond every number: [2, H] int64."""
+        if self.dtype is None or self.counts.largest is None:
+            return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
+        return self.counts.largest[..., code_table(self.dtype).top :].sum(-1)
+
+    def values(self, kind: str) -> Tensor:
+        """Count values that are `saturated`, or `zero`: [2, H] int64."""
+        if self.dtype is None or self.counts.codes is None:
+            return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
+        magnitudes = code_table(self.dtype).values.abs()
+        end = torch.finfo(self.dtype).max
+        chosen = magnitudes == 0 if kind == "zero" else ~(magnitudes < end)  # NaN too
+        return self.counts.codes[..., chosen].sum(-1)
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest magnitude per channel, [2, H, D] float32; estimated where tokens were clipped."""
+        if self.dtype is None or self.scales is None:
+            return self.counts.amax
+        table = code_table(self.dtype)
+        codes = self.counts.amax.long()
+        amax = table.upper[codes.clamp(max=table.top)]
+        for place in self.clipped.nonzero().tolist():
+            row = amax[tuple(place)]
+            row[codes[tuple(place)] >= table.top] = self._estimate(*place)
+        return amax * self.scales[..., None]
+
+    def _estimate(self, part: int, head: int) -> float:
+        """Return what the largest of the clipped tokens had, over the scale."""
+        assert self.dtype is not None
+        assert self.counts.largest is not None
+        table, tokens = code_table(self.dtype), self.counts.largest[part, head].double()
+        end = float(table.values[table.top])
+        values = table.values[:_MAGNITUDES].double()
+        below = (values >= end / 2) & (torch.arange(_MAGNITUDES) < table.top)
+        clipped, seen = float(tokens[table.top :].sum()), float(tokens[below].sum())
+        if not seen:
+            return 2 * end
+        excess = float((tokens[below] * (values[below] - end / 2)).sum()) + clipped * end / 2
+        return float(min(end + excess / seen * (log(clipped) + _EULER), _MOST_BEYOND * end))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts by head of K and V, a few numbers each: plain data for a report."""
+        values = self.counts.tokens * self.counts.amax.shape[-1]
+        answer: dict[str, Any] = {"layer": self.layer, "tokens": self.counts.tokens, "values": values}
+        if self.dtype is None:
+            return answer
+        rows = {"clipped": self.clipped, "saturated": self.values("saturated"), "zero": self.values("zero")}
+        for part, letter in enumerate("kv"):
+            answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
+        return answer
+
+
+def _add(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    return None if one is None or two is None else one + two
+
+
+def _count(indices: Tensor, size: int) -> Tensor:
+    return torch.bincount(indices.flatten(), minlength=size)
+
+
+def join_heads(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Join tensors [2, H, ...] of tensor-parallel ranks; of a head that several ranks hold, take one."""
+    whole = torch.cat([*parts], dim=1)
+    return whole[:, :: max(1, whole.shape[1] // kv_heads)]
+
+
+def join_watched(ranks: Sequence[WatchedLayer], kv_heads: int) -> WatchedLayer:
+    """Join one layer's parts of all tensor-parallel ranks."""
+    first, counts = ranks[0], [rank.counts for rank in ranks]
+
+    def join(name: str) -> Any:
+        tensors = [getattr(count, name) for count in counts]
+        return None if tensors[0] is None else join_heads(tensors, kv_heads)
+
+    scales = None
+    if first.scales is not None:
+        scales = join_heads([rank.scales for rank in ranks if rank.scales is not None], kv_heads)
+    tokens = min(count.tokens for count in counts)
+    joined = CacheCounts(tokens, join("amax"), join("codes"), join("largest"))
+    return WatchedLayer(first.layer, joined, first.dtype, scales)
+
+
+def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:
+    """Return statistics of the watched layers, by module; of queries nothing is known."""
+    stats = {}
+    for name, watched in layers.items():
+        if watched.counts.tokens:
+            k, v = (TensorStats(part) for part in watched.amax)
+            is_clipped = dict(zip("kv", watched.clipped.any(-1).tolist(), strict=True))
+            estimated = tuple(letter for letter in "kv" if is_clipped[letter])
+            stats[name] = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
+    return KVStats(stats)

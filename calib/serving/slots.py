@@ -1,0 +1,139 @@
+"""Which slots of vLLM's cache were written since they were last read, and where in a block a slot lies."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Blocks = Sequence[int]
+
+
+class WrittenSlots:
+    """The slots that steps have written and nobody has read yet, by group of layers.
+
+    A step is what vLLM's scheduler hands to workers: for each request its blocks, the tokens computed before,
+    and the tokens of this step. So a prefix that was found in the cache is not written, a prompt in several
+    parts is written once, and one that was computed again after it gave way is written again.
+    """
+
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        self._block_sizes = block_sizes
+        self._requests: dict[str, list[list[int]]] = {}  # the blocks of each group
+        self._written: list[dict[int, list[int]]] = [{} for _ in block_sizes]  # block -> [first, end)
+        self.tokens = 0  # that were written, of the first group
+
+    def is_overwritten(self, step: Any) -> bool:
+        """Return whether a step may write into slots that nobody has read, because their request is over."""
+        return any(
+            not self._written[group].keys().isdisjoint(blocks)
+            for blocks_by_group in _new_blocks(step)
+            for group, blocks in enumerate(blocks_by_group)
+        )
+
+    def note(self, step: Any) -> None:
+        """Note the slots that a step writes."""
+        for name in step.finished_req_ids:
+            self._requests.pop(name, None)
+        starts = {}
+        for request in step.scheduled_new_reqs:
+            self._requests[request.req_id] = [[*blocks] for blocks in request.block_ids]
+            starts[request.req_id] = request.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, new, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            starts[name] = start
+            if name in cached.resumed_req_ids:
+                self._requests[name] = [[*blocks] for blocks in new or ()]
+            elif new and name in self._requests:
+                for blocks, added in zip(self._requests[name], new, strict=True):
+                    blocks.extend(added)
+        for name, count in step.num_scheduled_tokens.items():
+            if count and name in starts and name in self._requests:
+                self.tokens += count
+                self._add(self._requests[name], starts[name], starts[name] + count)
+
+    def _add(self, blocks_by_group: list[list[int]], start: int, end: int) -> None:
+        for size, blocks, written in zip(self._block_sizes, blocks_by_group, self._written, strict=True):
+            for index in range(start // size, (end - 1) // size + 1):
+                block = blocks[index] if index < len(blocks) else 0
+                if not block:  # the null block, of what has left a window
+                    continue
+                first, last = max(start - index * size, 0), min(end - index * size, size)
+                known = written.setdefault(block, [first, last])
+                known[:] = min(known[0], first), max(known[1], last)
+
+    def take(self) -> list[Tensor]:
+        """Return the slots of each group, [S] int64 each, and forget them."""
+        slots = []
+        for size, written in zip(self._block_sizes, self._written, strict=True):
+            ranges = [
+                torch.arange(block * size + first, block * size + end)
+                for block, (first, end) in written.items()
+            ]
+            slots.append(torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64))
+            written.clear()
+        self.tokens = 0
+        return slots
+
+
+def _new_blocks(step: Any) -> Iterable[Sequence[Blocks]]:
+    yield from (request.block_ids for request in step.scheduled_new_reqs)
+    yield from filter(None, step.scheduled_cached_reqs.new_block_ids)
+
+
+class BlockMap:
+    """Where each value of a slot lies in a block of a layer's cache, found out by the backend's own writer.
+
+    Backends order a block in their own ways: K beside V or after it, heads or tokens first, packed for AMX. A
+    block is written here as steps write it, with digits of each value's place for the values.
+
+    Raises `ValueError` where what was written does not tell each place once.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype, fp8: torch.dtype | None, scales: Tensor) -> None:
+        """Find out the places of `module`, which takes K and V as `dtype`; `scales` [2, H] it stores with."""
+        cache, heads, size = layer_cache(module), module.num_kv_heads, module.head_size
+        block = torch.empty_strided(
+            (1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
+        )
+        self.slots, rest = divmod(block.numel(), 2 * heads * size)
+        self.shape, count = (2, heads, self.slots, size), block.numel() - rest
+        wanted = torch.arange(count, device=cache.device).view(self.shape)
+        slot_mapping = torch.arange(self.slots, device=cache.device)
+        places = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
+        weight = 1
+        while weight < count:
+            # 1 to 4 are exact in every type; 0 is what nobody has written
+            values = (wanted // weight % 4 + 1) * scales.to(cache.device)[:, :, None, None]
+            k, v = values.transpose(1, 2).to(dtype).contiguous()
+            block.zero_()
+            module.impl.do_kv_cache_update(module, k, v, block, slot_mapping)
+            digits = (_codes(block).view(fp8) if fp8 else block).reshape(-1).float().round().long()
+            places += torch.where(digits > 0, (digits - 1) * weight, -(4**20))
+            weight *= 4
+        (offsets,) = ((places >= 0) & (places < count)).nonzero(as_tuple=True)
+        self._order = offsets[places[offsets].argsort()]
+        if not torch.equal(places[self._order], wanted.flatten()):
+            raise ValueError(f"where {type(module.impl).__name__} keeps K and V in a block cannot be told")
+
+    def read(self, cache: Tensor, slots: Tensor) -> Tensor:
+        """Return K and V of `slots` [S] out of a layer's cache: [S, 2, H, D], FP8 codes as uint8."""
+        slots = slots.to(cache.device)
+        blocks, rows = (slots // self.slots).unique(return_inverse=True)
+        content = _codes(cache)[blocks].reshape(len(blocks), -1)
+        values = content.index_select(1, self._order).view(len(blocks), *self.shape)
+        return values[rows, :, :, slots % self.slots]
+
+
+def layer_cache(module: Any) -> Tensor:
+    """Return a layer's cache, [blocks, heads, slots, K and V]; a ValueError where it has another shape."""
+    cache = module.kv_cache
+    if not isinstance(cache, Tensor) or cache.dim() != 4:
+        raise ValueError("the cache is not laid out as vLLM 0.32 and newer do")
+    return cache
+
+
+def _codes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
