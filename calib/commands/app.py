@@ -18,6 +18,7 @@ from calib.commands.machine import bench, doctor
 from calib.commands.rescale import bake, stress
 from calib.commands.transfer import apply, convert, merge, pack, repair, strip
 from calib.commands.verify import verify
+from calib.commands.watch import watch
 
 # panels cut the names of flags on a narrow terminal; plain text folds
 _Program = partial(
@@ -41,7 +42,7 @@ def _options(version: bool = flags.VERSION) -> None:
 app.command()(calibrate)
 app.command("eval")(evaluate)
 for command in (
-    *(inspect, verify, apply, pack, bake, convert, strip, repair),
+    *(inspect, verify, watch, apply, pack, bake, convert, strip, repair),
     *(compare, recommend, merge, generate, stress, bench, recipes, doctor),
 ):
     app.command()(command)

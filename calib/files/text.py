@@ -74,7 +74,7 @@ class Condition:
     limit: float
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str, metrics: Sequence[str] = METRICS) -> Condition:
     """Read a condition such as `kl>0.02` or `tensor:top1<0.95`; raise an InputError for others."""
     match = _CONDITION.fullmatch(text)
     variant, metric, operation, limit = match.groups() if match else (None, "", "", "nan")
@@ -83,9 +83,9 @@ def parse_condition(text: str) -> Condition:
         number = float(limit)
     except ValueError:
         number = nan
-    if metric not in METRICS or not isfinite(number):
+    if metric not in metrics or not isfinite(number):
         raise InputError(
             f"--fail-if '{text}' is not a condition; write METRIC>NUMBER or VARIANT:METRIC<NUMBER, with a "
-            f"finite number, METRIC one of {', '.join(METRICS)}"
+            f"finite number, METRIC one of {', '.join(metrics)}"
         )
     return Condition(text, variant, metric, _OPERATORS[operation], number)

@@ -56,13 +56,9 @@ class CacheCounts:
         """Count K and V [S, 2, H, D] of S tokens: FP8 codes as uint8, or 16-bit values."""
         if x.dtype != torch.uint8:
             return cls(len(x), x.abs().amax(0).float())
-        tokens, parts, heads, _ = x.shape
         magnitudes = x & (_MAGNITUDES - 1)
-        rows = torch.arange(parts * heads, device=x.device).view(1, parts, heads)
-        codes = _count(x.long() + 256 * rows[..., None], 256 * parts * heads)
-        largest = _count(magnitudes.amax(-1).long() + _MAGNITUDES * rows, _MAGNITUDES * parts * heads)
-        shape = parts, heads, -1
-        return cls(tokens, magnitudes.amax(0), codes.view(shape), largest.view(shape))
+        largest = _count(magnitudes.amax(-1, keepdim=True), _MAGNITUDES)
+        return cls(len(x), magnitudes.amax(0), _count(x, 256), largest)
 
     def add(self, counts: "CacheCounts") -> "CacheCounts":
         """Combine with what was seen of other tokens."""
@@ -78,7 +74,7 @@ class CacheCounts:
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """One layer of an engine: what its cache held, and how to read it. Tensors are on the CPU."""
+    """A layer of an engine: counts of its cache, and how to read them. Tensors are on the CPU."""
 
     layer: int
     counts: CacheCounts
@@ -122,11 +118,11 @@ class WatchedLayer:
         end = float(table.values[table.top])
         values = table.values[:_MAGNITUDES].double()
         below = (values >= end / 2) & (torch.arange(_MAGNITUDES) < table.top)
-        clipped, seen = float(tokens[table.top :].sum()), float(tokens[below].sum())
-        if not seen:
+        clipped, inside = float(tokens[table.top :].sum()), float(tokens[below].sum())
+        if not inside:
             return 2 * end
         excess = float((tokens[below] * (values[below] - end / 2)).sum()) + clipped * end / 2
-        return float(min(end + excess / seen * (log(clipped) + _EULER), _MOST_BEYOND * end))
+        return float(min(end + excess / inside * (log(clipped) + _EULER), _MOST_BEYOND * end))
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts by head of K and V, a few numbers each: plain data for a report."""
@@ -144,8 +140,15 @@ def _add(one: Tensor | None, two: Tensor | None) -> Tensor | None:
     return None if one is None or two is None else one + two
 
 
-def _count(indices: Tensor, size: int) -> Tensor:
-    return torch.bincount(indices.flatten(), minlength=size)
+def _count(x: Tensor, size: int) -> Tensor:
+    """Count the values 0 to `size` - 1 of `x` [S, 2, H, D] uint8: [2, H, size] int64."""
+    _, parts, heads, _ = x.shape
+    if x.device.type == "cpu":  # a row of bytes after the other is 15 times as fast as int64 at once
+        rows = [torch.bincount(row.reshape(-1), minlength=size) for row in x.flatten(1, 2).unbind(1)]
+        return torch.stack(rows).view(parts, heads, size)
+    offsets = size * torch.arange(parts * heads, device=x.device).view(1, parts, heads, 1)
+    counts = torch.bincount((x + offsets).flatten(), minlength=size * parts * heads)
+    return counts.view(parts, heads, size)
 
 
 def join_heads(parts: Sequence[Tensor], kv_heads: int) -> Tensor:

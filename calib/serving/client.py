@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from calib.errors import InputError
+from calib.serving.watch_report import Watched
 
 try:  # the Hub library's own HTTP library
     from huggingface_hub.utils import httpx
@@ -140,6 +141,18 @@ class Server:
             ) from None
         return scales
 
+    def watched(self) -> Watched:
+        """Start the clock. Return what the plugin in the server has seen in its cache."""
+        self._start = time.monotonic()
+        try:
+            watched: Watched = self._send("fp8kv/watch", None, Watched)
+        except _UnknownPathError:
+            raise InputError(
+                f"{self._url} does not watch its cache; serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv "
+                "and FP8KV_WATCH=DIR, and wait until it has read some text"
+            ) from None
+        return watched
+
     def ask(self, model: str, texts: Sequence[list[int]]) -> Answers:
         """Ask for each text twice; where time runs out, for fewer texts, but two at least."""
         try:
@@ -187,7 +200,7 @@ class Server:
                 "another tokeniser; give --model the directory that it serves"
             )
 
-    def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[_Answer]) -> Any:
+    def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[BaseModel]) -> Any:
         url, time_left = self._url + path, max(0.01, self._start + MAX_SECONDS - time.monotonic())
         self._requests += 1
         answer = futures.Future[tuple[int, bytearray]]()

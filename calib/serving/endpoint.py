@@ -1,12 +1,18 @@
 """The scales in force over HTTP: a route and metrics of a vLLM server, where VLLM_PLUGINS names fp8kv."""
 
+import json
+import os
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
+from calib.files.names import WATCH_FILE
 from calib.serving.vllm_engine import whole_model
 
-ROUTE = "/v1/fp8kv/scales"
+ROUTES = "/v1/fp8kv"
+ROUTE = f"{ROUTES}/scales"
 _CHANGING = ("collective_rpc", "wake_up", "finish_weight_update")
 
 
@@ -27,12 +33,20 @@ class ScalesEndpoint:
             except Exception as error:
                 raise HTTPException(503, str(error)) from error
 
+        async def watch() -> Any:
+            if document := _watched():
+                return document
+            raise HTTPException(404, "FP8KV_WATCH names no directory, or nothing was read yet")
+
         app.add_api_route(ROUTE, scales, methods=["GET"])
+        app.add_api_route(f"{ROUTES}/watch", watch, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Set the metrics, now and after every call that may change scales."""
-        from prometheus_client import Gauge  # type: ignore[import-not-found]
+        from prometheus_client import REGISTRY, Gauge  # type: ignore[import-not-found]
 
+        if os.environ.get("FP8KV_WATCH"):
+            REGISTRY.register(_WatchMetrics())
         texts = {"in_use": "KV scales in use", "total": "KV scales", "problems": "Problems with KV scales"}
         self._gauges = {name: Gauge(f"fp8kv_scales_{name}", text) for name, text in texts.items()}
         self._info = Gauge("fp8kv_scales_info", "Fingerprint of the KV scales in force", ["fingerprint"])
@@ -65,3 +79,44 @@ class ScalesEndpoint:
         self._info.clear()
         self._info.labels(report.fingerprint).set(1)
         return {**numbers, "fingerprint": report.fingerprint, "problems": report.problems}
+
+
+class _WatchMetrics:
+    """Metrics of what the cache held, read from the workers' file whenever they are asked for."""
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics; of each layer the head that clips most, or has most zeros."""
+        from prometheus_client.core import (  # type: ignore[import-not-found]
+            CounterMetricFamily,
+            GaugeMetricFamily,
+        )
+
+        document = _watched()
+        if not document:
+            return
+        tokens = CounterMetricFamily("fp8kv_tokens", "Tokens that were written to the KV cache")
+        tokens.add_metric([], document["tokens"])
+        yield tokens
+        shares = {
+            "clipped": "Share of counted tokens with a value at the end of the FP8 range",
+            "saturated": "Share of counted values at the end of the FP8 range",
+            "zero": "Share of counted values that are 0 in FP8",
+        }
+        for name, text in shares.items():
+            family = GaugeMetricFamily(f"fp8kv_{name}_ratio", text, labels=["layer", "tensor"])
+            for layer in document["layers"]:
+                of = layer["tokens"] if name == "clipped" else layer["values"]
+                for tensor in "kv":
+                    if tensor in layer:
+                        family.add_metric([str(layer["layer"]), tensor], max(layer[tensor][name]) / of)
+            yield family
+
+
+def _watched() -> dict[str, Any]:
+    """Return what the workers have written; nothing where they have not, or do not watch."""
+    directory = os.environ.get("FP8KV_WATCH", "")
+    try:
+        document: dict[str, Any] = json.loads(Path(directory, WATCH_FILE).read_bytes()) if directory else {}
+    except (OSError, ValueError):
+        return {}
+    return document

@@ -78,7 +78,7 @@ def _try(runner: Any, action: Callable[[], None]) -> None:
 
 
 class Harvest:
-    """What one worker has seen of its model's cache."""
+    """Counts of what one worker's cache held."""
 
     def __init__(self, runner: Any, directory: Path) -> None:
         """Find the caches of a runner; a ValueError where they cannot be read."""

@@ -61,8 +61,8 @@ class WrittenSlots:
                 if not block:  # the null block, of what has left a window
                     continue
                 first, last = max(start - index * size, 0), min(end - index * size, size)
-                known = written.setdefault(block, [first, last])
-                known[:] = min(known[0], first), max(known[1], last)
+                span = written.setdefault(block, [first, last])
+                span[:] = min(span[0], first), max(span[1], last)
 
     def take(self) -> list[Tensor]:
         """Return the slots of each group, [S] int64 each, and forget them."""
@@ -84,7 +84,7 @@ def _new_blocks(step: Any) -> Iterable[Sequence[Blocks]]:
 
 
 class BlockMap:
-    """Where each value of a slot lies in a block of a layer's cache, found out by the backend's own writer.
+    """The place of each value of a slot in a block of a layer's cache, as the backend's own writer shows it.
 
     Backends order a block in their own ways: K beside V or after it, heads or tokens first, packed for AMX. A
     block is written here as steps write it, with digits of each value's place for the values.
@@ -98,15 +98,15 @@ class BlockMap:
         block = torch.empty_strided(
             (1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
         )
-        self.slots, rest = divmod(block.numel(), 2 * heads * size)
-        self.shape, count = (2, heads, self.slots, size), block.numel() - rest
-        wanted = torch.arange(count, device=cache.device).view(self.shape)
+        self.slots, padding = divmod(block.numel(), 2 * heads * size)
+        self.shape, count = (2, heads, self.slots, size), block.numel() - padding
+        numbers = torch.arange(count, device=cache.device).view(self.shape)
         slot_mapping = torch.arange(self.slots, device=cache.device)
         places = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
         weight = 1
         while weight < count:
             # 1 to 4 are exact in every type; 0 is what nobody has written
-            values = (wanted // weight % 4 + 1) * scales.to(cache.device)[:, :, None, None]
+            values = (numbers // weight % 4 + 1) * scales.to(cache.device)[:, :, None, None]
             k, v = values.transpose(1, 2).to(dtype).contiguous()
             block.zero_()
             module.impl.do_kv_cache_update(module, k, v, block, slot_mapping)
@@ -114,17 +114,18 @@ class BlockMap:
             places += torch.where(digits > 0, (digits - 1) * weight, -(4**20))
             weight *= 4
         (offsets,) = ((places >= 0) & (places < count)).nonzero(as_tuple=True)
-        self._order = offsets[places[offsets].argsort()]
-        if not torch.equal(places[self._order], wanted.flatten()):
+        order = offsets[places[offsets].argsort()]
+        if not torch.equal(places[order], numbers.flatten()):
             raise ValueError(f"where {type(module.impl).__name__} keeps K and V in a block cannot be told")
+        self._places = order.view(self.shape).permute(2, 0, 1, 3).flatten(1)  # [slots, 2 * H * D]
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Return K and V of `slots` [S] out of a layer's cache: [S, 2, H, D], FP8 codes as uint8."""
         slots = slots.to(cache.device)
         blocks, rows = (slots // self.slots).unique(return_inverse=True)
         content = _codes(cache)[blocks].reshape(len(blocks), -1)
-        values = content.index_select(1, self._order).view(len(blocks), *self.shape)
-        return values[rows, :, :, slots % self.slots]
+        values = content[rows[:, None], self._places[slots % self.slots]]
+        return values.view(len(slots), 2, self.shape[1], self.shape[3])
 
 
 def layer_cache(module: Any) -> Tensor:

@@ -9,7 +9,7 @@ from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
 from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, compare, judge, measured_amax
 from calib.engines.verification import verify_directory
-from calib.errors import UnsupportedExportError
+from calib.errors import NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -64,7 +64,11 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
-    calibration, stored = open_calibration(statistics, needs_report=False), read_scales(directory)
+    calibration = open_calibration(statistics, needs_report=False)
+    try:
+        stored = read_scales(directory)
+    except NoScalesError:  # all are missing
+        stored = StoredScales(checkpoint, [])
     stats = calibration.stats
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}

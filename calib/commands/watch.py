@@ -1,0 +1,86 @@
+"""`fp8kv watch`."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from calib.commands import flags
+from calib.commands.running import Answer, job_command
+from calib.commands.terminal import Block, TextTable, table_text
+from calib.files.text import parse_condition
+
+if TYPE_CHECKING:
+    from calib.serving.watch_report import WatchReport
+
+_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "predicted", "zeros")
+_SHOWN = 12  # rows, of the worst layers
+
+
+@job_command
+def watch(
+    source: str = typer.Argument(
+        ..., help="The directory that FP8KV_WATCH names, or the address of a vLLM server.", metavar="DIR|URL"
+    ),
+    fail_if: str = flags.option(
+        "Exit with 1 if this surely holds for a layer: clipped>SHARE of tokens, or zero>SHARE of values.",
+        default="clipped>0.01",
+        metavar="CONDITION",
+    ),
+    follow: bool = flags.option(
+        "Show it live, until it fails or you press Ctrl-C.", "--follow", default=False
+    ),
+    every: float = flags.option("With --follow, look again after this many seconds.", default=5.0, min=0.1),
+) -> Answer:
+    """Show whether the scales of a running engine fit its traffic: which layers clip.
+
+    The engine is a vLLM with our plugin, started with FP8KV_WATCH=DIR. The exit status is 1 for a layer whose
+    scales are too small.
+    """
+    from calib.serving.watch_report import METRICS
+
+    condition = parse_condition(fail_if, METRICS)
+
+    def look() -> "WatchReport":
+        from calib.serving.watch_report import read_watched, report_on
+
+        if source.startswith(("http://", "https://")):
+            from calib.serving.client import Server
+
+            return report_on(Server(source).watched(), condition)
+        return report_on(read_watched(Path(source)), condition)
+
+    report = _follow(look, every) if follow else look()
+    lines = [report.advice("DIR" if "://" in source else source)] if report.alarms else []
+    return Answer(report.to_json(), _blocks(report), failures=lines)
+
+
+def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
+    """Show what `look` returns until a layer fails."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        while True:
+            report = look()
+            parts = (table_text(x) if isinstance(x, TextTable) else f"{x}\n" for x in _blocks(report))
+            live.update(Text("".join(parts)), refresh=True)
+            if report.alarms:
+                return report
+            time.sleep(every)
+
+
+def _blocks(report: "WatchReport") -> Iterator[Block]:
+    from calib.serving.watch_report import watch_rows
+
+    watched = report.watched
+    yield f"{watched.engine}, {watched.model}"
+    yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}"
+    if report.rows:
+        yield TextTable(f"fingerprint {watched.fingerprint}", _HEADINGS, watch_rows(report.rows, only=_SHOWN))
+        if (hidden := len(report.rows) - _SHOWN) > 0:
+            yield f"and {hidden} more rows, of which none clips more"
+    else:
+        yield "the cache is in 16 bits: nothing is clipped, and the statistics have the largest values"
