@@ -53,7 +53,7 @@ class Watched(_Part):
 
 
 @dataclass(frozen=True)
-class Row:
+class WatchRow:
     """K or V of one layer: the head that clips most tokens."""
 
     layer: int
@@ -71,8 +71,8 @@ class WatchReport:
     """A row for K and V of each layer that was watched, and those that meet a condition."""
 
     watched: Watched
-    rows: list[Row]
-    alarms: list[Row]
+    rows: list[WatchRow]
+    alarms: list[WatchRow]
 
     @property
     def alarm_layers(self) -> list[int]:
@@ -120,14 +120,14 @@ def report_on(watched: Watched, condition: Condition) -> WatchReport:
     return WatchReport(watched, rows, [row for row in rows if _is_met(condition, row)])
 
 
-def _row(layer: _Layer, letter: str, counts: _Counts, predicted: float | None) -> Row:
+def _row(layer: _Layer, letter: str, counts: _Counts, predicted: float | None) -> WatchRow:
     tokens, most = layer.tokens, max(counts.clipped)
     low, high = (min(1.0, end / tokens) for end in poisson_interval(most))
     zero = max(counts.zero) / layer.values
-    return Row(layer.layer, letter, tokens, most / tokens, low, high, zero, predicted)
+    return WatchRow(layer.layer, letter, tokens, most / tokens, low, high, zero, predicted)
 
 
-def _is_met(condition: Condition, row: Row) -> bool:
+def _is_met(condition: Condition, row: WatchRow) -> bool:
     if row.tokens < _FEW:
         return False
     if condition.metric == "zero":
@@ -147,7 +147,7 @@ def _predicted(model: Path) -> dict[int, float]:
     return tokens.by_layer if tokens else {}
 
 
-def watch_rows(rows: Sequence[Row], *, only: int = 0) -> list[tuple[str, ...]]:
+def watch_rows(rows: Sequence[WatchRow], *, only: int = 0) -> list[tuple[str, ...]]:
     """Return the cells of a table, the worst rows first; the `only` worst."""
     ordered = sorted(rows, key=lambda row: (-row.clipped, row.layer, row.letter))
     return [
