@@ -123,8 +123,10 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_outputs.py doubled $(OUT)/tensor-kv/vllm
 	$(INTEROP)/bin/python tests/interop/check_outputs.py reloaded $(OUT)/tensor-kv/vllm
 	for name in tensor-kv/modelopt attn_head-qkv; do \
-		$(INTEROP)/bin/python tests/interop/check_copies.py $(OUT)/$$name || exit 1; \
+		$(INTEROP)/bin/python tests/interop/check_copies.py spoiled $(OUT)/$$name || exit 1; \
 	done
+	OMP_NUM_THREADS=1 $(BIN)/python tests/interop/write_models.py clean $(OUT)/clean
+	OMP_NUM_THREADS=1 $(INTEROP)/bin/python tests/interop/check_copies.py clean $(OUT)/clean
 	$(INTEROP)/bin/python tests/interop/check_verify.py vllm
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py vllm $(OUT)/conversions

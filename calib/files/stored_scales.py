@@ -42,6 +42,7 @@ class StoredLayer:
     v: Values | None = None
     q: Values | None = None
     tensors: list[ScaleTensor] = field(default_factory=list)
+    is_baked: bool = False  # no file has them: the weights were baked, so 1.0 is right
 
     def values(self, letter: str) -> Values:
         """Return the scales of K, V or Q; none where there are none."""

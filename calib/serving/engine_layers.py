@@ -7,6 +7,8 @@ from typing import Any
 from calib.engines.catalogue import Engine, find_engine
 from calib.engines.outcome import Place
 from calib.errors import NoScalesError
+from calib.files.fingerprint import baked_for
+from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
 from calib.serving.loaded_scales import EngineLayer, expected_values
@@ -102,13 +104,18 @@ def _used_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ..
 
 
 def read_files(model: str, revision: str | None, loading: Any) -> StoredScales | None:
-    """Read the scales of the files that an engine has loaded; None: there are none."""
+    """Read the scales of the files that an engine has loaded; None: there are none, and 1.0 is not right.
+
+    Of a model that was baked for FP8 they have no layers.
+    """
     if loading.load_format == "dummy":
         raise ValueError("the weights are dummies")
+    directory = find_directory(model, revision, loading)
     try:
-        return read_scales(find_directory(model, revision, loading))
+        return read_scales(directory)
     except NoScalesError:
-        return None
+        checkpoint = open_model_directory(directory, weights=False)
+        return StoredScales(checkpoint, []) if baked_for(checkpoint) == "fp8" else None
 
 
 def find_directory(model: str, revision: str | None, loading: Any) -> Path:

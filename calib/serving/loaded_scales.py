@@ -1,7 +1,7 @@
 """The scales that an engine computes with, compared layer by layer with those in the files."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from calib.engines.outcome import Place
@@ -63,6 +63,8 @@ def compare(
     an FP8 cache even if all layers of this rank were left in 16 bits.
     """
     report, layers_by_problem = ScalesInForce(), defaultdict(list)
+    if any(file.is_baked for file in files.values()):
+        report.notes.append("the model is baked: 1.0 is right")
     for layer in sorted(layers, key=lambda layer: layer.layer):
         if not layer.is_fp8:
             report.not_fp8[layer.cache].append(layer.layer)
@@ -82,11 +84,16 @@ def compare(
     return report
 
 
-def layers_of_files(stored: StoredScales | None, *, is_draft: bool = False) -> dict[int, StoredLayer]:
+def layers_of_files(
+    stored: StoredScales | None, layers_of_engine: Iterable[int] = (), *, is_draft: bool = False
+) -> dict[int, StoredLayer]:
     """Return the layers that the files have scales for: the model's own, or those of its draft.
 
-    Draft layers in the model's own checkpoint have the numbers after the model's.
+    Draft layers in the model's own checkpoint have the numbers after the model's. If the model was baked, all
+    of `layers_of_engine` are right at 1.0.
     """
+    if stored and not stored.layers:
+        return {i: StoredLayer(i, (1.0,), (1.0,), is_baked=True) for i in layers_of_engine}
     count = stored.directory.text_config.get("num_hidden_layers") if stored else None
     layers = {layer.layer: layer for layer in (stored.layers if stored else ())}
     if not isinstance(count, int):
@@ -107,7 +114,7 @@ def expected_values(file: StoredLayer | None, letter: str, place: Place, rank: i
         values = tuple(max(values[i : i + size]) for i in range(0, len(values), size))
     if len(values) > 1:
         values = values[place.head_slice(rank, len(values))]
-    return tuple(2 * x for x in values) if place.fnuz else values
+    return tuple(2 * x for x in values) if place.fnuz and file and not file.is_baked else values
 
 
 def _scale_problems(
@@ -153,7 +160,8 @@ def _copy_problem(
         return "has no scale in the files and is at 1.0" if is_1 else "is not from the files"
     if not is_usable(stored):
         return "has no usable scale in the files"
-    if letter != "q" and {*expected_values(file, letter, Place(place.ranks), rank)} == {1.0}:
+    is_all_1 = {*expected_values(file, letter, Place(place.ranks), rank)} == {1.0}
+    if letter != "q" and is_all_1 and not (file and file.is_baked):
         return "is 1.0 in the files, which nobody measured"
     expected = expected_values(file, letter, place, rank)
     if len(values) == 1 and not is_first:

@@ -144,7 +144,8 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
         pushed = _own_tensors(runner)  # in no file: copies are compared with each other
     needs_files = pushed is None or config.load_config.load_format != "dummy"
     own = read_files(source, model.revision, config.load_config) if needs_files else None
-    yield runner.get_model(), layers_of_files(own) if pushed is None else pushed, False
+    files = layers_of_files(own, vllm_attention(runner.get_model())) if pushed is None else pushed
+    yield runner.get_model(), files, False
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     draft = getattr(drafter, "model", None)
     if draft is None:

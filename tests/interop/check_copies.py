@@ -1,26 +1,31 @@
-"""Spoil one copy after another of the scales that real vLLM holds; the plugin must name each.
+"""Spoil one copy after another of the scales that real vLLM holds; the plugin must name each, and no other.
 
-check_copies.py DIR   exit 0 if the plugin says that all scales of DIR are in use, and 50 times, with a copy
-    of a random layer spoiled, which copy of which layer differs and ends the server as
+check_copies.py spoiled DIR   exit 0 if the plugin says that all scales of DIR are in use, and 50 times, with
+    a copy of a random layer spoiled, which copy of which layer differs and ends the server as
     FP8KV_REQUIRE_SCALES asks; and if the backend stores and attends with the catalogue's copies
+check_copies.py clean OUT     exit 0 if it names nothing, and counts every scale, in all 50 directories of
+    `write_models.py clean OUT`, random layers of which stay in 16 bits; one of each kind is served
 """
 
+import json
 import logging
 import os
 import random
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from engine import installed_engine, read_output, report, start
+from engine import configure, installed_engine, load_configured, read_output, report, start
 
 from calib.serving import plugin, vllm_worker
 from calib.serving.engine_layers import vllm_attention
 
-TIMES = 50
+TIMES, SEED = 50, 50
 # 1.0 is what was never filled; the others were filled from something else
 SPOILED = (1.0, 2.0, 0.75)
 COPIES = installed_engine().scale_copies
@@ -72,17 +77,13 @@ def copies_read(llm, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
     return dict(arrived)
 
 
-if __name__ == "__main__":
-    scales = read_output(directory := Path(sys.argv[1])).scales
+def check_spoiled(directory: Path) -> None:
+    scales, lines = read_output(directory).scales, logged()
     letters = "kvq" if any("q" in layer for layer in scales.values()) else "kv"
     total = 2 * len(scales)
     good = f"fp8kv: {total} of {total} KV scales in use, FP8 cache"
-    lines = ["nothing"]
-    logging.getLogger("vllm.fp8kv").addFilter(lambda record: lines.append(record.getMessage()) or True)
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    plugin.register_vllm()
     llm = start(directory)
-    problems = [] if lines[-1].startswith(good) else [f"untouched: {lines[-1]}"]
+    problems = [] if lines[-1:] and lines[-1].startswith(good) else [f"untouched: {lines}"]
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
     layers = vllm_attention(runner.model)
@@ -105,3 +106,50 @@ if __name__ == "__main__":
     if read != {"write": {*backend.write}, "read": {*backend.read}}:
         problems.append(f"{name} reads {read}, not what the catalogue says")
     report(directory, problems, f"{good!r}; {TIMES} spoiled copies are named; {name} reads {read}")
+
+
+def logged() -> list[str]:
+    """The plugin's lines from now on."""
+    lines = []
+    logging.getLogger("vllm.fp8kv").addFilter(lambda record: lines.append(record.getMessage()) or True)
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+    plugin.register_vllm()
+    return lines
+
+
+def runner_of(directory: Path, **options) -> SimpleNamespace:
+    """What the plugin asks of a runner, for a model that vLLM only loads."""
+    config = configure(directory, **options)
+    model = load_configured(config)
+    return SimpleNamespace(get_model=lambda: model, vllm_config=config, model_config=config.model_config)
+
+
+def check_clean(out: Path) -> None:
+    lines, chance, problems, skips = logged(), random.Random(SEED), [], 0
+    homes = sorted(out.iterdir(), key=lambda home: "Mixtral" not in home.name)  # its groups do for all
+    kinds = sorted(directory.name for directory in homes[0].iterdir() if directory.name != "source")
+    served = {*zip(homes, kinds, strict=False)}
+    cases = sorted(product(homes, kinds), key=lambda case: case not in served)
+    for home, kind in cases:
+        layers = range(json.loads((home / "source" / "config.json").read_text())["num_hidden_layers"])
+        skipped = [*map(str, sorted(chance.sample(layers, chance.choice(layers))))]
+        options = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skipped}
+        lines.clear()
+        if (home, kind) in served:
+            start(home / kind, **options)
+        else:
+            plugin.guard("vllm", partial(vllm_worker.check, runner_of(home / kind, **options)))
+        total, skips = 2 * (len(layers) - len(skipped)), skips + bool(skipped)
+        wanted = f"fp8kv: {total} of {total} KV scales in use, FP8 cache(, {len(skipped)} layers in 16 bits)?"
+        wanted += ", fingerprint [0-9a-f]{32}"
+        wanted += "; (rank 0: )?the model is baked: 1.0 is right" * (kind == "baked")
+        if not lines or not all(re.fullmatch(wanted, line) for line in lines):
+            problems.append(f"{home.name} {kind}, {skipped} in 16 bits: {lines}")
+    problems += [] if len(cases) == TIMES else [f"{len(cases)} starts"]
+    report(
+        out, problems, f"{len(cases)} starts, {skips} with layers in 16 bits, {len(served)} served: no alarm"
+    )
+
+
+if __name__ == "__main__":
+    {"spoiled": check_spoiled, "clean": check_clean}[sys.argv[1]](Path(sys.argv[2]))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine import configure, tell
-from vllm_process import join_group, set_environment
+from engine import configure, load_configured, tell
+from vllm_process import set_environment
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3
@@ -43,15 +43,10 @@ def attend(layer, query, key, value, output_shape=None, **_):
 
 def run(home: Path, tokens: list[int]) -> list[dict[str, torch.Tensor]]:
     """What the layers of the engine's class are handed when it reads the tokens."""
-    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.model_loader import get_model
 
     SEEN.clear()
-    config = configure(home, dtype="float32")
-    with set_current_vllm_config(config):
-        join_group(1, 0)
-        model = get_model(vllm_config=config)
+    model = load_configured(config := configure(home, dtype="float32"))
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)

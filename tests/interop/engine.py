@@ -68,15 +68,21 @@ def configure(directory: Path, **options):
 def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> torch.nn.Module:
     """The model of `directory` as vLLM's own loader leaves it on `rank`; nothing is served."""
     set_environment()
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
     from vllm.platforms import current_platform
 
     type(current_platform).is_fp8_fnuz = lambda *_: place.fnuz
     config = configure(directory, **options)
     config.parallel_config.tensor_parallel_size = place.ranks
+    return load_configured(config, rank)
+
+
+def load_configured(config, rank: int = 0) -> torch.nn.Module:
+    """The same by vLLM's settings."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
     with set_current_vllm_config(config):
-        join_group(place.ranks, rank)
+        join_group(config.parallel_config.tensor_parallel_size, rank)
         return get_model(vllm_config=config)
 
 

@@ -5,6 +5,8 @@ write_models.py families OUT [ARCHITECTURE ...]
 write_models.py latents OUT
     A DeepSeek-V2 whose latents FP8 does not hold at 1.0: OUT/source, its stress twin OUT/twin, and of the
     twin OUT/scales and OUT/baked, by fp8kv's own commands
+write_models.py clean OUT
+    Ten families with realistic weights, each with the scales that CLEAN asks for: OUT/<architecture>/<kind>
 write_models.py queries OUT [ARCHITECTURE ...]
     Realistic weights in float32, and each head's measured amax of Q, K and V in measured.json, or why not
 """
@@ -31,6 +33,20 @@ ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
 _CAUSAL = "Mixtral Llama Mistral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Gemma2 Gemma3 Phi3 GptOss Glm4 Granite"
 FAMILIES = [f"{name}ForCausalLM" for name in f"{_CAUSAL} Olmo2 Starcoder2 Cohere2 GPTBigCode".split()]
 FAMILIES += ["GPT2LMHeadModel", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"]
+VARIED = (
+    "Mixtral",
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3Moe",
+    "Gemma2",
+    "Phi3",
+    "GptOss",
+    "Granite",
+    "Starcoder2",
+)
+CLEAN = {"tensor": [], "modelopt": ["--format", "modelopt"], "queries": ["--targets", "qkv"]}
+CLEAN |= {"heads": ["--strategy", "attn_head", "--targets", "qkv"]}  # and `baked`, for FP8
 TOKENS = [1, *torch.randint(3, 110, (47,), generator=torch.Generator().manual_seed(5)).tolist()]
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "qkv"})
 # the classes whose vision towers vLLM names as transformers does
@@ -59,6 +75,14 @@ def write_family(home: Path) -> None:
         if done.exit_code:
             (home / f"{name}.refused").write_text(done.stderr)
         print(f"{home.name} {name}: {done.stderr.strip() or 'written'}", flush=True)
+
+
+def write_clean(home: Path, seed: int) -> None:
+    model = give_realistic_weights(make_model(home.name, torch.float32), seed)
+    source = save_model(model.bfloat16(), home / "source")
+    for kind, flags in CLEAN.items():
+        succeeded(calibrate(source, "-o", home / kind, "--quiet", *flags))
+    ran("bake", source, "--scales", home / "heads", "--for", "fp8", "-o", home / "baked")
 
 
 def write_latents(out: Path) -> None:
@@ -109,6 +133,9 @@ if __name__ == "__main__":
     with torch.no_grad():
         if what == "latents":
             write_latents(out)
+        elif what == "clean":
+            for seed, name in enumerate(VARIED):
+                write_clean(out / f"{name}ForCausalLM", seed)
         else:
             for name in names:
                 (write_measured if what == "queries" else write_family)(out / name)

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from itertools import zip_longest
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from calib.engines.outcome import Place
-from calib.files.model_directory import ModelDirectory
+from calib.files.fingerprint import weights_digest
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales
 from calib.serving import loaded_scales, plugin, vllm_worker
 from calib.serving.engine_layers import fill_scales, read_files, sglang_attention, sglang_layers, vllm_layers
@@ -244,7 +246,12 @@ def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level
 def test_a_directory_without_scales_and_dummy_weights(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert read_files(str(tmp_path), None, SimpleNamespace(load_format="auto")) is None
+    read = partial(read_files, str(tmp_path), None, SimpleNamespace(load_format="auto"))
+    assert read() is None
+    digest = weights_digest(open_model_directory(tmp_path, weights=False))
+    for purpose, layers in (("fp8", []), ("int8", None)):
+        (tmp_path / "fp8kv_bake.json").write_text(json.dumps({"for": purpose, "weights": digest}))
+        assert getattr(read(), "layers", None) == layers
     with pytest.raises(ValueError, match="dummies"):
         read_files(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
 
@@ -411,6 +418,14 @@ def test_scales_that_nobody_can_use_or_measured_are_not_in_use():
     said = ["V has no scale in the files and is at 1.0 in layer 0"]
     for v, expected in ((0.5, []), (1.0, said), (0.25, ["V is not the file's in layer 0"])):
         assert problems([(0.5,)], [(v,)], files([(0.5,)], [])) == expected
+
+
+def test_a_model_that_was_baked_is_right_at_1_and_no_other_scale():
+    found = layers_of_files(files((), ()), range(3))
+    report = loaded_scales.compare(held(AT_1, [*AT_1[:2], (0.5,)]), found, Place(fnuz=True))
+    said = "fp8kv: 5 of 6 KV scales in use, FP8 cache; the model is baked: 1.0 is right; V is "
+    assert str(report).startswith(said)
+    assert str(report).endswith(" in layer 2")
 
 
 def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem():
