@@ -104,9 +104,7 @@ def test_a_progress_that_nobody_can_read_stops_nothing(form, monkeypatch):
 def test_a_narrow_screen_gets_a_line_for_every_value():
     headings = ("layer", "K amax", "V amax", "K scale", "V scale", "range used")
     table = TextTable("Scales", headings, [(str(i), *[f"{i}.12345"] * 5) for i in range(2)])
-    narrow, middle, wide = (
-        table_text(table, Console(file=io.StringIO(), width=width)) for width in (40, 60, 80)
-    )
+    narrow, middle, wide = (table_text(table, Console(file=io.StringIO(), width=n)) for n in (40, 60, 80))
     lines = narrow.splitlines()
     assert lines[:4] == ["Scales", "", "layer: 0", "K amax: 0.12345"]
     assert len(lines) == 2 + 2 * len(headings) + 1

@@ -61,10 +61,8 @@ class Environment:
         uv("pip", "install", "--python", self.bin / "python", *arguments)
 
     def run(self, *command, status=0):
-        own = {k: v for k, v in os.environ.items() if k not in _FOREIGN} | {
-            "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "120",
-        }
+        own = {k: v for k, v in os.environ.items() if k not in _FOREIGN}
+        own |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
         own |= {"PATH": f"{self.bin}{os.pathsep}{own['PATH']}", "XDG_CACHE_HOME": str(self.path / "cache")}
         words = [str(self.bin / command[0]), *map(str, command[1:])]
         options = {"cwd": self.work, "capture_output": True, "text": True, "timeout": 1500}

@@ -108,7 +108,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
     return (codes + 8 * torch.signbit(values)).to(torch.uint8)
 
 
-def eight_bits(codes_of, dtype: torch.dtype, x: Tensor) -> Stored:
+def one_byte(codes_of, dtype: torch.dtype, x: Tensor) -> Stored:
     codes, scale = codes_of(x)
     return codes.to(dtype), scale.squeeze(-1)
 
@@ -147,14 +147,8 @@ def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
 
 
 TYPES = {
-    "int8_per_token_head": (
-        partial(eight_bits, per_token_head.int8_codes, torch.int8),
-        partial(vllm, "INT8"),
-    ),
-    "fp8_per_token_head": (
-        partial(eight_bits, per_token_head.fp8_scaled, MODES["FP8"]),
-        partial(vllm, "FP8"),
-    ),
+    "int8_per_token_head": (partial(one_byte, per_token_head.int8_codes, torch.int8), partial(vllm, "INT8")),
+    "fp8_per_token_head": (partial(one_byte, per_token_head.fp8_scaled, MODES["FP8"]), partial(vllm, "FP8")),
     "int4_per_token_head": (int4, partial(vllm, "INT4")),
     "lmdeploy_int8": (partial(lmdeploy_integers, 8), partial(lmdeploy, 8)),
     "lmdeploy_int4": (partial(lmdeploy_integers, 4), partial(lmdeploy, 4)),

@@ -51,9 +51,7 @@ def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, st
     """The scales in force in what vLLM's loader makes of the checkpoint, weights and all."""
     model = engine.load(directory, kv_cache_dtype="fp8", **options)
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, kind)]
-    held = [
-        (name, x, getattr(layer, f"_{x}_scale").flatten().tolist()) for name, layer in layers for x in "kv"
-    ]
+    held = [(name, x, getattr(attn, f"_{x}_scale").flatten().tolist()) for name, attn in layers for x in "kv"]
     return {(name.partition(".self_attn")[0] + ".self_attn", x): tuple(scale) for name, x, scale in held}
 
 

@@ -30,13 +30,8 @@ def vllm_attention(query, key, value, length: int, out, **options):
     """vLLM's kernel, launched as by its Triton backend, for queries [T, H, D] of a sequence of blocks."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    ends, length_of = (torch.tensor(x, dtype=torch.int32) for x in ([0, len(query)], [length]))
-    tables = {
-        "cu_seqlens_q": ends,
-        "seqused_k": length_of,
-        "max_seqlen_q": len(query),
-        "max_seqlen_k": length,
-    }
+    ends, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, len(query)], [length]))
+    tables = {"cu_seqlens_q": ends, "seqused_k": lengths, "max_seqlen_q": len(query), "max_seqlen_k": length}
     tables["block_table"] = torch.arange(len(key), dtype=torch.int32)[None]
     options = {"window_size": (-1, -1), "softcap": 0, "q_descale": None} | options
     how = {"softmax_scale": query.shape[-1] ** -0.5, "causal": True}

@@ -88,9 +88,7 @@ def test_extend(name, target):
 
 # KV in parts: with decode's config for few rows, with extend's for more, in one row tile or two
 PARTS = [(name, (4, 3, 0)) for name in USUAL]
-PARTS += [
-    *(("plain", QUERIES), ("masked", QUERIES), ("plain-channel", (12, 7, 0)), ("plain-q_head", (30, 1, 0)))
-]
+PARTS += ("plain", QUERIES), ("masked", QUERIES), ("plain-channel", (12, 7, 0)), ("plain-q_head", (30, 1, 0))
 
 
 @pytest.mark.parametrize(("name", "queries"), PARTS)

@@ -102,10 +102,8 @@ def mutants(text, kind, most):
     step = max(1, -(-len(found) // most))
     for number, match in enumerate(found[::step]):
         line = " ".join(text[match.start() :].split(";")[0].split())
-        changed = (
-            text[: match.start()] + (new(match) if callable(new) else match.expand(new)) + text[match.end() :]
-        )
-        yield f"{kind} {number * step} {line[:60]}", changed
+        put = new(match) if callable(new) else match.expand(new)
+        yield f"{kind} {number * step} {line[:60]}", text[: match.start()] + put + text[match.end() :]
 
 
 @pytest.mark.parametrize(("target", "kernel"), RUNS)

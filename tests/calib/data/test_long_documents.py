@@ -132,9 +132,7 @@ def test_a_template_that_tells_no_turns_is_cut_as_text(loaded, byte_tokenizer):
 )
 def test_pieces_are_disjoint_and_a_larger_limit_only_adds(lengths, seq_len, limit, opening, turns):
     opening = list(range(-opening, 0))
-    documents = [
-        [*opening, *range(1000 * i, 1000 * i + length)] for i, length in enumerate(lengths[:limit], 1)
-    ]
+    documents = [[*opening, *range(1000 * i, 1000 * i + size)] for i, size in enumerate(lengths[:limit], 1)]
 
     def pieces_of(limit):
         pieces = Pieces(limit, seq_len, opening)

@@ -155,9 +155,8 @@ def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache
 
 def test_the_page_of_caches():
     assert caches_page.PAGE.read_text() == caches_page.page(), "make caches-page"
-    assert {*caches_page.kernel_table().splitlines()} <= {
-        *(ROOT / "docs/evaluation.md").read_text().splitlines()
-    }
+    evaluation = (ROOT / "docs/evaluation.md").read_text()
+    assert {*caches_page.kernel_table().splitlines()} <= {*evaluation.splitlines()}
     assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}
     assert {gpu for name in ALL_CACHES for pair in find_support(name) for gpu in pair.way.gpus} == {*GPUS}
     assert {name for engine in serving_engines().values() for name in engine.caches.types} <= {*ALL_CACHES}

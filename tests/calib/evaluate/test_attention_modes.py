@@ -128,13 +128,8 @@ def directory(tmp_path_factory):
 
 def test_the_report_says_whose_attention_every_figure_is_of(directory):
     def report(mode, *names):
-        choices = {
-            "data.dataset": "random",
-            "device": "cpu",
-            "dtype": "float32",
-            "evaluation.attention": mode,
-        }
-        recipe = load_recipe(None, choices | {"evaluation.variants": names or None})
+        asked = {"data.dataset": "random", "device": "cpu", "dtype": "float32", "evaluation.attention": mode}
+        recipe = load_recipe(None, asked | {"evaluation.variants": names or None})
         return summarize(evaluate(str(directory), recipe, suite=Suite(3, 2, 32, 2, 5, (), (), 1)))
 
     exact, fa3 = report("exact", "tensor", "k only", "attn_head", "qkv"), report("fa3")

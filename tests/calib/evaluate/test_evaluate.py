@@ -111,11 +111,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
     for flags, *phrases in (
         (("--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"),
         (("--fail-if", "speed>1"), "is not a condition"),
-        (
-            ("--scales", "mine", "--fail-if", "x:kl>1"),
-            "no variant 'x'; there are bf16, eager, none",
-            ", mine",
-        ),
+        (("--scales", "own", "--fail-if", "x:kl>1"), "no variant 'x'; there are bf16, eager, none", ", own"),
         (("--fail-if", "tensor:kl>1", "--variants", "none"), "no variant 'tensor'; there are none, bf"),
         (("--fail-if", "reference:kl>1"), "no variant 'reference'"),
         (("--tasks", "./gone.yaml"), "--tasks './gone.yaml'", "No such file"),

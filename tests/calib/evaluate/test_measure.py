@@ -194,9 +194,7 @@ def test_variants_have_scales_of_what_they_round():
     with torch.no_grad():
         model.model.embed_tokens.weight[1] = first[first.norm(dim=1).argmax()]
     recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    stats, skipping = (
-        calibrate(model, make_batches(samples, 1, pad_id=0, skip_first=n), recipe) for n in (0, 1)
-    )
+    stats, skipping = (calibrate(model, make_batches(samples, 1, 0, skip_first=n), recipe) for n in (0, 1))
     scales = {variant.name: variant.scales for variant in build_variants(stats, stats)}
     assert {REFERENCE, *scales} == set(BUILT_IN)
     keys = {idx: k for idx, (k, _) in seen_by(model, map(torch.tensor, samples)).items()}

@@ -62,9 +62,8 @@ def test_the_verdict_is_sentences(small_evaluation, small_report):
     report = judged(small_evaluation, none=1.0, tensor=(0.1, 0.1, 2.4), attn_head=0.9)
     assert report.advised == "tensor"
     assert NO_BETTER in report.verdict
-    assert report.advice == [
-        f"Use one scale per layer (--strategy tensor): {NO_BETTER[0].lower()}{NO_BETTER[1:]}"
-    ]
+    no_better = NO_BETTER.replace("No", "no")
+    assert report.advice == [f"Use one scale per layer (--strategy tensor): {no_better}"]
     # per head is better than what was given; scale 1.0 is told from neither
     report = judged(small_evaluation, none=(0.8, 1.1, 0.85), attn_head=0.9, mine=1)
     assert report.advised == "none"

@@ -176,10 +176,8 @@ BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
 
 
 def of_latents(make_checkpoint, family="DeepseekV3", **config):
-    latent = {"architectures": [f"{family}ForCausalLM"], "kv_lora_rank": 16}
-    return make_checkpoint(
-        latent | config, [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
-    )
+    own = {"architectures": [f"{family}ForCausalLM"], "kv_lora_rank": 16} | config
+    return make_checkpoint(own, [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)])
 
 
 def scales():

@@ -193,10 +193,7 @@ def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
     says = {**FORMS["compressed-w3"].says}
     group = {"num_bits": 3, "strategy": "group", "group_size": 20}
     says["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": group}}
-    entries = {
-        "weight_packed": Entry("I32", (8, 2), 0, 64),
-        "weight_scale": Entry("F32", (8, 1), 0, 32),
-    }
+    entries = {"weight_packed": Entry("I32", (8, 2), 0, 64), "weight_scale": Entry("F32", (8, 1), 0, 32)}
     with pytest.raises(InputError, match="20 codes of 3 bits in two ways"):
         [*WEIGHT_FORMATS["compressed-tensors"](QuantizationConfig(says)).weights(ModuleTensors("m", entries))]
 

@@ -134,9 +134,8 @@ def test_channels_of_k_become_even_where_a_layer_holds_factors(tmp_path):
     # V would need factors per input channel of the output projection
     assert said["layers_with_factors_per_head"] == {"k": 1, "v": 0}
     assert "cannot hold" in said["left"][ATTENTION.format(1)]
-    first, second = (
-        {*torch.tensor(said["factors"][ATTENTION.format(i)]["k"]).flatten().tolist()} for i in range(2)
-    )
+    factors = [torch.tensor(said["factors"][ATTENTION.format(i)]["k"]) for i in range(2)]
+    first, second = ({*each.flatten().tolist()} for each in factors)
     assert len(first) > 1
     assert second == {1.0}
     done = bake(source, scales, tmp_path / "no", "--for", "int8", "--dtype", "float32")

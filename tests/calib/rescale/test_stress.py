@@ -46,10 +46,8 @@ def test_the_same_logits_and_other_k_and_v(model_type, tmp_path):
         # 2**-25 of 1/256 in a channel of 24, and what layers make of it
         torch.testing.assert_close(twin_logits, logits, rtol=2**-13, atol=2**-13)
         assert "bit for bit" not in done.stdout + (twin / "README.md").read_text()
-        inexact = (
-            "1 + 'model.layers.0.self_attn.q_norm.weight' times 0.00390625 has no exact value in bfloat16"
-        )
-        one_line_error(stress(source, tmp_path / "narrow"), inexact, "add --dtype float32")
+        words = "1 + 'model.layers.0.self_attn.q_norm.weight' times 0.00390625 has no exact value in bfloat16"
+        one_line_error(stress(source, tmp_path / "narrow"), words, "add --dtype float32")
         return
     assert torch.equal(logits, twin_logits)
     assert twin_amax == {name: (k * 256, v / 1024) for name, (k, v) in amax.items()}

@@ -77,18 +77,12 @@ def test_settings_that_change_k_and_v_are_compared_in_whatever_words(model, tmp_
 
 
 def test_keys_and_values_in_fused_weights_and_every_head_of_eight_are_sampled():
-    falcons, gpt_neox, phi = (
-        ((71, 1, 64, False), (128, 8, 64, True)),
-        (64, 64, 96, True),
-        (40, 10, 128, False),
-    )
-    for heads, kv_heads, head_dim, grouped in (*falcons, gpt_neox, phi):
+    falcons, neox, phi = (((71, 1, 64, False), (128, 8, 64, True)), (64, 64, 96, True), (40, 10, 128, False))
+    for heads, kv_heads, head_dim, grouped in (*falcons, neox, phi):
         letters = "q" * heads + "k" * kv_heads + "v" * kv_heads
         if grouped:
             letters = ("q" * (heads // kv_heads) + "kv") * kv_heads
-        found = [
-            letters[row // head_dim] for row in sample_head_rows(len(letters) * head_dim, heads, head_dim)
-        ]
+        found = [letters[at // head_dim] for at in sample_head_rows(len(letters) * head_dim, heads, head_dim)]
         assert min(found.count("k"), found.count("v")) >= 4
         assert len(found) <= 24
     for head_dim in (64, 128):

@@ -57,9 +57,8 @@ def test_what_a_recipe_or_unscaled_fp8_clips_is_said():
 
 def test_outlier_heads_and_dead_heads_are_named():
     (warning,) = warn(stats([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
-    assert warning == (
-        "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
-    )
+    said = "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
+    assert warning == said
     assert warn(stats([1.0, 1.0, 20.0]), "attn_head") == warn(stats([1.0, 1.0, 19.0])) == []
     covered = ["K: a head or channel held only zeros in layer 0; it takes the layer's largest scale"]
     assert warn(stats([0.0, 3.0, 3.0]), "attn_head") == warn(stats([0.0, 3.0]), "channel") == covered

@@ -35,6 +35,7 @@ NAMES = (
     "{module}.{x}_cache.scale",
     "{module}.qkv_proj.{x}_scale",
 )
+CONVERT = "convert {} --without-q"
 # what no reader takes for memory that nobody wrote
 SCALE = st.floats(2.0**-20, 2.0**10, width=32).filter(lambda scale: scale != 1)
 
@@ -109,17 +110,12 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
 @pytest.mark.parametrize(
     ("command", "to", "fp8_dtype", "ways_out"),
     [
-        ("convert {} --without-q", "tgi", "e4m3fn", "Use --reduce max, or --to vllm or aphrodite"),
+        (CONVERT, "tgi", "e4m3fn", "Use --reduce max, or --to vllm or aphrodite"),
         ("repair {} --stats {}", "tgi", "e4m3fn", "holds no query scales. Use --to vllm"),
         ("repair {} --stats {}", "vllm", "e4m3fnuz", "Use --to tgi"),
-        ("convert {} --without-q", "vllm", "e4m3fnuz", "Use --to tgi"),
-        (
-            "convert {} --without-q",
-            "tgi",
-            "e5m2",
-            "scales; these are for e5m2. Use a new calibration in format",
-        ),
-        ("convert {} --without-q", "tgi", "9", "kv_cache_torch_dtype of config.json is 'float8_9'"),
+        (CONVERT, "vllm", "e4m3fnuz", "Use --to tgi"),
+        (CONVERT, "tgi", "e5m2", "scales; these are for e5m2. Use a new calibration in format"),
+        (CONVERT, "tgi", "9", "kv_cache_torch_dtype of config.json is 'float8_9'"),
     ],
 )
 def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways_out, per_head, tmp_path):
@@ -200,9 +196,8 @@ DIVISORS = {"vllm": 448, "vllm-nvfp4": 448, "sglang-nvfp4": 2688}
 @pytest.fixture(scope="module")
 def several(model, tmp_path_factory):
     """A calibration in each of the formats."""
-    return calibrated(
-        model, tmp_path_factory.mktemp("absmax") / "out", *(f"--format={name}" for name in DIVISORS)
-    )
+    out = tmp_path_factory.mktemp("absmax") / "out"
+    return calibrated(model, out, *(f"--format={name}" for name in DIVISORS))
 
 
 def values_of(directory):

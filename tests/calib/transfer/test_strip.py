@@ -71,10 +71,8 @@ def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrate
     twice = apply_cases.calibrated(calibrated / "tgi", tmp_path / "twice")
     for seed in (1, 2):
         succeeded(calibrate(own, "--in-place", "--seed", seed))
-    for output in (repaired, twice, own):
-        assert contents(output_of("strip", output, "-o", tmp_path / f"{output.name}-back")) == contents(
-            source
-        )
+    for out in (repaired, twice, own):
+        assert contents(output_of("strip", out, "-o", tmp_path / f"{out.name}-back")) == contents(source)
 
 
 def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, calibrated, tmp_path):

@@ -223,14 +223,12 @@ def test_replacements_see_each_call_of_one_model_can_change_the_result_nest_and_
 
     with torch.inference_mode():
         plain = model(IDS, attention_mask=padded).logits
-        with swap_attention(model, noting("outer")):
-            with swap_attention(model, noting("inner")):
+        with swap_attention(model, noting("out")):
+            with swap_attention(model, noting("in")):
                 assert torch.equal(model(IDS, attention_mask=padded).logits, plain)
             other(IDS)
             assert not torch.allclose(model(IDS).logits, plain)
-        assert calls == [(n, i) for i in range(3) for n in ("inner", "outer")] + [
-            ("outer", i) for i in range(3)
-        ]
+        assert calls == [(n, i) for i in range(3) for n in ("in", "out")] + [("out", i) for i in range(3)]
         with swap_attention(model, noting("changing", 0)):
             assert not torch.allclose(model(IDS, attention_mask=padded).logits, plain)
         assert torch.equal(model(IDS, attention_mask=padded).logits, plain)
