@@ -113,10 +113,8 @@ def check_sglang(out: Path):
     how = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
     pool = MLATokenToKVPool(**sizes, **how)
     row, at = torch.full((1, 1, rank + rope), 3.0, dtype=torch.bfloat16), torch.tensor([1])
-    for writer, parts in (
-        (pool.set_kv_buffer, (row, row)),
-        (pool.set_mla_kv_buffer, (row[..., :rank], row[..., rank:])),
-    ):
+    halves = row[..., :rank], row[..., rank:]
+    for writer, parts in ((pool.set_kv_buffer, (row, row)), (pool.set_mla_kv_buffer, halves)):
         pool.kv_buffer[0].zero_()
         writer(layer, at, *parts)
         stored = pool.get_key_buffer(0)[at].float()

@@ -63,9 +63,7 @@ def install(packages: Path, wheel: str | None = None) -> Path:
 
 
 @contextmanager
-def serving(
-    model: Path | str, packages: Path, *options: str, **variables: str
-) -> Iterator[tuple[str | None, Path]]:
+def serving(model: Path, packages: Path, *options: str, **environ: str) -> Iterator[tuple[str | None, Path]]:
     """Serve a model; yields the URL, None if the server ends instead, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,7 +75,7 @@ def serving(
     with log.open("w") as out:
         server = subprocess.Popen(
             [*command, *options, "--port", str(port)],
-            stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT, **own, **variables},
+            stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT, **own, **environ},
             cwd=packages,
         )  # fmt: skip
     try:
@@ -113,10 +111,7 @@ class Served:
 
 
 GOOD = "fp8kv: 4 of 4 KV scales in use, FP8 cache"
-LACKS = (
-    "fp8kv: 2 of 4 KV scales in use, FP8 cache; "
-    "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
-)
+LACKS = "fp8kv: 2 of 4 KV scales in use, FP8 cache; K has no scale in the files and is at 1.0 in layer 1; V"
 HALF = "fp8kv: 2 of 2 KV scales in use, FP8 cache"
 PART, SHARDS = "a layer without scales", ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0")

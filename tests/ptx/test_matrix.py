@@ -48,12 +48,7 @@ for seed, row in enumerate(cover_pairs(SETTINGS, _is_supported, candidates=1000)
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 # a case that is not usual goes to one of the first two, which differ in how they decode FP8
-EACH = [
-    (target, name)
-    for target in NVIDIA
-    for i, name in enumerate(CASES)
-    if name in USUAL or target != NVIDIA[i % 2]
-]
+EACH = [(sm, name) for sm in NVIDIA for i, name in enumerate(CASES) if name in USUAL or sm != NVIDIA[i % 2]]
 QUERIES = (40, 9, 0)  # extend
 STORED = {
     "D64": Case((), head_dim=64),

@@ -18,11 +18,10 @@ IMPLEMENTATIONS = ("kernel", "reference")
 QUICK = [case for case in paired_cases() if case.seed in KEPT]
 OTHERS = [case for case in paired_cases() if case.seed not in KEPT]
 OTHERS += [replace(case, head_dim=256, group=16, block_size=256) for case in QUICK]  # the largest
+NIGHTLY = [pytest.param(case, marks=pytest.mark.nightly) for case in OTHERS]
 
 
-@pytest.mark.parametrize(
-    "case", QUICK + [pytest.param(case, marks=pytest.mark.nightly) for case in OTHERS], ids=name_of
-)
+@pytest.mark.parametrize("case", QUICK + NIGHTLY, ids=name_of)
 def test_any_layer(case, device):
     assert_attention(case, device, IMPLEMENTATIONS)
 
@@ -83,11 +82,8 @@ def test_many_small_weights_beside_a_large_one(largest, query_lens, changes, dev
         code = one.to(batch.blocks.codes.dtype).view(torch.uint8)
         stored[0, first, :, 0, : len(code)] = code
     scales = {"k_scale": torch.full_like(batch.blocks.k_scale, TAIL), "v_scale": batch.blocks.v_scale * 2**15}
-    options = replace(
-        batch.options,
-        sinks=one * TAIL if largest == "sink" else None,
-        q_scale=None if batch.options.q_scale is None else one,
-    )
+    q_scale = None if batch.options.q_scale is None else one
+    options = replace(batch.options, sinks=one * TAIL if largest == "sink" else None, q_scale=q_scale)
     query = torch.zeros_like(batch.query)
     query[:, :, 0] = 1
     batch = replace(batch, query=query, blocks=replace(batch.blocks, **scales), options=options)

@@ -41,10 +41,8 @@ _TEXT |= {"mllama": {"head_dim": 16, "cross_attention_layers": [1]}, "paligemma"
 _QWEN3_NEXT = _WIDE | _EXPERTS | {"layer_types": _MOSTLY_LINEAR, "shared_expert_intermediate_size": 32}
 _QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
 _QWEN3_NEXT |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-HYBRIDS: dict[str, dict] = {
-    "qwen3_next": _QWEN3_NEXT,
-    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-}
+_JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+HYBRIDS: dict[str, dict] = {"qwen3_next": _QWEN3_NEXT, "jamba": _JAMBA}
 # layers that differ in their numbers of KV heads and in their sizes, as published configs say it
 _GEMMA4 = {"head_dim": 16, "num_key_value_heads": 4, "global_head_dim": 32, "num_global_key_value_heads": 2}
 _GEMMA4 |= {"attention_k_eq_v": True, "sliding_window": 5, "layer_types": _MOSTLY_FULL, "num_experts": 4}

@@ -62,12 +62,9 @@ def test_json_has_one_scale_for_both(model, tmp_path):
 
 
 def write(directory, layers=3, **scales):
-    tensors = {
-        f"model.layers.{i}.self_attn.{ending}": torch.as_tensor(value).clone()
-        for i in range(layers)
-        for ending, value in scales.items()
-    }
-    save_file(tensors, directory / "model.safetensors")
+    tensors = {ending: torch.as_tensor(value) for ending, value in scales.items()}
+    named = {f"model.layers.{i}.self_attn.{n}": x.clone() for i in range(layers) for n, x in tensors.items()}
+    save_file(named, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize(

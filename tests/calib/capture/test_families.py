@@ -31,10 +31,8 @@ BATCH = Batch(TOKENS, MASK, sample_ids=(0, 1), first_token=0)
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "kv"})
 
 _WINDOW = {"sliding_window": 64}  # wider than the samples, so that the cache holds all of them
-_SECTIONS = {
-    "head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_SECTIONS = {"head_dim": 16, "rope_parameters": _ROPE}
 # whose options need no more than to be named
 _PLAIN = [
     *("afmoe", "apertus", "arcee", "biogpt", "bitnet", "cohere", "ctrl", "cwm", "doge", "ernie4_5"),

@@ -105,10 +105,8 @@ def test_a_class_that_nothing_is_shown_of_is_refused_where_its_query_matters(tmp
             check_model(mode, model, shapes)
     check_model("vllm_triton", model, shapes)
     save_model(model, tmp_path / "model")
-    for command, *flags in (
-        ("calibrate", "--targets", "qkv", "-o", tmp_path / "out"),
-        ("eval", "--attention", "fa3"),
-    ):
+    commands = (("calibrate", "--targets", "qkv", "-o", tmp_path / "out"), ("eval", "--attention", "fa3"))
+    for command, *flags in commands:
         one_line_error(fp8kv(command, tmp_path / "model", *SMALL, *flags), said)
 
 

@@ -34,10 +34,8 @@ ROWS = torch.randint(3, 128, (4, 24), generator=GENERATOR)
 FEW = Recipe(data={"allow_few_tokens": True})
 TEXT = ROWS[:1, :18]
 LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), TEXT], 1)
-SHAPES = (
-    r"token ids must be whole numbers \[B, T\], a list of rows \[T\], or a mapping of input_ids and "
-    "attention_mask"
-)
+SHAPES = r"token ids must be whole numbers \[B, T\], a list of rows \[T\], "
+SHAPES += "or a mapping of input_ids and attention_mask"
 REAL = torch.tensor([[0] * 6 + [1] * 18])
 POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
 

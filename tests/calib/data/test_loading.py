@@ -125,11 +125,8 @@ def test_prose_and_code_are_the_whole_in_order_in_pieces_long_enough(monkeypatch
     code = "\n\n".join(file.read_text(errors="replace") for file in files)
     prose = "\n\n".join(topics[name] for name in sorted(topics))
     assert LONG_CHARACTERS == 4 * 2048 * 6
-    for name, whole, characters in (
-        ("code", code, 256 * 6),
-        ("python-docs", prose, 256 * 6),
-        ("long", prose, LONG_CHARACTERS),
-    ):
+    named = (("code", code, 256 * 6), ("python-docs", prose, 256 * 6), ("long", prose, LONG_CHARACTERS))
+    for name, whole, characters in named:
         pieces = texts(name)
         assert whole.startswith("\n\n".join(pieces))
         assert len(whole) - len("\n\n".join(pieces)) < characters + 2

@@ -125,13 +125,8 @@ FLAG = "--model-impl transformers"
 
 def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRESSED):
     """A checkpoint whose weights are those of latent attention."""
-    return write(
-        directory,
-        [f"{m}.kv_b_proj.weight" for m in MODULES],
-        scales_of(MODULES, name),
-        config,
-        architectures=[architecture],
-    )
+    weights = [f"{module}.kv_b_proj.weight" for module in MODULES]
+    return write(directory, weights, scales_of(MODULES, name), config, architectures=[architecture])
 
 
 def test_the_table_of_sglang_shows_scales_of_latents_and_says_that_they_are_wrong(tmp_path):

@@ -25,11 +25,8 @@ from fp8kv_runtime.hf import swap_attention
 from fp8kv_runtime.options import AttentionOptions
 
 IDS = torch.randint(1, 120, (40,), generator=torch.Generator().manual_seed(0))
-ATTENTION = {
-    "fa3": fa3_attention,
-    "vllm_triton": vllm_triton_attention,
-    "vllm_triton_fp8": partial(vllm_triton_attention, dtype=None),
-}
+ATTENTION = {"fa3": fa3_attention, "vllm_triton": vllm_triton_attention}
+ATTENTION |= {"vllm_triton_fp8": partial(vllm_triton_attention, dtype=None)}
 
 
 def make_model(family="llama", **changes):

@@ -58,10 +58,8 @@ def test_chunks_give_what_one_pass_gives(monkeypatch):
 def test_the_kernels_give_the_same_figures():
     model, tokens = tiny_model("llama", num_hidden_layers=1), document(1, 8)
     tensor = [variants_of(model, tokens)["tensor"]]
-    plain, kernels = (
-        compare_variants(Setup(model, None, backend), tokens, tensor)["tensor"]
-        for backend in ("torch", "triton")
-    )
+    setups = (Setup(model, None, backend) for backend in ("torch", "triton"))
+    plain, kernels = (compare_variants(setup, tokens, tensor)["tensor"] for setup in setups)
     assert not torch.equal(kernels.kl, plain.kl)  # they add in another order
     torch.testing.assert_close(kernels.kl, plain.kl, rtol=1e-3, atol=1e-8)
 
@@ -264,9 +262,7 @@ def test_heads_that_transformers_repeats_are_counted_once():
     assert [layer.error.shape for layer in errors["one"].values()] == [(1, 4)] * 3
 
 
-def test_the_error_of_a_layer_is_over_all_its_heads_and_scales_are_those_of_the_variant(
-    small_evaluation, small_report
-):
+def test_an_error_is_over_all_heads_and_scales_are_those_of_the_variant(small_evaluation, small_report):
     rows = {name: row.get("layers") for name, row in small_report["variants"].items()}
     for row in rows["tensor"]:
         layer = small_evaluation.measured["tensor"].layers[row["layer_idx"]]

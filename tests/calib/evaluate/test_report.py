@@ -100,13 +100,8 @@ def test_names_and_texts_are_text(small_report, page, tmp_path):
     report["texts"]["prompts"] = [HOSTILE] * 2
     for name in ("reference", HOSTILE):
         report["texts"]["continuations"][name][0] |= {"same": "", "rest": name}
-    said = {
-        "model": HOSTILE,
-        "verdict": HOSTILE,
-        "warnings": [HOSTILE],
-        "advice": [HOSTILE],
-        "subject": HOSTILE,
-    }
+    said = dict.fromkeys(("model", "verdict", "subject"), HOSTILE)
+    said |= {key: [HOSTILE] for key in ("warnings", "advice")}
 
     files.write_report(Report.model_validate(report | said), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["model"] == HOSTILE

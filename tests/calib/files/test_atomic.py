@@ -46,10 +46,8 @@ def test_a_failure_leaves_no_parents_or_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), atomic_directory(out) as scratch:
         (scratch / "half").write_text("x")
         raise KeyboardInterrupt
-    with (
-        pytest.raises(InputError, match=r"cannot write .*No space left.*nothing was left behind"),
-        atomic_directory(out),
-    ):
+    said = r"cannot write .*No space left.*nothing was left behind"
+    with pytest.raises(InputError, match=said), atomic_directory(out):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert names(tmp_path) == []
     write(out, "kept")

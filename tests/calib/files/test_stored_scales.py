@@ -14,6 +14,7 @@ from calib.files.names import parse_scale_name
 from calib.files.stored_scales import is_usable, read_scales
 
 LAYER = "model.layers.{}.self_attn"
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*"))
 
 
 def write(directory, tensors, *, index=None, config=None, file="model.safetensors"):
@@ -34,11 +35,7 @@ def layers(k=0.02, v=0.01, count=2, **more):
     return made
 
 
-@pytest.mark.parametrize(
-    "case",
-    sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*")),
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda path: path.name)
 def test_attention_is_found_by_its_codes(case, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(case / "model.safetensors")
     assert open_model_directory(tmp_path, weights=False).modules == {LAYER.format(i) for i in range(2)}

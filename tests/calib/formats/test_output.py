@@ -112,9 +112,8 @@ def test_the_second_run_is_refused_before_it_measures(how, tiny_directory, tmp_p
     place = None if how == "in_place" else out
 
     def second():
-        with pytest.raises(
-            InputError, match=f"another run is writing '{place or tiny_directory}'; wait for it"
-        ):
+        said = f"another run is writing '{place or tiny_directory}'; wait for it"
+        with pytest.raises(InputError, match=said):
             calibrate(tiny_directory, place, changes={"data.seed": 2}, **options)
 
     calibrate(tiny_directory, place, at="calibrate", then=second, changes={"data.seed": 1}, **options)
@@ -170,9 +169,7 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
 
 
 @pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
-def test_every_command_knows_before_it_loads_where_it_cannot_write(
-    command, tiny_directory, tmp_path, monkeypatch
-):
+def test_every_command_knows_at_once_where_it_cannot_write(command, tiny_directory, tmp_path, monkeypatch):
     for module in ("job", "evaluate.run", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")

@@ -92,10 +92,8 @@ def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with (
-            HiddenStates(tmp_path, 0) as store,
-            pytest.raises(InputError, match="File too large; set TMPDIR"),
-        ):
+        said = "File too large; set TMPDIR"
+        with HiddenStates(tmp_path, 0) as store, pytest.raises(InputError, match=said):
             store.put(("hidden", 0), torch.zeros(1 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

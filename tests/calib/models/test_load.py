@@ -229,9 +229,7 @@ def run(tiny_directory, tmp_path):
     ],
     ids=["calibrate", "layerwise", "generate", "eval"],
 )
-def test_text_with_tokens_that_have_no_row_is_refused_before_the_model_runs(
-    command, rows, run, tmp_path, monkeypatch
-):
+def test_tokens_that_have_no_row_are_refused_before_the_model_runs(command, rows, run, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
     output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
     done = run(*command, *output, rows=rows)

@@ -34,10 +34,8 @@ HELD = {
     "awq": ("head", "head"),
     "fp8-block": ("layer", "layer"),
 }
-REFUSED = {
-    "compressed-fp8": "engines requantise Q, K and V",
-    "compressed-nvfp4": "nobody has checked how engines fuse",
-}
+REFUSED = {"compressed-fp8": "engines requantise Q, K and V"}
+REFUSED |= {"compressed-nvfp4": "nobody has checked how engines fuse"}
 ATTENTION = "model.layers.{}.self_attn"
 
 

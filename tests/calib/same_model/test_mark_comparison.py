@@ -181,12 +181,8 @@ def written(package, case):
 
 def test_checkpoints_of_quantisation_tools_beside_the_model_they_began_with(tmp_path):
     base = began_with(tmp_path / "narrow", **SHAPE)
-    for case, moved, error in (
-        ("fp8", 0, 0.03),
-        ("w4a16", 0, 0.1),
-        ("w4a16-awq", 2, 0.1),
-        ("w8a8-smoothquant", 2, 0.02),
-    ):
+    cases = (("fp8", 0, 0.03), ("w4a16", 0, 0.1), ("w4a16-awq", 2, 0.1), ("w8a8-smoothquant", 2, 0.02))
+    for case, moved, error in cases:
         found = compare_marks(base, written("llmcompressor", case))
         assert found.layers_with_moved_factors == moved, case
         assert 0.005 < found.largest_error < error, case

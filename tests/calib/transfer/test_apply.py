@@ -87,9 +87,7 @@ def test_smoothed_norms_that_the_weights_make_up_for_and_rescaled_values(model, 
     refused(measured, other, tmp_path / "no", "apply never rewrites weights", "fp8kv strip")
 
 
-def test_other_strategies_come_from_the_statistics_and_advice_names_flags_of_apply(
-    model, measured, per_head, tmp_path
-):
+def test_strategies_come_from_statistics_and_advice_names_flags_of_apply(model, measured, per_head, tmp_path):
     flags = ("--strategy", "attn_head")
     out = applied(measured / "fp8kv_stats.safetensors", model, tmp_path / "out", *flags)
     assert [x[:3] for x in scales(out)] == [x[:3] for x in scales(per_head)]
@@ -163,9 +161,7 @@ def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
     one_line_error(done, "is of another model: its config says rope_parameters", "'yarn'")
 
 
-def test_scales_are_near_those_of_a_model_of_4_bits_unless_its_values_were_rescaled(
-    smollm2_directory, tmp_path
-):
+def test_scales_are_near_those_of_a_model_of_4_bits_unless_values_were_rescaled(smollm2_directory, tmp_path):
     def calibrated(model, out):
         data = ("--samples", "4", "--seq-len", "512", "--device", "cpu", "--weights", "none")
         ran("calibrate", model, "-o", out, "--dataset", "builtin:python-docs", *data)

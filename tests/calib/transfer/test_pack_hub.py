@@ -122,9 +122,7 @@ def test_a_second_push_is_a_second_commit_and_a_private_pack_stays_so(hub, measu
     one_line_error(push(measured, tmp_path / "third", "--private"), "it is public there; make it private")
 
 
-def test_a_repository_of_something_else_a_name_of_none_and_a_hub_that_refuses(
-    hub, measured, tmp_path, monkeypatch
-):
+def test_a_repository_of_something_else_a_name_of_none_and_a_refusal(hub, measured, tmp_path, monkeypatch):
     for name in ("scales", "a/b/c", "/scales", "me/sca les", ""):
         with pytest.raises(InputError, match="is not an id on the Hub"):
             check_hub_id("--push-to-hub", name)
