@@ -91,12 +91,9 @@ def assert_nearly_all_close(made, want):
     assert is_close.double().mean() >= 0.97
 
 
-OPTIONS = {
-    "plain": AttentionOptions(),
-    "scale": AttentionOptions(0.05),
-    "softcap": AttentionOptions(softcap=3.0),
-    "sinks": AttentionOptions(sinks=torch.linspace(-2, 4, 4)),
-}
+OPTIONS = {"plain": AttentionOptions(), "scale": AttentionOptions(0.05)}
+OPTIONS |= {"softcap": AttentionOptions(softcap=3.0)}
+OPTIONS |= {"sinks": AttentionOptions(sinks=torch.linspace(-2, 4, 4))}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from command_line import calibrate, fp8kv
+from command_line import SMALL, calibrate, fp8kv
 
 from calib.commands import progress_bar as module
 from calib.commands.progress_bar import StageReporter, json_line, log_line, progress_bar, reporting
@@ -191,7 +191,6 @@ def test_every_long_command_reports_where_that_is_wanted(tiny_directory, tmp_pat
         done = calibrate(tiny_directory, "-o", tmp_path / flags[0], *flags)
         assert (done.exit_code, done.stderr) == (0, ""), flags
     rescaled = ["load", "choose factors", "write", "prove"]
-    small = ("--dataset", "random", "--samples", 2, "--seq-len", 32, "--device", "cpu")
     also = ("--search", 0.01, "--also", "builtin:python-docs", "--json")
     commands = {
         ("apply", out, tiny_directory, "-o", tmp_path / "applied"): ["load", "compare weights", "write"],
@@ -202,7 +201,7 @@ def test_every_long_command_reports_where_that_is_wanted(tiny_directory, tmp_pat
         ("stress", tiny_directory, "-o", tmp_path / "twin"): rescaled,
         ("bake", tiny_directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked"): rescaled,
         ("generate", out, "w5 w6", "--max-new-tokens", 2, "--json"): ["load", "generate"],
-        ("eval", tiny_directory, *small, *also): [
+        ("eval", tiny_directory, *SMALL, *also): [
             *("load", "calibrate", "calibrate on random tokens", "documents", "per-layer errors", "text"),
             *("clipped values", "search: each layer alone", "search: 3 of 3 layers in FP8"),
         ],

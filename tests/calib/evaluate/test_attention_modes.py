@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import SMALL, fp8kv, one_line_error
 from evaluations import variants_of
 from families import FAMILIES, LATENT, save_model, tiny_model
 
@@ -169,10 +169,9 @@ def test_a_cache_that_was_asked_for_and_is_not_simulated_is_refused(model, varia
     ):
         with pytest.raises(InputError, match=said):
             select_variants(Setup(model, None, attention=mode), [*variants.values()], [name])
-    data = ("--dataset", "random", "--samples", 2, "--seq-len", 16, "--device", "cpu")
-    done = fp8kv("eval", directory, *data, "--attention", "fa3", "--variants", "none,e5m2")
+    done = fp8kv("eval", directory, *SMALL, "--attention", "fa3", "--variants", "none,e5m2")
     one_line_error(done, "'e5m2'", "takes e4m3fn")
-    done = fp8kv("eval", directory, *data, "--attention", "fa3", "--backend", "triton")
+    done = fp8kv("eval", directory, *SMALL, "--attention", "fa3", "--backend", "triton")
     one_line_error(done, "plain torch", "torch or auto")
     done = fp8kv("eval", directory, "--attention", "fa2")
     assert done.exit_code == 2

@@ -29,13 +29,9 @@ TINY = MemoryPlan(reads_ahead=True, hidden_bytes=0, ceiling=0)
 
 
 # four layers, of which the last reads the cache of the one before it; each gets embeddings anew
-PER_LAYER_INPUTS = {
-    **SHARED_KV,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 4,
-    "intermediate_size": [96] * 4,
-}
+PER_LAYER_INPUTS = SHARED_KV | {"num_hidden_layers": 4, "intermediate_size": [96] * 4}
+PER_LAYER_INPUTS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+PER_LAYER_INPUTS |= {"activation_sparsity_pattern": [0.0] * 4}
 MODELS = {**FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": PER_LAYER_INPUTS}
 SEEING = {"gemma3": {}, "paligemma": {}, "idefics3": {"model_type": "llama"}}
 # layers of one kind each: what others add to them lies inside of a layer

@@ -30,13 +30,8 @@ FP8KV = ("--format", "fp8kv", "--weights", "none")
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
 # as nvidia-modelopt 0.47 writes it, see tests/golden
 GROUP = {"input_activations": KV_SCHEME, "weights": KV_SCHEME, "targets": ["Linear"]}
-MODELOPT = {
-    "config_groups": {"group_0": GROUP},
-    "ignore": ["lm_head", "model.embed_tokens"],
-    "quant_algo": "FP8",
-    "kv_cache_scheme": KV_SCHEME,
-    "quant_method": "modelopt",
-}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": KV_SCHEME}
+MODELOPT |= {"config_groups": {"group_0": GROUP}, "ignore": ["lm_head", "model.embed_tokens"]}
 W4A8 = {**MODELOPT, "quant_algo": "W4A8_AWQ"}
 NOTE = "were dequantised, and activations were not quantised"
 

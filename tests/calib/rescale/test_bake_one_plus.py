@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from baking import OTHERS, bake, calibrated, scales_of, seen
-from command_line import one_line_error, ran, succeeded
+from command_line import SMALL, one_line_error, ran, succeeded
 from families import FAMILIES, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -73,8 +73,7 @@ def check_norms(said, old, new, octaves):
 
 
 def test_the_recommendation_knows_it(small_gemma, tmp_path):
-    small = ("--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu")
-    done = ran("eval", small_gemma[0], "-o", tmp_path / "page", "--caches", "int8_per_token_head", *small)
+    done = ran("eval", small_gemma[0], "-o", tmp_path / "page", "--caches", "int8_per_token_head", *SMALL)
     assert "int8_per_token_head, baked" in (tmp_path / "page" / "report.json").read_text()
     said = " ".join((done.stdout + done.stderr).split())
     assert "no rows on weights baked" not in said

@@ -33,14 +33,9 @@ RUNS |= {"llama-sampling": ("llama", SAMPLING, 4), "llama-growing": ("llama", GR
 
 def generate(model, **options):
     torch.manual_seed(3)
-    return model.generate(
-        input_ids=IDS,
-        attention_mask=MASK,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **{"max_new_tokens": 5, "min_new_tokens": 5} | options,
-    )
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_logits": True} | options
+    given = {"input_ids": IDS, "attention_mask": MASK, "pad_token_id": 0}
+    return model.generate(**given, return_dict_in_generate=True, **options)
 
 
 def share_of_equal(ours, theirs):
