@@ -37,16 +37,8 @@ SEEING = {"gemma3": {}, "paligemma": {}, "idefics3": {"model_type": "llama"}}
 # layers of one kind each: what others add to them lies inside of a layer
 CHOSEN = [
     *("llama", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt_neox", "falcon", "gpt_oss", "gemma3n_text"),
-    *(
-        "deepseek_v2",
-        "deepseek_v32",
-        "longcat_flash",
-        "kimi_linear",
-        "bailing_hybrid",
-        "glm_moe_dsa",
-        "hy_v4",
-    ),
-    *HYBRIDS,
+    *("deepseek_v2", "deepseek_v32", "longcat_flash", "kimi_linear", "bailing_hybrid", "glm_moe_dsa"),
+    *("hy_v4", *HYBRIDS),
 ]
 
 
