@@ -82,6 +82,7 @@ class Harvest:
 
     def __init__(self, runner: Any, directory: Path) -> None:
         """Find the caches of a runner; a ValueError where they cannot be read."""
+        import vllm  # type: ignore[import-not-found]
         from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
 
         self._runner, self._directory = runner, directory
@@ -106,6 +107,8 @@ class Harvest:
         ]
         if not any(self._groups):
             raise ValueError("no layer has a cache of K and V (latents are not watched)")
+        self._fp8_types = {index: _fp8_type(module) for group in self._groups for index, module in group}
+        self._engine = f"vLLM {vllm.__version__}"
         self._slots = WrittenSlots([group.kv_cache_spec.block_size for group in groups])
         self._seconds = float(os.environ.get("FP8KV_WATCH_SECONDS", _SECONDS))
         self._next_read = self._next_write = 0.0
@@ -115,9 +118,8 @@ class Harvest:
 
     def _begin(self) -> None:
         """Begin with the scales of now: codes stand for other values than before."""
-        import vllm  # type: ignore[import-not-found]
-
-        self._scales = stored_scales([*vllm_layers(self._runner.get_model(), str(vllm.__version__))])
+        version = self._engine.split()[-1]
+        self._scales = stored_scales([*vllm_layers(self._runner.get_model(), version)])
         self.fingerprint = fingerprint(self._scales)
         self._since, self.tokens = _now(), 0  # that steps wrote
         self.counts: dict[int, CacheCounts] = {}
@@ -149,7 +151,7 @@ class Harvest:
             if is_fp8 and len(of_group) > MOST_COUNTED:
                 of_group = of_group[torch.randperm(len(of_group))[:MOST_COUNTED]]
             for part in torch.split(of_group, MOST_COUNTED):
-                for index, module in group:
+                for index, module in group if len(part) else ():
                     self._count(index, module, part)
         self._next_read = time.monotonic() + (time.monotonic() - start) / _SHARE
 
@@ -157,8 +159,8 @@ class Harvest:
         cache = layer_cache(module)
         kind = module.impl.__class__, cache.dtype, cache.shape, cache.stride(), module.num_kv_heads
         if kind not in self._maps:
-            dtype, fp8 = self._runner.model_config.dtype, _fp8_type(module)
-            self._maps[kind] = BlockMap(module, dtype, fp8, self._scales_of(index, module))
+            dtype, scales = self._runner.model_config.dtype, self._scales_of(index, module)
+            self._maps[kind] = BlockMap(module, dtype, self._fp8_types[index], scales)
         counts = CacheCounts.of(self._maps[kind].read(cache, slots))
         self.counts[index] = self.counts[index].add(counts) if index in self.counts else counts
 
@@ -175,6 +177,7 @@ class Harvest:
 
     def finish(self) -> None:
         """Read and write what is left."""
+        atexit.unregister(self.finish)
         try:
             self.read()
         except Exception as error:  # noqa: BLE001  the process ends, and perhaps its device has
@@ -184,12 +187,12 @@ class Harvest:
     # ---- files ----
 
     def write(self) -> None:
-        """Write this rank's file, and on the first rank those of all."""
+        """Write this rank's file, and on the first rank those of all; an engine goes on where that fails."""
         try:
             self._write_rank()
             if self._rank == 0:
                 self._join_ranks()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001
             self._report(error)
 
     def _report(self, error: Exception) -> None:
@@ -203,7 +206,7 @@ class Harvest:
         modules = {index: module for group in self._groups for index, module in group}
         for index, counts in self.counts.items():
             module, counts = modules[index], counts.to_cpu()
-            name, fp8 = module.layer_name.removesuffix(".attn"), _fp8_type(module)
+            name, fp8 = module.layer_name.removesuffix(".attn"), self._fp8_types[index]
             layers[name] = {
                 "layer": index,
                 "tokens": counts.tokens,
@@ -234,11 +237,9 @@ class Harvest:
         }
         if not layers:
             return
-        import vllm
-
         facts = {
             "fp8kv_watch": 1,
-            "engine": f"vLLM {vllm.__version__}",
+            "engine": self._engine,
             "model": self._runner.model_config.model,
             "fingerprint": self.fingerprint,
             "since": self._since,

@@ -1,0 +1,316 @@
+"""What a running engine's cache holds: each slot counted once, files for commands, clipping as an alarm."""
+
+import json
+import os
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from command_line import fp8kv, one_line_error
+from torch import nn
+
+from calib import load_stats
+from calib.errors import InputError
+from calib.files.text import parse_condition
+from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads
+from calib.scales.observers import AbsMax
+from calib.serving import harvest, plugin
+from calib.serving.slots import BlockMap
+from calib.serving.watch_report import METRICS, read_watched, report_on
+
+HEADS, SLOTS, SIZE, BLOCKS, LAYERS = 2, 4, 8, 10, 2
+SCALE = 0.5
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+class Writer:
+    """A backend that keeps K beside V, for each head the slots after each other."""
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
+        for part, x in enumerate((key, value)):
+            if kv_cache.dtype == torch.uint8:
+                x = (x.float() / SCALE).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            columns = slice(part * SIZE, (part + 1) * SIZE)
+            kv_cache[slots // SLOTS, :, slots % SLOTS, columns] = x.to(kv_cache.dtype)
+
+
+class Layer(nn.Module):
+    """An attention layer of vLLM's with its cache, full of what nobody wrote."""
+
+    def __init__(self, index, dtype):
+        super().__init__()
+        self.layer_name, self.num_kv_heads, self.head_size = (
+            f"model.layers.{index}.self_attn.attn",
+            HEADS,
+            SIZE,
+        )
+        self.kv_cache_dtype, self.impl = "fp8" if dtype == torch.uint8 else "auto", Writer()
+        self.kv_cache = torch.full((BLOCKS, HEADS, SLOTS, 2 * SIZE), 0x35).to(dtype)
+        for x in "kv":
+            setattr(self, f"_{x}_scale", torch.tensor(SCALE))
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """Makes the runner of a rank, which serves random steps; `written` is all that it wrote."""
+    rank = SimpleNamespace(now=0)
+    for name, values in {
+        "vllm": {"__version__": "0.33.0"},
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: rank.now},
+        "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(values)
+    monkeypatch.setattr(harvest, "MOST_COUNTED", 10**6)
+    monkeypatch.setattr(harvest, "_SHARE", 1e9)
+    monkeypatch.setenv("FP8KV_WATCH", str(tmp_path / "watch"))
+    monkeypatch.setenv("FP8KV_WATCH_SECONDS", "1000")
+    monkeypatch.setattr(harvest, "MOST_WRITTEN", 40)
+
+    def make(dtype=torch.uint8, number=0, ranks=1, seed=0):
+        class GPUModelRunner:
+            def load_model(self):
+                pass
+
+            def execute_model(self, step):
+                slots = torch.tensor(step.slots)
+                for layer, written in zip(model, self.written, strict=True):
+                    k, v = torch.randn(2, len(slots), HEADS, SIZE, generator=self.random) * 100
+                    layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+                    parts = layer.kv_cache[slots // SLOTS, :, slots % SLOTS].split(SIZE, -1)
+                    written.append(torch.stack(parts, 1))
+
+        rank.now, module = number, ModuleType(RUNNER)
+        module.GPUModelRunner = GPUModelRunner
+        plugin._watch(module)
+        model, runner = nn.ModuleList(Layer(i, dtype) for i in range(LAYERS)), GPUModelRunner()
+        group = SimpleNamespace(
+            layer_names=[layer.layer_name for layer in model], kv_cache_spec=SimpleNamespace(block_size=SLOTS)
+        )
+        parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
+        vars(runner).update(
+            written=[[] for _ in model], random=torch.Generator().manual_seed(seed), get_model=lambda: model,
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            model_config=SimpleNamespace(
+                dtype=torch.float32, model="there", get_total_num_kv_heads=lambda: ranks * HEADS
+            ),
+        )  # fmt: skip
+        return runner
+
+    return make
+
+
+def steps(count, seed):
+    """Steps of a random scheduler: prompts in parts, prefixes found in the cache, requests that give way."""
+    rng, free, running, names = random.Random(seed), [*range(1, BLOCKS)], {}, iter(range(10**6))
+    for _ in range(count):
+        finished = {name for name in running if rng.random() < 0.2}
+        for name in finished:
+            free += running.pop(name)[0]
+        new, cached, scheduled, slots = [], [], {}, []
+        for name in [*running, *(next(names) for _ in range(2))]:
+            blocks, computed = running.get(name, ([], 0))
+            tokens = rng.choice([1, 1, 3, 9])
+            if not blocks and free and rng.random() < 0.3:  # a block of a prefix that somebody computed
+                blocks, computed = [free.pop(0)], SLOTS
+            added = []
+            while (len(blocks) + len(added)) * SLOTS < computed + tokens and free:
+                added.append(free.pop(rng.randrange(len(free))))
+            if (len(blocks) + len(added)) * SLOTS < computed + tokens:  # no room: it gives way
+                free += [*blocks, *added]
+                running.pop(name, None)
+                continue
+            if name in running:
+                cached.append((name, (added,) if added else None, computed))
+            else:
+                new.append(
+                    SimpleNamespace(req_id=name, block_ids=(blocks + added,), num_computed_tokens=computed)
+                )
+            blocks = blocks + added
+            slots += [blocks[i // SLOTS] * SLOTS + i % SLOTS for i in range(computed, computed + tokens)]
+            running[name], scheduled[name] = (blocks, computed + tokens), tokens
+        ids, added, computed = zip(*cached, strict=True) if cached else ((), (), ())
+        yield SimpleNamespace(
+            finished_req_ids=finished, scheduled_new_reqs=new, num_scheduled_tokens=scheduled, slots=slots,
+            total_num_scheduled_tokens=len(slots),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=ids, new_block_ids=added, num_computed_tokens=computed, resumed_req_ids=set()
+            ),
+        )  # fmt: skip
+
+
+def serve(runner, seed=0, count=60):
+    for step in steps(count, seed):
+        runner.execute_model(step)
+    runner.fp8kv_harvest.finish()
+    return [torch.cat(written) for written in runner.written]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_slot_that_a_step_wrote_is_counted_once(engine, seed):
+    runner = engine(seed=seed)
+    written = serve(runner, seed)
+    assert runner.fp8kv_harvest.tokens == len(written[0]) > 200
+    for layer, x in enumerate(written):
+        counts = runner.fp8kv_harvest.counts[layer]
+        assert counts.tokens == len(x)
+        for part in range(2):
+            for head in range(HEADS):
+                codes = torch.bincount(x[:, part, head].flatten().long(), minlength=256)
+                assert torch.equal(counts.codes[part, head], codes)
+
+
+def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
+    ranks = [serve(engine(torch.bfloat16, number, 2, number)) for number in (1, 0)][::-1]
+    stats = load_stats(tmp_path / "watch")
+    for layer, tensors in enumerate(zip(*ranks, strict=True)):
+        largest = torch.cat([x.abs().amax(0).float() for x in tensors], 1)
+        part = stats.layers[f"model.layers.{layer}.self_attn"]
+        assert torch.equal(torch.stack([part.k.amax, part.v.amax]), largest)
+        assert (part.tokens, part.q, part.estimated) == (len(tensors[0]), None, ())
+    assert read_watched(tmp_path / "watch").layers[0].k is None
+    with pytest.raises(InputError, match="which holds no queries"):
+        stats.scales(strategy="tensor", observer=AbsMax(), targets="qkv")
+
+
+def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path, caplog, monkeypatch):
+    first = engine()
+    serve(first)
+    second = engine(seed=1)
+    for step in steps(2, 0):
+        second.execute_model(step)
+    assert second.fp8kv_harvest is None
+    assert "another engine writes to" in caplog.text
+    whole = (tmp_path / "watch" / "fp8kv_watch.json").read_bytes()
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    first.fp8kv_harvest.write()
+    first.fp8kv_harvest.write()
+    assert caplog.text.count("No space left on device") == 1
+    assert (tmp_path / "watch" / "fp8kv_watch.json").read_bytes() == whole
+    assert not [file for file in (tmp_path / "watch").iterdir() if "partial" in file.name]
+
+
+def test_other_scales_begin_anew(engine):
+    runner = engine()
+    serve(runner)
+    before = runner.fp8kv_harvest.fingerprint
+    runner.fp8kv_harvest.use_scales(before)
+    assert runner.fp8kv_harvest.tokens
+    for layer in runner.get_model():
+        layer._k_scale.fill_(0.25)
+    runner.fp8kv_harvest.use_scales("other")
+    assert runner.fp8kv_harvest.fingerprint not in ("", before)
+    assert (runner.fp8kv_harvest.tokens, runner.fp8kv_harvest.counts) == (0, {})
+
+
+def test_a_writer_that_nobody_understands_is_refused():
+    layer = Layer(0, torch.uint8)
+    scales = torch.full((2, HEADS), SCALE)
+    block_map = BlockMap(layer, torch.float32, torch.float8_e4m3fn, scales)
+    assert block_map.shape == (2, HEADS, SLOTS, SIZE)
+    with pytest.raises(ValueError, match="where Writer keeps K and V in a block cannot be told"):
+        BlockMap(layer, torch.float32, torch.float8_e4m3fn, 8 * scales)
+    layer.kv_cache = layer.kv_cache[None]
+    with pytest.raises(ValueError, match="not laid out as vLLM 0.32"):
+        BlockMap(layer, torch.float32, torch.float8_e4m3fn, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_the_range_of_a_code_ends_where_the_next_one_begins(dtype):
+    table = code_table(dtype)
+    assert float(table.values[table.top]) == torch.finfo(dtype).max
+    inside = table.upper[:-1][: table.top]
+    below = torch.nextafter(inside, torch.zeros(()))
+    assert torch.equal(below.to(dtype).view(torch.uint8).long(), torch.arange(table.top))
+
+
+def test_a_head_that_several_ranks_hold_counts_once():
+    parts = [torch.full((2, 1, 3), float(head)) for head in (0, 0, 1, 1)]
+    assert join_heads(parts, 2)[0, :, 0].tolist() == [0, 1]
+    assert join_heads(parts, 4)[0, :, 0].tolist() == [0, 0, 1, 1]
+
+
+def watched(x, scale, layer=0):
+    """A layer whose cache has held x [S, 2, H, D] as E4M3."""
+    codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.full(x.shape[1:3], scale)
+    return WatchedLayer(layer, CacheCounts.of(codes), torch.float8_e4m3fn, scales)
+
+
+def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
+    torch.manual_seed(0)
+    tokens = torch.distributions.Exponential(0.05).sample((4000, 2, HEADS, 1)) + 1
+    x = tokens * torch.linspace(-1, 1, SIZE)
+    fits = watched(x, float(x.abs().max()) / 430)
+    assert not fits.clipped.any()
+    assert (fits.amax >= x.abs().amax(0)).all()
+    assert (fits.amax <= x.abs().amax(0) * 9.5 / 8.5).all()  # the widest interval of E4M3
+    # the head's largest tokens, from what is left of them at a third of the scale
+    clips = watched(x, float(x.abs().max()) / 448 / 3)
+    assert torch.equal(clips.clipped, (tokens[..., 0] > 432 * clips.scales).sum(0))
+    assert (clips.amax.amax(-1) / x.abs().amax((0, 3)) - 1).abs().max() < 0.35
+    half = CacheCounts.of(torch.zeros(3, 2, HEADS, SIZE, dtype=torch.uint8))
+    assert half.add(half).codes[0, 0, 0] == 6 * SIZE
+    assert (
+        WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero").tolist() == [[24] * HEADS] * 2
+    )
+    all_clipped = watched(x * 1e6, 1.0)
+    assert (all_clipped.amax.amax(-1) == 2 * 448).all()
+
+
+def write(directory, *layers):
+    directory.mkdir(exist_ok=True)
+    facts = {
+        "fp8kv_watch": 1,
+        "engine": "vLLM 0.32.0",
+        "model": str(directory),
+        "fingerprint": "7",
+        "tokens": 999,
+    }
+    facts |= {"since": "2026-01-01T00:00:00+00:00", "written": "2026-01-01T00:01:00+00:00"}
+    (directory / "fp8kv_watch.json").write_text(json.dumps(facts | {"layers": [x.to_json() for x in layers]}))
+    return directory
+
+
+def test_a_layer_that_clips_for_sure_is_an_alarm(tmp_path):
+    x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
+    calm, clipping = watched(x, 1 / 64), watched(x, 2 / 448, layer=7)
+    report = report_on(
+        read_watched(write(tmp_path, calm, clipping)), parse_condition("clipped>0.01", METRICS)
+    )
+    assert report.alarm_layers == [7]
+    (row,) = [row for row in report.alarms if row.letter == "K"]
+    assert row.clipped == pytest.approx(float(clipping.clipped[0].max()) / 1000)
+    assert row.low < row.clipped < row.high
+    # not where chance may do it, nor of a few tokens
+    limit = (row.low + row.clipped) / 2
+    rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS)).alarms
+    assert [row.letter for row in rows] in (["V"], [])
+    few = write(tmp_path / "few", watched(x[:255], 2 / 448))
+    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS)).alarms
+    zeros = report_on(read_watched(write(tmp_path, watched(x, 1e6))), parse_condition("zero>0.5", METRICS))
+    assert zeros.alarms[0].zero == 1
+
+
+def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
+    x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
+    write(tmp_path, *(watched(x, 2 / 448 if i == 7 else 1 / 64, i) for i in range(8)))
+    done = fp8kv("watch", tmp_path)
+    assert done.exit_code == 1
+    assert "7 K" in done.stdout.splitlines()[6]
+    assert "and 4 more rows" in done.stdout
+    assert "failed: recalibrate: layer 7: layer 7's" in done.stderr
+    assert f"fp8kv repair {tmp_path} --stats {tmp_path} -o NEW" in done.stderr
+    assert json.loads(fp8kv("watch", tmp_path, "--json").stdout)["alarm"] == [7]
+    done = fp8kv("watch", tmp_path, "--follow", "--every", "0.1")
+    assert done.exit_code == 1
+    assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
+    one_line_error(fp8kv("watch", tmp_path, "--fail-if", "kl>1"), "METRIC one of clipped, zero")
+    one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
+    (tmp_path / "fp8kv_watch.json").write_text("{}")
+    one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (fp8kv_watch: ")
