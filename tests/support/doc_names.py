@@ -1,5 +1,6 @@
 """What the documentation's names stand for where its examples run, and what is made smaller."""
 
+import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ FILES = {
 # directories by the commands that make them, in this order
 _SMALL = "--dataset prompts.jsonl --samples 4"
 DIRECTORIES = {
-    **dict.fromkeys(("MODEL", "QUANTISED_MODEL", "MODEL_DIRECTORY", "path/to/model")),
+    **dict.fromkeys(("MODEL", "QUANTISED_MODEL", "MODEL_DIRECTORY", "path/to/model", "TRAFFIC")),
     **dict.fromkeys(("OUTPUT", "RUN_A", "A"), f"fp8kv-calibrate MODEL {_SMALL}"),
     **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=1.25"),
     "RUN_B": f"fp8kv-calibrate MODEL {_SMALL} --seed 1",
@@ -75,6 +76,13 @@ class Names:
             self.printed[f"{command} -o {name}"] = done.output
         elif name == "path/to/model":  # that build/demo is made from
             path.symlink_to(sources.builtin_model("builtin:smollm2"))
+        elif name == "TRAFFIC":  # that a running engine wrote
+            shutil.copytree(self.made("OUTPUT"), path)
+            head = {"clipped": [0], "saturated": [0], "zero": [0]}
+            layer = {"layer": 0, "tokens": 500, "values": 8000, "k": head, "v": head}
+            facts = {"fp8kv_watch": 1, "engine": "vLLM 0.32.0", "model": "DIR", "fingerprint": "7"}
+            facts |= {"since": "now", "written": "now", "tokens": 500, "layers": [layer]}
+            (path / "fp8kv_watch.json").write_text(json.dumps(facts))
         elif name == "QUANTISED_MODEL":
             FORMS["compressed-fp8-channel"].quantised(self.made("MODEL"), path)
         else:
