@@ -171,7 +171,7 @@ interop-models: interop-outputs
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
 	$(INTEROP)/bin/python tests/interop/check_server.py plugin $(OUT)/wheel/fp8kv-*.whl
 	$(INTEROP)/bin/python tests/interop/check_server.py nodes $(BIN)/fp8kv $(OUT)/wheel/fp8kv-*.whl \
-		$(OUT)/tensor-kv/vllm $(OUT)/attn_head-kv/vllm
+		$(OUT)/tensor-kv/vllm
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_tokens.py stress \

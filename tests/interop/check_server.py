@@ -3,9 +3,9 @@
 check_server.py plugin WHEEL
     Serves hand-made directories with our wheel installed; exit 0 if the line is right for each, and
     only the good ones are served where FP8KV_REQUIRE_SCALES is set; a bad one is where it is not
-check_server.py nodes FP8KV WHEEL DIR OTHER
-    Serves both with VLLM_PLUGINS=fp8kv: `verify --served --served` finds DIR and OTHER, the same with other
-    scales, apart, and DIR and DIR alike; metrics say the same
+check_server.py nodes FP8KV WHEEL DIR
+    Serves two with VLLM_PLUGINS=fp8kv: `verify --served --served` finds DIR and the same with scales 8 times
+    as large apart, and DIR and DIR alike; metrics say the same
 check_server.py verify FP8KV TWIN TWIN_CALIBRATED PLAIN_CALIBRATED
     FP8KV is the command, which has an environment of its own. A server of TWIN_CALIBRATED, the twin
     with its scales, must be nearer to them; one of TWIN nearer to 1.0; of PLAIN_CALIBRATED, a model
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from check_live import times_8
 from engine import tell
 from scale_cases import CASES, write_case
 from vllm_process import ENVIRONMENT
@@ -162,11 +163,11 @@ def check_verify(fp8kv: str, twin: str, scaled: str, plain: str) -> Results:
         yield f"{directory}: {answer}", [answer["nearer"], status] == expected
 
 
-def check_nodes(fp8kv: str, wheel: str, directory: str, other: str) -> Results:
+def check_nodes(fp8kv: str, wheel: str, directory: str) -> Results:
     """Serve two directories at a time."""
     options = ["--max-model-len", "128", "--num-gpu-blocks-override", "8"]
     variables = {"VLLM_PLUGINS": "fp8kv,interop_helper"}
-    for second, expected in ((directory, 0), (other, 1)):
+    for second, expected in ((directory, 0), (times_8(Path(directory)), 1)):
         packages = [install(Path(tempfile.mkdtemp(), "packages"), wheel) for _ in range(2)]
         with (
             serving(Path(directory).resolve(), packages[0], *options, **variables) as prefill,
