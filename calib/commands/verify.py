@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from calib.engines.outcome import Place, Simulation
     from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
-    from calib.serving.server_logprobs import ServerComparison
+    from calib.evaluate.served.logprobs import ServerComparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -71,7 +71,7 @@ def verify(
     if served and len(served) > 1:
         return _compare_servers(served)
     if served:
-        from calib.serving.server_logprobs import compare_served
+        from calib.evaluate.served.logprobs import compare_served
 
         weights = model or str(directory)
         comparison = compare_served(
@@ -111,7 +111,7 @@ def _check_flags(context: typer.Context) -> None:
 
 
 def _compare_servers(urls: list[str]) -> Answer:
-    from calib.serving.client import Server
+    from calib.evaluate.served.client import Server
 
     servers = {url: Server(url).scales() for url in urls}
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1

@@ -13,7 +13,7 @@ from calib.commands.terminal import Block, TextTable, table_text
 from calib.files.text import parse_condition
 
 if TYPE_CHECKING:
-    from calib.serving.watch_report import WatchReport
+    from calib.evaluate.served.watch_report import WatchReport
 
 _HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "predicted", "zeros")
 _SHOWN = 12  # rows, of the worst layers
@@ -39,15 +39,15 @@ def watch(
     The engine is a vLLM with our plugin, started with FP8KV_WATCH=DIR. The exit status is 1 for a layer whose
     scales are too small.
     """
-    from calib.serving.watch_report import METRICS
+    from calib.evaluate.served.watch_report import METRICS
 
     condition = parse_condition(fail_if, METRICS)
 
     def look() -> "WatchReport":
-        from calib.serving.watch_report import read_watched, report_on
+        from calib.evaluate.served.watch_report import read_watched, report_on
 
         if source.startswith(("http://", "https://")):
-            from calib.serving.client import Server
+            from calib.evaluate.served.client import Server
 
             return report_on(Server(source).watched(), condition)
         return report_on(read_watched(Path(source)), condition)
@@ -73,7 +73,7 @@ def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
 
 
 def _blocks(report: "WatchReport") -> Iterator[Block]:
-    from calib.serving.watch_report import watch_rows
+    from calib.evaluate.served.watch_report import watch_rows
 
     watched = report.watched
     yield f"{watched.engine}, {watched.model}"

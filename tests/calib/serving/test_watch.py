@@ -13,12 +13,12 @@ from torch import nn
 
 from calib import load_stats
 from calib.errors import InputError
+from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
 from calib.files.text import parse_condition
 from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads
 from calib.scales.observers import AbsMax
 from calib.serving import harvest, plugin
 from calib.serving.slots import BlockMap
-from calib.serving.watch_report import METRICS, read_watched, report_on
 
 HEADS, SLOTS, SIZE, BLOCKS, LAYERS = 2, 4, 8, 10, 2
 SCALE = 0.5

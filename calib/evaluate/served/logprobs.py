@@ -15,13 +15,13 @@ from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.errors import InputError
+from calib.evaluate.served.client import Answers, Server
 from calib.generate import unit_scales
 from calib.models.config import load_config, model_positions
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
-from calib.serving.client import Answers, Server
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 

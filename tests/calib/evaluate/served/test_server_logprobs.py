@@ -13,7 +13,7 @@ from fake_server import SECRET, facts, serving, verify
 from families import save_model, tiny_model
 
 from calib.errors import InputError
-from calib.serving.server_logprobs import decide
+from calib.evaluate.served.logprobs import decide
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
 def test_what_is_wrong_is_said_before_a_server_is_asked_or_weights_are_read(
     made, fake, directory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("calib.serving.server_logprobs.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("calib.evaluate.served.logprobs.load_model", lambda *_: pytest.fail("loaded"))
     one_line_error(verify(fake, made / "twin"), "holds no KV-cache scales")
     one_line_error(verify(fake, directory, "--model", "./gone"), "does not exist")
     other = save_model(tiny_model("gpt_neox"), tmp_path / "other")

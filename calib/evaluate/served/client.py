@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from calib.errors import InputError
-from calib.serving.watch_report import Watched
+from calib.evaluate.served.watch_report import Watched
 
 try:  # the Hub library's own HTTP library
     from huggingface_hub.utils import httpx

@@ -14,7 +14,7 @@ from command_line import fp8kv
 from fake_server import SECRET, FakeServer, running
 
 from calib.errors import InputError
-from calib.serving.client import Server, _explanation
+from calib.evaluate.served.client import Server, _explanation
 
 TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
 
@@ -143,7 +143,7 @@ def test_logprobs_are_numbers_up_to_0_or_a_rounding_above(prompt_logprobs, fake)
 
 
 def test_an_answer_of_more_than_64_mib_is_cut_off(fake, monkeypatch):
-    monkeypatch.setattr("calib.serving.client._MAX_BYTES", 1000)
+    monkeypatch.setattr("calib.evaluate.served.client._MAX_BYTES", 1000)
     fake.change = sending(b" " * 300_000 + b"{}", where="completions")
     refuses(fake, STRANGE)
 
@@ -183,7 +183,7 @@ def test_a_key_of_openai_goes_nowhere_in_the_clear_and_ours_comes_first(monkeypa
 def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
     late = []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * len(late))
-    monkeypatch.setattr("calib.serving.client.time", clock)
+    monkeypatch.setattr("calib.evaluate.served.client.time", clock)
     # the first request is for the models, the second a trial; each text is asked for twice
     fake.wait = lambda number: late.append(number) if number == 6 else None
     refuses(fake, "/v1/completions took more than the 120 s that there are for all requests; try again")
@@ -195,7 +195,7 @@ def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
 
 
 def test_a_server_that_never_ends_an_answer_and_a_name_that_is_looked_up_for_long(fake, monkeypatch):
-    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.8)
+    monkeypatch.setattr("calib.evaluate.served.client.MAX_SECONDS", 0.8)
     fake.drip = 0.2  # less than any wait for one byte
     start = time.monotonic()
     refuses(fake, "took more than the 0.8 s that there are for all requests")
@@ -234,7 +234,7 @@ def test_an_address_may_end_in_v1_and_no_proxy_sees_the_key(ending, fake, monkey
 
 def test_certificates_are_checked(fake, monkeypatch):
     """That of this server, for localhost, is signed by itself."""
-    certificate = Path(__file__).parents[2] / "support" / "self_signed.pem"
+    certificate = Path(__file__).parents[3] / "support" / "self_signed.pem"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with running(fake, context) as url:
