@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-live interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -100,6 +100,7 @@ CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-doc
 	--samples 4 --seq-len 128 --overwrite --quiet
 SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.models.sources import builtin_model as b; print(b("builtin:smollm2"))'
 WISH := --budget-kl 0.02 --engine vllm --gpu h100 --samples 2 --seq-len 128 --json
+LIVE := OMP_NUM_THREADS=1 $(INTEROP)/bin/python tests/interop/check_live.py
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
 	tgi-to-vllm heads-to-modelopt
 
@@ -115,6 +116,10 @@ interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
 	$(BIN)/fp8kv convert $(OUT)/tensor-kv/tgi --to vllm -o $(OUT)/tgi-to-vllm --overwrite
 	$(BIN)/fp8kv convert $(OUT)/attn_head-kv --to modelopt --reduce max \
 		-o $(OUT)/heads-to-modelopt --overwrite
+
+interop-twin: $(VENV)/.installed
+	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
+	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 
 interop-scales: interop-outputs
 	for name in $(LOADED_BY_VLLM); do \
@@ -137,10 +142,10 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_outputs.py transformers "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
-interop-live: interop-outputs ## a running vLLM whose scales change, in the training loop too, and which hands blocks on
-	$(INTEROP)/bin/python tests/interop/check_live.py updates $(OUT)/tensor-kv/vllm
-	$(INTEROP)/bin/python tests/interop/check_live.py example "$$($(SMOLLM2_DIRECTORY))"
-	$(INTEROP)/bin/python tests/interop/check_live.py blocks $(OUT)/tensor-kv/vllm
+interop-live: interop-outputs interop-twin ## a running vLLM whose scales change, in the training loop too, and which hands blocks on
+	$(LIVE) updates $(OUT)/twin-fp8kv
+	$(LIVE) example "$$($(SMOLLM2_DIRECTORY))"
+	$(LIVE) blocks $(OUT)/tensor-kv/vllm
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
@@ -163,7 +168,7 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 interop-classes-cuda: $(CUDA_BUILD)/.installed ## the classes of a vLLM that is built for GPUs alone, against its file
 	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_classes.py --check
 
-interop-models: interop-outputs
+interop-models: interop-outputs interop-twin
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(OUT)/tensor-kv/vllm $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_tokens.py quantized $(OUT)/quantized
@@ -172,8 +177,6 @@ interop-models: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_server.py plugin $(OUT)/wheel/fp8kv-*.whl
 	$(INTEROP)/bin/python tests/interop/check_server.py nodes $(BIN)/fp8kv $(OUT)/wheel/fp8kv-*.whl \
 		$(OUT)/tensor-kv/vllm
-	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
-	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_tokens.py stress \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
 	$(BIN)/fp8kv recommend builtin:smollm2 $(WISH) > $(OUT)/recommended.json
