@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-watch interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-watch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -106,7 +106,7 @@ LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn
 
 interop interop-%: export HF_HUB_OFFLINE = 1
 interop interop-% engines engines-cuda: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/support:$(CURDIR)/benchmarks
-interop: interop-scales interop-live interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
+interop: interop-scales interop-live interop-watch interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
 
 interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
 	$(CALIBRATE) -o $(OUT)/tensor-kv --format vllm --format modelopt --format tgi
@@ -146,6 +146,16 @@ interop-live: interop-outputs interop-twin ## a running vLLM whose scales change
 	$(LIVE) updates $(OUT)/twin-fp8kv
 	$(LIVE) example "$$($(SMOLLM2_DIRECTORY))"
 	$(LIVE) blocks $(OUT)/tensor-kv/vllm
+
+interop-watch: interop-outputs ## what FP8KV_WATCH reads out of a running vLLM, against what was written there
+	for dtype in bfloat16 float32; do \
+		$(INTEROP)/bin/python tests/interop/check_watch.py exact "$$($(SMOLLM2_DIRECTORY))" $$dtype || exit 1; \
+	done
+	$(INTEROP)/bin/python tests/interop/check_watch.py codes $(OUT)/tensor-kv/vllm $(BIN)/fp8kv
+	rm -rf $(OUT)/wheel
+	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
+	$(INTEROP)/bin/python tests/interop/check_watch.py served $(OUT)/tensor-kv/vllm $(BIN)/fp8kv \
+		$(OUT)/wheel/fp8kv-*.whl
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
@@ -294,6 +304,10 @@ bench-generate-gpu: ## whole models on a GPU; without one, whether the kernels a
 
 bench-launch: $(VENV)/.installed ## what launching a kernel costs Python; no GPU
 	$(BIN)/python benchmarks/launch_cost.py
+
+bench-watch: export PYTHONPATH := $(CURDIR):$(CURDIR)/tools/engine_classes:$(CURDIR)/tests/interop
+bench-watch: interop-outputs ## FP8KV_WATCH in a real vLLM: false alarms, its counts beside an evaluation's, its cost
+	$(INTEROP)/bin/python benchmarks/watch.py $(OUT)/tensor-kv/vllm
 
 bench-dependencies: $(VENV)/.installed ## megabytes and import time of each dependency
 	$(BIN)/python benchmarks/dependencies.py

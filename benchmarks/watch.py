@@ -22,6 +22,7 @@ from watched_engine import CODE, DOCUMENTATION, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate
 from calib.evaluate.layer_errors import poisson_interval, read_layers
+from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
 from calib.evaluate.variants import Setup, Variant
 from calib.files.text import parse_condition
 from calib.recipe import load_recipe
@@ -30,7 +31,6 @@ from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales
 from calib.serving import harvest
 from calib.serving.push import push_scales
-from calib.serving.watch_report import METRICS, read_watched, report_on
 
 LENGTH, CALIBRATED, CLEAN, DOCUMENTS = 512, 24, 20, 6
 ALARM = parse_condition("clipped>0.01", METRICS)
@@ -43,7 +43,6 @@ def main() -> None:
     """Measure and print."""
     directory = Path(sys.argv[1])
     engine = Engine(directory, Path(tempfile.mkdtemp()))
-    engine.writes.begin()
     documentation = engine.prompts(DOCUMENTATION, LENGTH)
     engine.write_text(documentation[:1])
     _print_counts(engine, load_scales(directory), engine.prompts(CODE, LENGTH)[::230][:DOCUMENTS])
@@ -61,9 +60,7 @@ def main() -> None:
         alarms += Counter((alarm.layer, alarm.letter) for alarm in report.alarms)
         runs.append((max(row.clipped for row in report.rows), bool(report.alarms)))
     share = max(share for share, _ in runs)
-    print(
-        f"clean runs: {sum(alarm for _, alarm in runs)} of {len(runs)} alarm, {alarms}; most {share:.2%}"
-    )
+    print(f"clean runs: {sum(alarm for _, alarm in runs)} of {len(runs)} alarm, {alarms}; most {share:.2%}")
 
 
 def _model(directory: Path, dtype: torch.dtype) -> AutoModelForCausalLM:

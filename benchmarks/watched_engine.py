@@ -27,6 +27,7 @@ class Writes:
 
         self.write = CPUAttentionBackendImpl.do_kv_cache_update
         CPUAttentionBackendImpl.do_kv_cache_update = lambda *call: self.note(*call)
+        self.begin()
 
     def begin(self) -> None:
         """Count anew."""

@@ -5,7 +5,6 @@ random part, in a two-hundredth of the time; of a 16-bit cache all, for exact ma
 of its own, and the first one joins them to the files that commands read. Nothing of the text is kept.
 """
 
-import atexit
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial, wraps
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ class Harvest:
         self._next_read = self._next_write = 0.0
         self._failure = ""
         self._begin()
-        atexit.register(self.finish)
+        # at the end of an engine's process too, where multiprocessing calls nothing of atexit's
+        self._at_exit = Finalize(None, self.finish, exitpriority=0)
 
     def _begin(self) -> None:
         """Begin with the scales of now: codes stand for other values than before."""
@@ -177,7 +178,7 @@ class Harvest:
 
     def finish(self) -> None:
         """Read and write what is left."""
-        atexit.unregister(self.finish)
+        self._at_exit.cancel()
         try:
             self.read()
         except Exception as error:  # noqa: BLE001  the process ends, and perhaps its device has

@@ -32,12 +32,12 @@ from transformers import AutoModelForCausalLM
 from watched_engine import DOCUMENTATION, LOG, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate as measure
+from calib.evaluate.served.watch_report import read_watched
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales, load_stats
 from calib.serving import harvest
 from calib.serving.push import push_scales
-from calib.serving.watch_report import read_watched
 
 NEAR = {"bfloat16": 0.03, "float32": 0.01}  # to what transformers computes
 
@@ -76,7 +76,6 @@ def check_codes(directory: Path, fp8kv: Path) -> Iterator[Check]:
     out = Path(tempfile.mkdtemp(), "watch")
     out.write_text("in the way")
     engine = Engine(directory, out)
-    engine.writes.begin()
     text, start = text_of(engine.llm), "fp8kv: the cache is not watched: "
     named = [line for line in LOG if line.startswith(start)]
     yield "a file in the way: named once, and the text is written", len(named) == 1 and bool(text), named
