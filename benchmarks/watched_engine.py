@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from engine import start
+from engine import generate, start
 from torch import Tensor
 
 from calib.data.builtin import builtin_rows
@@ -91,6 +91,12 @@ class Engine:
         self.llm.reset_prefix_cache()
         options = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         self.llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
+
+    def text(self) -> str:
+        """Return what it writes, greedily, without what it remembers of earlier prompts."""
+        self.llm.reset_prefix_cache()
+        prompt = "Rome was built on seven hills, and its empire lasted for centuries. " * 4
+        return generate(self.llm, prompt, temperature=0, max_tokens=24).outputs[0].text
 
     def is_counted(self) -> tuple[bool, str]:
         """Return whether each code that was written was counted once."""

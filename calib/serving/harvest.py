@@ -114,7 +114,7 @@ class Harvest:
         self._next_read = self._next_write = 0.0
         self._failure = ""
         self._begin()
-        # at the end of an engine's process too, where multiprocessing calls nothing of atexit's
+        # a worker is a forked process as a rule, at whose end nothing of atexit's runs
         self._at_exit = Finalize(None, self.finish, exitpriority=0)
 
     def _begin(self) -> None:

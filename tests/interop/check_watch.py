@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from check_live import Check, text_of
+from check_live import Check
 from check_server import install, serving
 from engine import generate, tell
 from transformers import AutoModelForCausalLM
@@ -76,12 +76,12 @@ def check_codes(directory: Path, fp8kv: Path) -> Iterator[Check]:
     out = Path(tempfile.mkdtemp(), "watch")
     out.write_text("in the way")
     engine = Engine(directory, out)
-    text, start = text_of(engine.llm), "fp8kv: the cache is not watched: "
+    text, start = engine.text(), "fp8kv: the cache is not watched: "
     named = [line for line in LOG if line.startswith(start)]
     yield "a file in the way: named once, and the text is written", len(named) == 1 and bool(text), named
     out.unlink()
     del engine.runner.fp8kv_harvest
-    is_watched = text_of(engine.llm) == text and engine.runner.fp8kv_harvest
+    is_watched = engine.text() == text and engine.runner.fp8kv_harvest
     yield "watched, the same text", bool(is_watched), text
     rows = engine.prompts(DOCUMENTATION, 512)
     with patch.multiple(harvest, MOST_COUNTED=10**6, _SHARE=1e9):
@@ -136,7 +136,7 @@ def check_faults(engine: Engine, text: str) -> Iterator[Check]:
     watch, files = engine.begin(), [engine.out / WATCH_FILE, engine.out / STATS_FILE]
     before = [path.read_bytes() for path in files]
     with full_disk(watch):
-        is_same = text_of(engine.llm) == text
+        is_same = engine.text() == text
         watch.finish()
     is_right = is_same and "No space left on device" in LOG[-1]
     yield "a full disk: named, the text is written", is_right, LOG[-1]
@@ -177,6 +177,7 @@ def check_served(directory: Path, fp8kv: Path, wheel: Path) -> Iterator[Check]:
     packages, out = install(Path(tempfile.mkdtemp(), "packages"), str(wheel)), Path(tempfile.mkdtemp())
     variables = {"VLLM_PLUGINS": "fp8kv,interop_helper", "FP8KV_WATCH": str(out), "FP8KV_WATCH_SECONDS": "1"}
     options, model = ["--max-model-len", "512", "--num-gpu-blocks-override", "64"], str(directory.resolve())
+    options += ["--shutdown-timeout", "60"]  # else vLLM kills its workers
     with serving(model, packages, *options, **variables) as (url, log):
         if url is None:
             sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
