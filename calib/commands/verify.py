@@ -1,6 +1,7 @@
 """`fp8kv verify`."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from calib.engines.outcome import Place, Simulation
     from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
+    from calib.evaluate.served.client import ServedScales
     from calib.evaluate.served.logprobs import ServerComparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
@@ -77,8 +79,11 @@ def verify(
         comparison = compare_served(
             served[0], directory, weights, served_name, flags.recipe_keys(context.params)
         )
-        is_good = comparison.nearer == "scales"
-        return Answer(comparison.to_json(), _server_lines(comparison, weights), is_good=is_good)
+        plugin = _ask_plugin(served[0])  # of its own files' scales, which need not be DIRECTORY's
+        is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
+        lines = [*_server_lines(comparison, weights), *(_plugin_lines({served[0]: plugin}) if plugin else ())]
+        answer = {**comparison.to_json(), "plugin": plugin and plugin.model_dump()}
+        return Answer(answer, lines, is_good=is_good)
     from calib.engines.catalogue import choose_engines
     from calib.engines.outcome import Place
     from calib.engines.verification import verify_directory
@@ -117,17 +122,29 @@ def _compare_servers(urls: list[str]) -> Answer:
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
     has_problems = any(scales.problems for scales in servers.values())
     lines = [
-        f"{url}: {x.in_use} of {x.total} KV scales in use, fingerprint {x.fingerprint or 'none'}"
-        for url, x in servers.items()
-    ]
-    lines += [f"problem: {url}: {x}" for url, scales in servers.items() for x in scales.problems]
-    lines += [
+        *_plugin_lines(servers),
         "the servers store with the same scales: each reads the other's KV blocks rightly"
         if is_same
-        else "problem: the servers store with different scales: KV blocks of one are wrong in the other"
+        else "problem: the servers store with different scales: KV blocks of one are wrong in the other",
     ]
     answer = {"same": is_same, "servers": {url: scales.model_dump() for url, scales in servers.items()}}
     return Answer(answer, lines, is_good=is_same and not has_problems)
+
+
+def _ask_plugin(url: str) -> "ServedScales | None":
+    """Return what our plugin in a server says; None where it has none."""
+    from calib.evaluate.served.client import Server
+
+    with suppress(InputError):
+        return Server(url).scales()
+    return None
+
+
+def _plugin_lines(servers: "dict[str, ServedScales]") -> Iterator[str]:
+    for url, scales in servers.items():
+        counts = f"{scales.in_use} of {scales.total} KV scales in use"
+        yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
+        yield from (f"problem: {url}: {problem}" for problem in scales.problems)
 
 
 def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
