@@ -94,7 +94,7 @@ def convert(
         "Write kv_cache_scales.json for this many tensor-parallel ranks.", min=1, default=1
     ),
     skip_layers: str | None = flags.option(
-        "Leave these layers in 16 bits, such as 0,7: config.json names them to our plugin in vLLM.",
+        "Leave these layers in 16 bits, such as 0,7: config.json names them to our plugin. '' for none.",
         metavar="INDICES",
     ),
     *,
@@ -107,10 +107,13 @@ def convert(
     """
     from calib.transfer.convert import convert as convert_scales
 
-    skipped = skip_layers.split(",") if skip_layers else []
+    skipped = None
+    if skip_layers is not None:
+        parts = filter(None, skip_layers.split(","))
+        skipped = [int(index) if index.isdecimal() else index for index in parts]
     conversion = convert_scales(
         directory, to, output, reduce=reduce, without_q=without_q, tp_size=tp_size,
-        skip_layers=[int(index) if index.isdecimal() else index for index in skipped],
+        skip_layers=skipped,
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
     line = f"{len(conversion.scales.layers)} layers written to {output}, format {to}"

@@ -10,6 +10,7 @@ import typer
 from calib.commands import flags
 from calib.commands.running import Answer, job_command
 from calib.commands.terminal import Block, TextTable, table_text
+from calib.errors import InputError
 from calib.files.text import parse_condition
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def watch(
     The engine is a vLLM with our plugin, started with FP8KV_WATCH=DIR. The exit status is 1 for a layer whose
     scales are too small.
     """
-    from calib.evaluate.served.watch_report import METRICS
+    from calib.evaluate.served.watch_report import FEW, METRICS
 
     condition = parse_condition(fail_if, METRICS)
+    if condition.variant is not None:
+        raise InputError(f"--fail-if '{fail_if}': a variant means nothing here; write METRIC>NUMBER")
 
     def look() -> "WatchReport":
         from calib.evaluate.served.watch_report import read_watched, report_on
@@ -50,9 +53,13 @@ def watch(
             from calib.evaluate.served.client import Server
 
             return report_on(Server(source).watched(), condition)
-        return report_on(read_watched(Path(source)), condition)
+        watched = read_watched(Path(source))
+        return report_on(watched, condition, Path(watched.model))
 
     report = _follow(look, every) if follow else look()
+    if not report.is_judged:
+        least = min(row.tokens for row in report.rows)
+        raise InputError(f"{least} tokens of a layer were counted, too few to judge; look again after {FEW}")
     lines = [report.advice("DIR" if "://" in source else source)] if report.alarms else []
     return Answer(report.to_json(), _blocks(report), failures=lines)
 
@@ -67,7 +74,7 @@ def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
             report = look()
             parts = (table_text(x) if isinstance(x, TextTable) else f"{x}\n" for x in _blocks(report))
             live.update(Text("".join(parts)), refresh=True)
-            if report.alarms:
+            if report.alarms and report.is_judged:
                 return report
             time.sleep(every)
 

@@ -1,6 +1,5 @@
 """Errors of K, V and the attention output per layer and head, on held-out text."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +27,11 @@ from calib.scales.places import LayerPlaces
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
 from calib.scales.summary import clipped_tokens
-from calib.scales.tail import ROUNDING
+from calib.scales.tail import ROUNDING, poisson_interval
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import EngineQuery, swap_attention
 from fp8kv_runtime.hf.swap import Replacement
 
-_TAIL = 0.025  # on each side of a 95 % interval
-_HALVINGS = 60  # of an interval, which is then below the last bit of its ends
 _LETTERS: tuple[Tensors, Tensors] = ("k", "v")
 
 # half-octave bins of |x|: bin i holds [2**((i + FIRST_BIN) / 2), 2**((i + FIRST_BIN + 1) / 2))
@@ -232,28 +229,6 @@ def clipped_layer(
 
 def _letter_lists(pair: Tensor) -> dict[Tensors, list[Any]]:
     return dict(zip(_LETTERS, pair.tolist(), strict=True))
-
-
-def poisson_interval(events: int) -> tuple[float, float]:
-    """Return the exact 95 % interval of a Poisson mean of which `events` were seen.
-
-    Garwood, Fiducial limits for the Poisson distribution, Biometrika 28 (1936): half a quantile of
-    chi-square with 2n degrees of freedom, and with 2n + 2, which are those of a gamma distribution.
-    """
-    low = _gamma_quantile(events, _TAIL) if events else 0.0
-    return low, _gamma_quantile(events + 1, 1 - _TAIL)
-
-
-def _gamma_quantile(shape: int, share: float) -> float:
-    """Find by bisection where the gamma distribution of `shape` and scale 1 has `share` below it."""
-    a = torch.tensor(float(shape), dtype=torch.float64)
-    # ten standard deviations, and enough where the shape is small
-    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
-        low, high = (middle, high) if below < share else (low, middle)
-    return (low + high) / 2
 
 
 def layer_row(

@@ -13,6 +13,7 @@ from calib.files.names import layer_of
 
 SKIP_KEY = "kv_cache_dtype_skip_layers"
 MAP_KEY, _SCHEMA_KEY = "kv_cache_quantized_layers", "kv_cache_schema_version"
+_MOST_LAYERS = 10_000
 MODELOPT_KEYS = ("kv_cache_quant_algo", MAP_KEY, _SCHEMA_KEY)  # what its config says of the cache
 
 
@@ -28,11 +29,20 @@ def skipped_layers(directory: ModelDirectory) -> tuple[int, ...]:
         schema = directory.algorithms.get(_SCHEMA_KEY)
         if schema != 1 or not isinstance(formats, dict):
             raise InputError(f"{MAP_KEY} has schema {schema!r:.40}; only a map of schema 1 is known")
-        in_fp8 = check_layers([*map(_fp8_layer, formats.items())], directory.num_layers, MAP_KEY)
-        lists[MAP_KEY] = tuple(i for i in range(directory.num_layers or 0) if i not in in_fp8)
+        count = directory.num_layers
+        own = [entry for entry in formats.items() if not _is_of_draft(entry[0], count)]
+        in_fp8 = {*check_layers([*map(_fp8_layer, own)], count, MAP_KEY)}
+        layers = {layer_of(module) for module in directory.modules} or {*range(min(count or 0, _MOST_LAYERS))}
+        lists[MAP_KEY] = tuple(sorted(layer for layer in layers if layer is not None and layer not in in_fp8))
     if len({*lists.values()}) > 1:
         raise InputError(f"{' and '.join(lists)} leave different layers in 16 bits; take one of them out")
     return next(iter(lists.values()), ())
+
+
+def _is_of_draft(name: str, count: int | None) -> bool:
+    """Return whether a module is for multi-token prediction, whose cache is not the decoder's."""
+    layer = layer_of(name)
+    return "mtp" in name.lower() or (layer is not None and count is not None and layer >= count)
 
 
 def check_layers(layers: Any, count: int | None, source: str) -> tuple[int, ...]:
@@ -40,7 +50,7 @@ def check_layers(layers: Any, count: int | None, source: str) -> tuple[int, ...]
     if count is None:
         raise InputError(f"{source}: config.json does not say how many layers there are")
     is_list = isinstance(layers, list | tuple) and all(type(index) is int for index in layers)
-    if not is_list or not {*layers} <= {*range(count)}:
+    if not is_list or not all(0 <= index < count for index in layers):
         raise InputError(f"{source} is {layers!r:.80}; it is a list of layer indices, 0 to {count - 1}")
     return tuple(sorted({*layers}))
 

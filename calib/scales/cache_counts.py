@@ -2,23 +2,23 @@
 
 An FP8 cache measures by itself. A value at the end of the range was clipped, or nearly; a zero is mostly a
 value that was too small. The largest value of a head lies in the interval that rounds to its code, whose
-upper end is taken. Where tokens were clipped, what the largest of them had is estimated: beyond half of the
-range the largest values of tokens fall off about exponentially (peaks over threshold; Pickands 1975).
+upper end is taken. Where tokens were clipped, and not by chance, what the largest of them had is estimated:
+beyond half of the range the largest values of tokens fall off about exponentially (Pickands 1975).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import log
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.tail import poisson_interval
 
-_EULER = 0.5772  # the largest of n exponential values is expected at their mean times log n + this
-_MOST_BEYOND = 16.0  # an estimate is this many times the end of the range at most
+_RARE = 1e-3  # of the tokens: so many are expected beyond what a calibration has seen
+_MOST_BEYOND = 4.0  # an estimate is this many times the end of the range at most
 _MAGNITUDES = 128  # codes without their sign
 
 
@@ -98,39 +98,54 @@ class WatchedLayer:
         return self.counts.codes[..., chosen].sum(-1)
 
     @property
+    def tokens(self) -> Tensor:
+        """The tokens that were counted of each head, [2, H] int64: ranks count their own samples."""
+        if self.counts.largest is None:
+            return torch.full(self.counts.amax.shape[:2], self.counts.tokens)
+        return self.counts.largest.sum(-1)
+
+    @property
+    def is_beyond(self) -> Tensor:
+        """Heads that clip more than one token in a thousand, which chance does not do: [2, H] bool."""
+        shares = [poisson_interval(int(count))[0] for count in self.clipped.flatten()]
+        return torch.tensor(shares).view_as(self.clipped) > _RARE * self.tokens
+
+    @property
     def amax(self) -> Tensor:
-        """The largest magnitude per channel, [2, H, D] float32; estimated where tokens were clipped."""
+        """The largest magnitude per channel, [2, H, D] float32; estimated of heads beyond the range."""
         if self.dtype is None or self.scales is None:
             return self.counts.amax
         table = code_table(self.dtype)
         codes = self.counts.amax.long()
         amax = table.upper[codes.clamp(max=table.top)]
-        for place in self.clipped.nonzero().tolist():
-            row = amax[tuple(place)]
-            row[codes[tuple(place)] >= table.top] = self._estimate(*place)
+        for part, head in self.is_beyond.nonzero().tolist():
+            amax[part, head, codes[part, head] >= table.top] = self._estimate(part, head)
         return amax * self.scales[..., None]
 
     def _estimate(self, part: int, head: int) -> float:
-        """Return what the largest of the clipped tokens had, over the scale."""
+        """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
         assert self.dtype is not None
         assert self.counts.largest is not None
         table, tokens = code_table(self.dtype), self.counts.largest[part, head].double()
-        end = float(table.values[table.top])
+        end, edge = float(table.values[table.top]), float(table.upper[table.top - 1])
         values = table.values[:_MAGNITUDES].double()
-        below = (values >= end / 2) & (torch.arange(_MAGNITUDES) < table.top)
-        clipped, inside = float(tokens[table.top :].sum()), float(tokens[below].sum())
-        if not inside:
-            return 2 * end
-        excess = float((tokens[below] * (values[below] - end / 2)).sum()) + clipped * end / 2
-        return float(min(end + excess / inside * (log(clipped) + _EULER), _MOST_BEYOND * end))
+        below = (values >= edge / 2) & (torch.arange(_MAGNITUDES) < table.top)
+        clipped, inside = int(tokens[table.top :].sum()), float(tokens[below].sum())
+        if inside < clipped:  # no tail
+            return _MOST_BEYOND * end
+        excess = float((tokens[below] * (values[below] - edge / 2)).sum()) + clipped * edge / 2
+        # the largest of n exponential values is expected at their mean times 1 + 1/2 + ... + 1/n
+        largest = excess / inside * float((1 / torch.arange(1, clipped + 1)).sum())
+        return min(max(end, edge + largest), _MOST_BEYOND * end)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts by head of K and V, a few numbers each: plain data for a report."""
-        values = self.counts.tokens * self.counts.amax.shape[-1]
-        answer: dict[str, Any] = {"layer": self.layer, "tokens": self.counts.tokens, "values": values}
+        channels = self.counts.amax.shape[-1]
+        answer: dict[str, Any] = {"layer": self.layer, "channels": channels, "tokens": self.counts.tokens}
         if self.dtype is None:
             return answer
-        rows = {"clipped": self.clipped, "saturated": self.values("saturated"), "zero": self.values("zero")}
+        rows = {"tokens": self.tokens, "clipped": self.clipped}
+        rows |= {kind: self.values(kind) for kind in ("saturated", "zero")}
         for part, letter in enumerate("kv"):
             answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
         return answer
@@ -153,8 +168,7 @@ def _count(x: Tensor, size: int) -> Tensor:
 
 def join_heads(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
     """Join tensors [2, H, ...] of tensor-parallel ranks; of a head that several ranks hold, take one."""
-    whole = torch.cat([*parts], dim=1)
-    return whole[:, :: max(1, whole.shape[1] // kv_heads)]
+    return torch.cat([*parts], dim=1)[:, :: max(1, len(parts) // kv_heads)]
 
 
 def join_watched(ranks: Sequence[WatchedLayer], kv_heads: int) -> WatchedLayer:
@@ -179,7 +193,7 @@ def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:
     for name, watched in layers.items():
         if watched.counts.tokens:
             k, v = (TensorStats(part) for part in watched.amax)
-            is_clipped = dict(zip("kv", watched.clipped.any(-1).tolist(), strict=True))
-            estimated = tuple(letter for letter in "kv" if is_clipped[letter])
+            is_beyond = dict(zip("kv", watched.is_beyond.any(-1).tolist(), strict=True))
+            estimated = tuple(letter for letter in "kv" if is_beyond[letter])
             stats[name] = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
     return KVStats(stats)

@@ -10,6 +10,7 @@ taken to fall more slowly than exponentially: of texts that were measured one la
 such a tail, and would break the promise for all. What is expected of more text is exponential.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ MOST_HEADROOM = 16.0
 CLIP_CHANCE = 1e-6  # of a new token in a layer, at most, with headroom auto
 ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: a value this little beyond it is not clipped
 
+_ONE_SIDE = 0.025  # on each side of a 95 % interval
+_HALVINGS = 60  # of an interval, which is then below the last bit of its ends
 _SHAPE = 0.2  # of the generalised Pareto distribution beyond the largest value
 _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
 
@@ -127,3 +130,25 @@ def headroom_for(tails: Sequence[Tail], chance: float = CLIP_CHANCE) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if chance_with(middle) > chance else (low, middle)
     return high
+
+
+def poisson_interval(events: int) -> tuple[float, float]:
+    """Return the exact 95 % interval of a Poisson mean of which `events` were seen.
+
+    Garwood, Fiducial limits for the Poisson distribution, Biometrika 28 (1936): half a quantile of
+    chi-square with 2n degrees of freedom, and with 2n + 2, which are those of a gamma distribution.
+    """
+    low = _gamma_quantile(events, _ONE_SIDE) if events else 0.0
+    return low, _gamma_quantile(events + 1, 1 - _ONE_SIDE)
+
+
+def _gamma_quantile(shape: int, share: float) -> float:
+    """Find by bisection where the gamma distribution of `shape` and scale 1 has `share` below it."""
+    a = torch.tensor(float(shape), dtype=torch.float64)
+    # ten standard deviations, and enough where the shape is small
+    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
+        low, high = (middle, high) if below < share else (low, middle)
+    return (low + high) / 2

@@ -91,24 +91,24 @@ class _WatchMetrics:
             GaugeMetricFamily,
         )
 
-        document = _watched()
-        if not document:
+        from calib.evaluate.served.watch_report import Watched, report_on
+        from calib.files.text import parse_condition
+
+        try:
+            watched = Watched.model_validate(_watched())
+            rows = report_on(watched, parse_condition("clipped>0", ("clipped",))).rows
+        except ValueError:  # nothing was written yet, or by another version
             return
         tokens = CounterMetricFamily("fp8kv_tokens", "Tokens that were written to the KV cache")
-        tokens.add_metric([], document["tokens"])
+        tokens.add_metric([], watched.tokens)
         yield tokens
-        shares = {
-            "clipped": "Share of counted tokens with a value at the end of the FP8 range",
-            "saturated": "Share of counted values at the end of the FP8 range",
-            "zero": "Share of counted values that are 0 in FP8",
-        }
-        for name, text in shares.items():
+        for name, text in (
+            ("clipped", "Share of counted tokens with a value at the end of the FP8 range"),
+            ("zero", "Share of counted values that are 0 in FP8"),
+        ):
             family = GaugeMetricFamily(f"fp8kv_{name}_ratio", text, labels=["layer", "tensor"])
-            for layer in document["layers"]:
-                of = layer["tokens"] if name == "clipped" else layer["values"]
-                for tensor in "kv":
-                    if tensor in layer:
-                        family.add_metric([str(layer["layer"]), tensor], max(layer[tensor][name]) / of)
+            for row in rows:
+                family.add_metric([str(row.layer), row.letter.lower()], getattr(row, name))
             yield family
 
 

@@ -15,7 +15,7 @@ from calib.serving.loaded_scales import EngineLayer, expected_values
 
 # caches whose scales come from files; other quantised caches make their own
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
-_IN_16_BITS = ("auto", "float16", "bfloat16")
+IN_16_BITS = ("auto", "float16", "bfloat16")
 _FROZEN = ("bmm1_scale", "bmm2_scale")
 _AT_1 = {"k_scale": (1.0,)}  # a layer of SGLang's without a place for scales
 
@@ -149,4 +149,4 @@ def _copies(engine: Engine, module: Any, letter: str) -> dict[str, Values]:
 
 
 def _cache_name(dtype: str) -> str:
-    return "16 bits" if dtype in _IN_16_BITS else dtype
+    return "16 bits" if dtype in IN_16_BITS else dtype

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,8 +27,9 @@ from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.files.strict_json import json_text
 from calib.scales.cache_counts import CacheCounts, WatchedLayer, join_watched, watched_stats
 from calib.scales.stats_file import save_stats
-from calib.serving.engine_layers import FP8_CACHES, vllm_attention, vllm_layers
-from calib.serving.scale_fingerprint import fingerprint, stored_scales
+from calib.serving import vllm_worker
+from calib.serving.engine_layers import FP8_CACHES, IN_16_BITS, vllm_attention
+from calib.serving.scale_fingerprint import fingerprint, join_ranks, stored_scales
 from calib.serving.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
@@ -40,91 +42,115 @@ _PARTS = ("amax", "codes", "largest", "scales")
 _logger = logging.getLogger("vllm.fp8kv")
 
 
-def watch_steps(runner: type[Any], directory: str) -> None:
-    """Let runners of this class write what their steps store to `directory`."""
+def watch_steps(runner: type[Any]) -> None:
+    """Let runners of this class count what their steps store, once `watch` was called."""
     step = runner.execute_model
 
     @wraps(step)
-    def execute_and_watch(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        harvest = None
-        if not kwargs.get("dummy_run") and scheduler_output.total_num_scheduled_tokens:
-            _try(self, partial(_start, self, directory))
-            harvest = self.fp8kv_harvest
+    def execute_and_count(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        harvest = None if kwargs.get("dummy_run") else getattr(self, "fp8kv_harvest", None)
         if harvest:
-            _try(self, partial(harvest.before, scheduler_output))
+            _try(self, lambda: harvest.before(scheduler_output))
         result = step(self, scheduler_output, *args, **kwargs)
         if harvest:
-            _try(self, partial(harvest.after, scheduler_output))
+            _try(self, lambda: harvest.after(scheduler_output))
         return result
 
-    runner.execute_model = execute_and_watch
+    runner.execute_model = execute_and_count
 
 
-def _start(runner: Any, directory: str) -> None:
-    if not hasattr(runner, "fp8kv_harvest"):
-        runner.fp8kv_harvest = None  # where what follows fails
-        runner.fp8kv_harvest = Harvest(runner, Path(directory))
+def watch_engine(core: Any, directory: str, method: str) -> None:
+    """Let all workers of an engine begin to count, by their `method`, which is `watch`."""
+    try:
+        path, core.fp8kv_lock = prepare(Path(directory), core.vllm_config.parallel_config)
+        core.model_executor.collective_rpc(method, args=(str(path), uuid4().hex))
+    except Exception as error:  # noqa: BLE001  a server goes on
+        _warn(error)
+
+
+def watch(worker: Any, directory: str, run: str) -> None:
+    """Begin to count in a worker, whose engine has made its caches and warmed up; `run` names the engine."""
+    runner = worker.model_runner
+    _try(runner, lambda: _watch(worker, Harvest(runner, Path(directory), run)))
+
+
+def _watch(worker: Any, harvest: "Harvest") -> None:
+    worker.model_runner.fp8kv_harvest = harvest
+    # its cache is discarded in sleep, and gone when it ends
+    for name, action in (("sleep", harvest.forget), ("shutdown", harvest.finish)):
+        if method := getattr(worker, name, None):
+            setattr(worker, name, _after(action, method))
+
+
+def _after(action: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def act_and_call(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return method(*args, **kwargs)
+
+    return act_and_call
 
 
 def _try(runner: Any, action: Callable[[], None]) -> None:
-    """Stop watching where `action` fails: a server goes on."""
+    """Stop counting where `action` fails: a server goes on."""
     try:
         action()
     except Exception as error:  # noqa: BLE001
         runner.fp8kv_harvest = None
-        _logger.warning(
-            f"fp8kv: the cache is not watched: {type(error).__name__}: {' '.join(str(error).split())}"
-        )
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    _logger.warning(f"fp8kv: the cache is not watched: {reason:.400}")
 
 
 class Harvest:
     """Counts of what one worker's cache held."""
 
-    def __init__(self, runner: Any, directory: Path) -> None:
+    def __init__(self, runner: Any, directory: Path, run: str) -> None:
         """Find the caches of a runner; a ValueError where they cannot be read."""
         import vllm  # type: ignore[import-not-found]
         from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
 
-        self._runner, self._directory = runner, directory
-        self._rank, parallel = get_tensor_model_parallel_rank(), runner.vllm_config.parallel_config
-        self._ranks = parallel.tensor_parallel_size
-        if parallel.pipeline_parallel_size > 1:
-            raise ValueError("pipeline stages are not joined")
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(directory / f".rank-{self._rank}.lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"another engine writes to {directory}; give each a directory of its own"
-            ) from None
-        modules = vllm_attention(runner.get_model())
-        by_name = {module.layer_name: (index, module) for index, module in modules.items()}
-        groups = runner.kv_cache_config.kv_cache_groups
-        self._groups = [
-            [by_name[name] for name in group.layer_names if name in by_name and _has_cache(by_name[name][1])]
-            for group in groups
-        ]
-        if not any(self._groups):
-            raise ValueError("no layer has a cache of K and V (latents are not watched)")
-        self._fp8_types = {index: _fp8_type(module) for group in self._groups for index, module in group}
+        self._runner, self._directory, self._run = runner, directory, run
+        parallel = runner.vllm_config.parallel_config
+        for kind in ("pipeline", "decode_context", "prefill_context"):
+            if getattr(parallel, f"{kind}_parallel_size", 1) > 1:
+                raise ValueError(f"{kind.replace('_', ' ')} parallelism is not known here")
+        self._rank, self._ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
         self._engine = f"vLLM {vllm.__version__}"
+        modules = {
+            module.layer_name: (index, module)
+            for index, module in vllm_attention(runner.get_model()).items()
+            if getattr(module, "kv_sharing_target_layer_name", None) is None
+            and hasattr(module, "num_kv_heads")
+        }
+        groups = runner.kv_cache_config.kv_cache_groups
+        self._groups = [[modules[name] for name in group.layer_names if name in modules] for group in groups]
+        self._modules = {index: module for group in self._groups for index, module in group}
+        self._fp8_types = {index: _fp8_type(module) for index, module in self._modules.items()}
+        if not self._modules:
+            raise ValueError("no layer has a cache of K and V (latents are not watched)")
         self._slots = WrittenSlots([group.kv_cache_spec.block_size for group in groups])
         self._seconds = float(os.environ.get("FP8KV_WATCH_SECONDS", _SECONDS))
-        self._next_read = self._next_write = 0.0
+        self._random = torch.Generator()  # the engine draws from the usual one
+        self._next_write = self._next_note = 0.0
         self._failure = ""
         self._begin()
+        for index, module in self._modules.items():
+            self._map(index, module)
         # a worker is a forked process as a rule, at whose end nothing of atexit's runs
         self._at_exit = Finalize(None, self.finish, exitpriority=0)
 
     def _begin(self) -> None:
         """Begin with the scales of now: codes stand for other values than before."""
-        version = self._engine.split()[-1]
-        self._scales = stored_scales([*vllm_layers(self._runner.get_model(), version)])
-        self.fingerprint = fingerprint(self._scales)
+        self._stored = stored_scales([*vllm_worker.all_layers(self._runner)])
+        self._is_fp8 = any(self._fp8_types.values())
         self._since, self.tokens = _now(), 0  # that steps wrote
         self.counts: dict[int, CacheCounts] = {}
         self._maps: dict[Any, BlockMap] = {}
+        self._slots.forget()
 
     def before(self, step: Any) -> None:
         """Read slots that the step may write again."""
@@ -132,49 +158,56 @@ class Harvest:
             self.read()
 
     def after(self, step: Any) -> None:
-        """Note the slots that the step has written; read them and write the files when it is time."""
-        self._slots.note(step)
-        now = time.monotonic()
-        if self._slots.tokens >= MOST_WRITTEN or now >= self._next_write:
+        """Note the slots that the step has written; read them and write the files when it is time.
+
+        Of an FP8 cache a sample is enough: after a reading nothing is noted for 200 times as long.
+        """
+        self.tokens += step.total_num_scheduled_tokens
+        start = time.monotonic()
+        self._slots.note(step, with_slots=start >= self._next_note)
+        most = MOST_COUNTED if self._is_fp8 else MOST_WRITTEN
+        if self._slots.tokens >= most or start >= self._next_write:
             self.read()
-        if now >= self._next_write:
-            self._next_write = now + self._seconds
+        if start >= self._next_write:
+            self._next_write = start + self._seconds
             self.write()
 
     def read(self) -> None:
-        """Count what the noted slots hold, of an FP8 cache a part or nothing, and forget them."""
-        start, is_fp8 = time.monotonic(), bool(self.fingerprint)
-        self.tokens += self._slots.tokens
-        slots = self._slots.take()
-        if is_fp8 and start < self._next_read:
-            return
+        """Count what the noted slots hold, of an FP8 cache a part, and forget them."""
+        start, slots = time.monotonic(), self._slots.take()
         for group, of_group in zip(self._groups, slots, strict=True):
-            if is_fp8 and len(of_group) > MOST_COUNTED:
-                of_group = of_group[torch.randperm(len(of_group))[:MOST_COUNTED]]
+            if self._is_fp8 and len(of_group) > MOST_COUNTED:
+                chosen = torch.randperm(len(of_group), generator=self._random)[:MOST_COUNTED]
+                of_group = of_group[chosen]
             for part in torch.split(of_group, MOST_COUNTED):
                 for index, module in group if len(part) else ():
-                    self._count(index, module, part)
-        self._next_read = time.monotonic() + (time.monotonic() - start) / _SHARE
+                    counts = CacheCounts.of(self._map(index, module).read(layer_cache(module), part))
+                    self.counts[index] = self.counts[index].add(counts) if index in self.counts else counts
+        if self._is_fp8:
+            self._next_note = time.monotonic() + (time.monotonic() - start) / _SHARE
 
-    def _count(self, index: int, module: Any, slots: Tensor) -> None:
+    def _map(self, index: int, module: Any) -> BlockMap:
+        """Return where the layer keeps what in a block; layers of one kind share it."""
         cache = layer_cache(module)
-        kind = module.impl.__class__, cache.dtype, cache.shape, cache.stride(), module.num_kv_heads
+        kind = type(module.impl), cache.dtype, cache.shape, cache.stride(), module.num_kv_heads
         if kind not in self._maps:
-            dtype, scales = self._runner.model_config.dtype, self._scales_of(index, module)
+            dtype, scales = self._runner.model_config.dtype, self._scales_of(index)
             self._maps[kind] = BlockMap(module, dtype, self._fp8_types[index], scales)
-        counts = CacheCounts.of(self._maps[kind].read(cache, slots))
-        self.counts[index] = self.counts[index].add(counts) if index in self.counts else counts
+        return self._maps[kind]
 
-    def _scales_of(self, index: int, module: Any) -> Tensor:
+    def _scales_of(self, index: int) -> Tensor:
         """Return what K and V of a layer are stored with, [2, H]."""
-        values = (torch.tensor(scale or (1.0,)) for scale in self._scales[index][1:])
-        return torch.stack([scale.expand(module.num_kv_heads) for scale in values])
+        values = (torch.tensor(scale or (1.0,)) for scale in self._stored[index][1:])
+        return torch.stack([scale.expand(self._modules[index].num_kv_heads) for scale in values])
 
-    def use_scales(self, of_now: str) -> None:
-        """Begin anew where the fingerprint of the scales is another one `of_now`."""
-        if of_now != self.fingerprint:
-            self._slots.take()
+    def check_scales(self) -> None:
+        """Begin anew where the scales are other ones than before."""
+        if stored_scales([*vllm_worker.all_layers(self._runner)]) != self._stored:
             self._begin()
+
+    def forget(self) -> None:
+        """Forget slots that were written and not read: their cache is discarded."""
+        self._slots.forget()
 
     def finish(self) -> None:
         """Read and write what is left."""
@@ -184,6 +217,7 @@ class Harvest:
         except Exception as error:  # noqa: BLE001  the process ends, and perhaps its device has
             self._report(error)
         self.write()
+        self._runner.fp8kv_harvest = None
 
     # ---- files ----
 
@@ -204,52 +238,75 @@ class Harvest:
 
     def _write_rank(self) -> None:
         tensors, layers = dict[str, Tensor](), {}
-        modules = {index: module for group in self._groups for index, module in group}
-        for index, counts in self.counts.items():
-            module, counts = modules[index], counts.to_cpu()
-            name, fp8 = module.layer_name.removesuffix(".attn"), self._fp8_types[index]
-            layers[name] = {
-                "layer": index,
-                "tokens": counts.tokens,
-                "fp8": fp8 and str(fp8).removeprefix("torch."),
-            }
+        for index, on_device in self.counts.items():
+            module, counts, fp8 = self._modules[index], on_device.to_cpu(), self._fp8_types[index]
+            name = module.layer_name.removesuffix(".attn")
+            layers[name] = {"layer": index, "tokens": counts.tokens, "fp8": fp8 and str(fp8).split(".")[1]}
             parts = {"amax": counts.amax, "codes": counts.codes, "largest": counts.largest}
-            parts["scales"] = self._scales_of(index, module) if fp8 else None
+            parts["scales"] = self._scales_of(index) if fp8 else None
             tensors |= {f"{name}.{part}": x for part, x in parts.items() if x is not None}
         facts = {
-            "fingerprint": self.fingerprint,
-            "ranks": self._ranks,
+            "run": self._run,
             "tokens": self.tokens,
             "layers": layers,
+            "stored": {str(i): scales for i, scales in self._stored.items()},
         }
-        facts["kv_heads"] = self._runner.model_config.get_total_num_kv_heads()
-        path = self._directory / f"rank-{self._rank}.safetensors"
-        _replace(path, partial(save_tensors, tensors, metadata={_KEY: json_text(facts)}))
+        _replace(
+            self._rank_file(self._rank), partial(save_tensors, tensors, metadata={_KEY: json_text(facts)})
+        )
+
+    def _rank_file(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.safetensors"
 
     def _join_ranks(self) -> None:
-        ranks = [read_rank(self._directory / f"rank-{rank}.safetensors") for rank in range(self._ranks)]
-        if len({facts["ranks"] for facts, _ in ranks} | {self._ranks}) > 1:
-            raise ValueError("files of other ranks are of another run")
-        heads = ranks[0][0]["kv_heads"]
-        layers = {
-            name: join_watched([layers[name] for _, layers in ranks], heads)
-            for name in ranks[0][1]
-            if all(name in layers for _, layers in ranks)
-        }
+        files = [self._rank_file(rank) for rank in range(self._ranks)]
+        oldest = min(file.stat().st_mtime for file in files)
+        ranks = [read_rank(file) for file in files]
+        if (
+            any(facts["run"] != self._run for facts, _ in ranks)
+            or time.time() - oldest > 10 * self._seconds + 60
+        ):
+            raise ValueError("the file of another rank is old, or of another run")
+        heads = self._runner.model_config.get_total_num_kv_heads()
+        parts = [layers for _, layers in ranks]
+        names = [name for name in parts[0] if all(name in layers for layers in parts)]
+        layers = {name: join_watched([part[name] for part in parts], heads) for name in names}
         if not layers:
             return
+        stored = [
+            {int(i): (cache, tuple(k), tuple(v)) for i, (cache, k, v) in facts["stored"].items()}
+            for facts, _ in ranks
+        ]
         facts = {
             "fp8kv_watch": 1,
             "engine": self._engine,
-            "model": self._runner.model_config.model,
-            "fingerprint": self.fingerprint,
+            "model": str(self._runner.model_config.model),
+            "fingerprint": fingerprint(join_ranks(stored, self._ranks, heads)),
             "since": self._since,
             "written": _now(),
             "tokens": self.tokens,
-            "layers": [layer.to_json() for layer in sorted(layers.values(), key=lambda x: x.layer)],
+            "layers": [layer.to_json() for layer in sorted(layers.values(), key=lambda layer: layer.layer)],
         }
         _replace(self._directory / STATS_FILE, partial(save_stats, watched_stats(layers)))
         _replace(self._directory / WATCH_FILE, lambda path: path.write_text(json_text(facts) + "\n"))
+
+
+def prepare(directory: Path, parallel: Any) -> tuple[Path, FileLock]:
+    """Return the directory of an engine, without files of an earlier run, and the lock that keeps it.
+
+    Engines of data parallelism have a directory each. A ValueError where another engine writes there.
+    """
+    if parallel.data_parallel_size > 1:
+        directory = directory / f"dp-{parallel.data_parallel_rank}"
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"another engine writes to {directory}; give each a directory of its own") from None
+    for file in (STATS_FILE, WATCH_FILE, *(path.name for path in directory.glob("rank-*.safetensors"))):
+        (directory / file).unlink(missing_ok=True)
+    return directory, lock
 
 
 def read_rank(path: Path) -> tuple[dict[str, Any], dict[str, WatchedLayer]]:
@@ -279,19 +336,16 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _has_cache(module: Any) -> bool:
-    """Return whether a module has a cache of K and V of its own."""
-    is_shared = getattr(module, "kv_sharing_target_layer_name", None) is not None
-    return not is_shared and hasattr(module, "num_kv_heads")
-
-
 def _fp8_type(module: Any) -> torch.dtype | None:
-    """Return the type of a layer's codes; None for a cache in 16 bits."""
+    """Return the type of a layer's codes, None for 16 bits; a ValueError for another cache."""
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-    if module.kv_cache_dtype not in FP8_CACHES:
+    cache: torch.dtype = current_platform.fp8_dtype()
+    if module.kv_cache_dtype in FP8_CACHES:
+        return torch.float8_e5m2 if module.kv_cache_dtype == "fp8_e5m2" else cache
+    if module.kv_cache_dtype in IN_16_BITS:
         return None
-    return torch.float8_e5m2 if module.kv_cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
+    raise ValueError(f"a cache of {module.kv_cache_dtype} makes its own scales")
 
 
 def _now() -> str:

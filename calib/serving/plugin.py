@@ -116,8 +116,8 @@ def _watch_runner(runner: type[Any]) -> None:
         return result
 
     runner.load_model = load_and_check
-    if (directory := os.environ.get("FP8KV_WATCH")) and "execute_model" in vars(runner):
-        import_module("calib.serving.harvest").watch_steps(runner, directory)
+    if os.environ.get("FP8KV_WATCH") and "execute_model" in vars(runner):
+        import_module("calib.serving.harvest").watch_steps(runner)
 
 
 def _check(engine: str, runner: Any) -> "ScalesInForce":

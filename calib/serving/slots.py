@@ -31,8 +31,8 @@ class WrittenSlots:
             for group, blocks in enumerate(blocks_by_group)
         )
 
-    def note(self, step: Any) -> None:
-        """Note the slots that a step writes."""
+    def note(self, step: Any, *, with_slots: bool = True) -> None:
+        """Note the blocks of a step's requests, and the slots that it writes."""
         for name in step.finished_req_ids:
             self._requests.pop(name, None)
         starts = {}
@@ -49,7 +49,7 @@ class WrittenSlots:
             elif new and name in self._requests:
                 for blocks, added in zip(self._requests[name], new, strict=True):
                     blocks.extend(added)
-        for name, count in step.num_scheduled_tokens.items():
+        for name, count in step.num_scheduled_tokens.items() if with_slots else ():
             if count and name in starts and name in self._requests:
                 self.tokens += count
                 self._add(self._requests[name], starts[name], starts[name] + count)
@@ -73,9 +73,14 @@ class WrittenSlots:
                 for block, (first, end) in written.items()
             ]
             slots.append(torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64))
-            written.clear()
-        self.tokens = 0
+        self.forget()
         return slots
+
+    def forget(self) -> None:
+        """Forget the slots that were noted."""
+        self.tokens = 0
+        for written in self._written:
+            written.clear()
 
 
 def _new_blocks(step: Any) -> Iterable[Sequence[Blocks]]:
@@ -95,14 +100,16 @@ class BlockMap:
     def __init__(self, module: Any, dtype: torch.dtype, fp8: torch.dtype | None, scales: Tensor) -> None:
         """Find out the places of `module`, which takes K and V as `dtype`; `scales` [2, H] it stores with."""
         cache, heads, size = layer_cache(module), module.num_kv_heads, module.head_size
+        self.shape = 2, heads, cache.shape[2], size
         block = torch.empty_strided(
             (1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
         )
-        self.slots, padding = divmod(block.numel(), 2 * heads * size)
-        self.shape, count = (2, heads, self.slots, size), block.numel() - padding
+        count = 2 * heads * cache.shape[2] * size
+        if block.numel() != count or getattr(module, "head_size_v", size) != size:
+            raise ValueError(f"a block of shape {[*cache.shape[1:]]} holds more than K and V")
         numbers = torch.arange(count, device=cache.device).view(self.shape)
-        slot_mapping = torch.arange(self.slots, device=cache.device)
-        places = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
+        slot_mapping = torch.arange(cache.shape[2], device=cache.device)
+        places = torch.zeros(count, dtype=torch.int64, device=cache.device)
         weight = 1
         while weight < count:
             # 1 to 4 are exact in every type; 0 is what nobody has written
@@ -113,19 +120,22 @@ class BlockMap:
             digits = (_codes(block).view(fp8) if fp8 else block).reshape(-1).float().round().long()
             places += torch.where(digits > 0, (digits - 1) * weight, -(4**20))
             weight *= 4
-        (offsets,) = ((places >= 0) & (places < count)).nonzero(as_tuple=True)
-        order = offsets[places[offsets].argsort()]
+        order = places.argsort()
         if not torch.equal(places[order], numbers.flatten()):
             raise ValueError(f"where {type(module.impl).__name__} keeps K and V in a block cannot be told")
-        self._places = order.view(self.shape).permute(2, 0, 1, 3).flatten(1)  # [slots, 2 * H * D]
+        # offsets in memory of what a slot holds, [slots, 2 * H * D]
+        steps = torch.tensor(cache.stride()[1:], device=cache.device)
+        indices = torch.stack(torch.unravel_index(order, block.shape[1:]), -1)
+        self._offsets: Tensor = (indices * steps).sum(-1).view(self.shape).permute(2, 0, 1, 3).flatten(1)
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Return K and V of `slots` [S] out of a layer's cache: [S, 2, H, D], FP8 codes as uint8."""
         slots = slots.to(cache.device)
-        blocks, rows = (slots // self.slots).unique(return_inverse=True)
-        content = _codes(cache)[blocks].reshape(len(blocks), -1)
-        values = content[rows[:, None], self._places[slots % self.slots]]
-        return values.view(len(slots), 2, self.shape[1], self.shape[3])
+        _, heads, count, size = self.shape
+        values = cache.untyped_storage().nbytes() // cache.element_size()
+        memory: Tensor = torch.as_strided(_codes(cache), (values,), (1,), 0)
+        starts = torch.add(slots // count * cache.stride(0), int(cache.storage_offset()))
+        return memory[starts[:, None] + self._offsets[slots % count]].view(len(slots), 2, heads, size)
 
 
 def layer_cache(module: Any) -> Tensor:

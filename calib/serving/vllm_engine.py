@@ -6,8 +6,10 @@ to engine, or keep them, by the tokens alone; so the fingerprint goes into what 
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from functools import wraps
+from importlib import import_module
 from inspect import signature
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,7 @@ from calib.serving.plugin import ScalesNotUsedError, guard, is_required
 from calib.serving.scale_fingerprint import fingerprint, join_ranks
 
 # methods that workers get
-_STATE, _SET, _IDENTIFY = "fp8kv_state", "fp8kv_set_scales", "fp8kv_identify"
+_STATE, _SET, _IDENTIFY, _WATCH = "fp8kv_state", "fp8kv_set_scales", "fp8kv_identify", "fp8kv_watch"
 
 _identity = ""  # of the scales that this process's engine stores with
 
@@ -40,6 +42,7 @@ def watch_workers(module: ModuleType) -> None:
     setattr(worker, _STATE, vllm_worker.state)
     setattr(worker, _SET, vllm_worker.set_scales)
     setattr(worker, _IDENTIFY, lambda _, value: identify(value))
+    setattr(worker, _WATCH, lambda self, *args: import_module("calib.serving.harvest").watch(self, *args))
 
 
 def watch_core(module: ModuleType) -> None:
@@ -50,14 +53,17 @@ def watch_core(module: ModuleType) -> None:
     @wraps(make_caches)
     def identify_and_make_caches(self: Any, config: Any) -> Any:
         guard("vllm", lambda: refresh(self))
-        return make_caches(self, config)
+        result = make_caches(self, config)
+        if directory := os.environ.get("FP8KV_WATCH"):  # after the warm-up, which is not traffic
+            import_module("calib.serving.harvest").watch_engine(self, directory, _WATCH)
+        return result
 
     @wraps(call)
     def call_and_refresh(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method in (_STATE, _SET) and _is_asleep(self):
             raise InputError("the engine sleeps: wake it up, then ask for its scales")
         result = call(self, method, *args, **kwargs)
-        if method not in (_STATE, _IDENTIFY):
+        if method not in (_STATE, _IDENTIFY, _WATCH):
             guard("vllm", lambda: refresh(self))
         return result
 

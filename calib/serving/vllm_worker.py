@@ -29,13 +29,13 @@ def check(runner: Any) -> ScalesInForce:
     report = _compare(runner)
     if report.problems and os.environ.get("FP8KV_REPAIR_SCALES") == "1":
         place, rank = _place(runner)
-        for model, files, _ in _models(runner):
+        for model, files in _models(runner):
             fill_scales(model, files, place, rank)
         before, report = report, _compare(runner)
         repaired = (problem for problem in before.problems if problem not in report.problems)
         report.notes += [f"repaired: {problem}" for problem in repaired]
     if harvest := getattr(runner, "fp8kv_harvest", None):
-        harvest.use_scales(fingerprint(stored_scales([*vllm_layers(runner.get_model(), _version())])))
+        harvest.check_scales()
     return report
 
 
@@ -90,7 +90,7 @@ def state(worker: Any) -> dict[str, Any]:
         "notes": report.notes,
         "ranks": runner.vllm_config.parallel_config.tensor_parallel_size,
         "kv_heads": runner.model_config.get_total_num_kv_heads(),
-        "stored": {str(i): list(scales) for i, scales in stored_scales([*_layers(runner)]).items()},
+        "stored": {str(i): list(scales) for i, scales in stored_scales([*all_layers(runner)]).items()},
     }
 
 
@@ -108,7 +108,7 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
     fill_scales(runner.get_model(), files, *_place(runner))
     answer = state(worker)
     is_captured = not getattr(runner.model_config, "enforce_eager", True)
-    if is_captured and any("_k_scale_float" in layer.read for layer in _layers(runner)) and _is_gpu():
+    if is_captured and any("_k_scale_float" in layer.read for layer in all_layers(runner)) and _is_gpu():
         answer["problems"] += ["captured graphs keep the numbers of before: start with --enforce-eager"]
     return answer
 
@@ -117,25 +117,32 @@ def _compare(runner: Any) -> ScalesInForce:
     config, (place, rank) = runner.vllm_config, _place(runner)
     stages = config.parallel_config.pipeline_parallel_size
     is_fp8 = config.cache_config.cache_dtype in FP8_CACHES
-    (own, files, _), *drafts = _models(runner)
+    (own, files), *drafts = _models(runner)
     report = compare([*vllm_layers(own, _version())], files, place, rank, stages, is_fp8)
-    for draft, files, _ in drafts:
+    for draft, files in drafts:
         part = compare([*vllm_layers(draft, _version())], files, place, rank, stages)
         # a draft that nobody calibrated works at 1.0: fewer of its tokens are accepted, none is wrong
         (report.problems if files else report.notes).extend(f"draft: {problem}" for problem in part.problems)
-    report.fingerprint = fingerprint(stored_scales([*_layers(runner)]))
+    report.fingerprint = fingerprint(stored_scales([*all_layers(runner)]))
     return report
 
 
-def _layers(runner: Any) -> Iterator[EngineLayer]:
-    """Yield all layers; a draft that counts from 0 is kept apart from the model."""
-    for model, _, is_draft in _models(runner):
-        for layer in vllm_layers(model, _version()):
-            yield replace(layer, layer=layer.layer + _DRAFT) if is_draft else layer
+def all_layers(runner: Any) -> Iterator[EngineLayer]:
+    """Yield all layers of a runner; a draft that counts from 0 is kept apart from the model."""
+    yield from vllm_layers(runner.get_model(), _version())
+    if (draft := _draft(runner)) is not None:
+        for layer in vllm_layers(draft, _version()):
+            yield replace(layer, layer=layer.layer + _DRAFT)
 
 
-def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
-    """Yield a runner's model and its draft, with the scales in their files, and which is the draft."""
+def _draft(runner: Any) -> Any:
+    """Return the model that drafts tokens; None where there is none."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    return getattr(drafter, "model", None)
+
+
+def _models(runner: Any) -> Iterator[tuple[Any, Files]]:
+    """Yield a runner's model and its draft, with the scales in their files."""
     config, model = runner.vllm_config, runner.model_config
     # beside a model in an object store lies a directory without its weights
     source = getattr(model, "model_weights", "") or model.model
@@ -145,10 +152,8 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
     needs_files = pushed is None or config.load_config.load_format != "dummy"
     own = read_files(source, model.revision, config.load_config) if needs_files else None
     files = layers_of_files(own, vllm_attention(runner.get_model())) if pushed is None else pushed
-    yield runner.get_model(), files, False
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    draft = getattr(drafter, "model", None)
-    if draft is None:
+    yield runner.get_model(), files
+    if (draft := _draft(runner)) is None:
         return
     files = layers_of_files(own, is_draft=True)  # multi-token prediction: in the same checkpoint
     draft_config = config.speculative_config.draft_model_config
@@ -157,7 +162,7 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files, bool]]:
         # the engine numbers a draft's layers after the model's
         first = min((layer.layer for layer in vllm_layers(draft)), default=0)
         files = {i + first: layer for i, layer in layers_of_files(stored).items()}
-    yield draft, files, True
+    yield draft, files
 
 
 def _has_scales_of_memory(runner: Any) -> bool:

@@ -72,7 +72,9 @@ def convert(
         raise UnsupportedExportError(
             f"--skip-layers: {FORMATS[to].engine} has one type of cache for all layers; convert to {legal}"
         )
-    skipped = check_layers(skip_layers, checkpoint.num_layers, "--skip-layers") if skip_layers else None
+    skipped = None
+    if skip_layers is not None:
+        skipped = check_layers(skip_layers, checkpoint.num_layers, "--skip-layers")
     source = (scales, checkpoint, to, load_records(directory))
     destination = (output, overwrite, progress)
     notes += write_scales(

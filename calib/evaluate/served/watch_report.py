@@ -5,18 +5,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from calib.errors import Fp8kvError, InputError, first_problem
-from calib.evaluate.layer_errors import poisson_interval
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, WATCH_FILE
 from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
 from calib.scales.stats_file import load_scales, load_stats
 from calib.scales.summary import clipped_tokens
+from calib.scales.tail import poisson_interval
 
 METRICS = ("clipped", "zero")
-_FEW = 256  # tokens, of which nothing is said
+FEW = 256  # tokens, of which nothing can be said
 
 
 class _Part(BaseModel):
@@ -26,15 +34,22 @@ class _Part(BaseModel):
 class _Counts(_Part):
     """Counts of K or V, of each head."""
 
-    clipped: list[NonNegativeInt] = Field(min_length=1)  # tokens
+    tokens: list[PositiveInt] = Field(min_length=1)
+    clipped: list[NonNegativeInt]  # tokens
     saturated: list[NonNegativeInt]  # values
     zero: list[NonNegativeInt]
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> "_Counts":
+        if len({len(counts) for counts in (self.tokens, self.clipped, self.saturated, self.zero)}) > 1:
+            raise ValueError("counts are of different heads")
+        return self
 
 
 class _Layer(_Part):
     layer: NonNegativeInt
+    channels: PositiveInt
     tokens: PositiveInt
-    values: PositiveInt  # of a head
     k: _Counts | None = None  # none: a cache in 16 bits
     v: _Counts | None = None
 
@@ -44,7 +59,7 @@ class Watched(_Part):
 
     fp8kv_watch: Literal[1]
     engine: str
-    model: str
+    model: str = Field(max_length=4096)
     fingerprint: str
     since: str
     written: str
@@ -73,6 +88,11 @@ class WatchReport:
     watched: Watched
     rows: list[WatchRow]
     alarms: list[WatchRow]
+
+    @property
+    def is_judged(self) -> bool:
+        """True where enough tokens of each layer were counted."""
+        return all(row.tokens >= FEW for row in self.rows)
 
     @property
     def alarm_layers(self) -> list[int]:
@@ -108,9 +128,12 @@ def read_watched(directory: Path) -> Watched:
         raise InputError(f"'{file}' is not what the plugin writes ({first_problem(error)})") from None
 
 
-def report_on(watched: Watched, condition: Condition) -> WatchReport:
-    """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm."""
-    predicted = _predicted(Path(watched.model))
+def report_on(watched: Watched, condition: Condition, model: Path | None = None) -> WatchReport:
+    """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm.
+
+    What was predicted is read in the `model` directory.
+    """
+    predicted = _predicted(model) if model else {}
     rows = [
         _row(layer, letter, counts, predicted.get(layer.layer))
         for layer in watched.layers
@@ -121,15 +144,14 @@ def report_on(watched: Watched, condition: Condition) -> WatchReport:
 
 
 def _row(layer: _Layer, letter: str, counts: _Counts, predicted: float | None) -> WatchRow:
-    tokens, most = layer.tokens, max(counts.clipped)
-    low, high = (min(1.0, end / tokens) for end in poisson_interval(most))
-    zero = max(counts.zero) / layer.values
-    return WatchRow(layer.layer, letter, tokens, most / tokens, low, high, zero, predicted)
+    heads = [*zip(counts.clipped, counts.tokens, strict=True)]
+    clipped, tokens = max(heads, key=lambda head: head[0] / head[1])
+    low, high = (min(1.0, end / tokens) for end in poisson_interval(clipped))
+    zero = max(x / n / layer.channels for x, n in zip(counts.zero, counts.tokens, strict=True))
+    return WatchRow(layer.layer, letter, tokens, clipped / tokens, low, high, zero, predicted)
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:
-    if row.tokens < _FEW:
-        return False
     if condition.metric == "zero":
         return condition.compare(row.zero, condition.limit)
     ends = (row.low, row.high)  # both: chance alone does not do
@@ -138,11 +160,11 @@ def _is_met(condition: Condition, row: WatchRow) -> bool:
 
 def _predicted(model: Path) -> dict[int, float]:
     """Return the share of clipped tokens of each layer that the calibration of a local model predicts."""
-    if not ((model / STATS_FILE).is_file() and (model / CALIBRATION_FILE).is_file()):
-        return {}
     try:
+        if not ((model / STATS_FILE).is_file() and (model / CALIBRATION_FILE).is_file()):
+            return {}
         tokens = clipped_tokens(load_stats(model), load_scales(model))
-    except Fp8kvError:  # the model is not what is asked about
+    except (Fp8kvError, OSError):  # the model is not what is asked about
         return {}
     return tokens.by_layer if tokens else {}
 

@@ -15,10 +15,10 @@ from calib import load_stats
 from calib.errors import InputError
 from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
 from calib.files.text import parse_condition
-from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads
+from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads, join_watched
 from calib.scales.observers import AbsMax
 from calib.serving import harvest, plugin
-from calib.serving.slots import BlockMap
+from calib.serving.slots import BlockMap, layer_cache
 
 HEADS, SLOTS, SIZE, BLOCKS, LAYERS = 2, 4, 8, 10, 2
 SCALE = 0.5
@@ -92,12 +92,15 @@ def engine(monkeypatch, tmp_path):
         parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
         vars(runner).update(
             written=[[] for _ in model], random=torch.Generator().manual_seed(seed), get_model=lambda: model,
-            vllm_config=SimpleNamespace(parallel_config=parallel),
+            vllm_config=SimpleNamespace(parallel_config=parallel), fp8kv_scales={},
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
             model_config=SimpleNamespace(
                 dtype=torch.float32, model="there", get_total_num_kv_heads=lambda: ranks * HEADS
             ),
         )  # fmt: skip
+        watch = str(tmp_path / "watch")
+        os.makedirs(watch, exist_ok=True)
+        harvest.watch(SimpleNamespace(model_runner=runner), watch, f"run of {ranks}")
         return runner
 
     return make
@@ -143,19 +146,21 @@ def steps(count, seed):
 
 
 def serve(runner, seed=0, count=60):
+    counts = runner.fp8kv_harvest
     for step in steps(count, seed):
         runner.execute_model(step)
-    runner.fp8kv_harvest.finish()
+    counts.finish()
     return [torch.cat(written) for written in runner.written]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_slot_that_a_step_wrote_is_counted_once(engine, seed):
     runner = engine(seed=seed)
+    harvested = runner.fp8kv_harvest
     written = serve(runner, seed)
-    assert runner.fp8kv_harvest.tokens == len(written[0]) > 200
+    assert harvested.tokens == len(written[0]) > 200
     for layer, x in enumerate(written):
-        counts = runner.fp8kv_harvest.counts[layer]
+        counts = harvested.counts[layer]
         assert counts.tokens == len(x)
         for part in range(2):
             for head in range(HEADS):
@@ -177,47 +182,101 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
 
 
 def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path, caplog, monkeypatch):
-    first = engine()
+    first, directory = engine(), tmp_path / "watch"
+    counts = first.fp8kv_harvest
     serve(first)
-    second = engine(seed=1)
+    whole = (directory / "fp8kv_watch.json").read_bytes()
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", no_space)
+    counts.write()
+    counts.write()
+    assert caplog.text.count("No space left on device") == 1
+    assert (directory / "fp8kv_watch.json").read_bytes() == whole
+    assert not [file for file in directory.iterdir() if "partial" in file.name]
+    second = engine()
+    second.fp8kv_harvest.before = lambda step: layer_cache(SimpleNamespace(kv_cache=None))
     for step in steps(2, 0):
         second.execute_model(step)
     assert second.fp8kv_harvest is None
-    assert "another engine writes to" in caplog.text
-    whole = (tmp_path / "watch" / "fp8kv_watch.json").read_bytes()
-    monkeypatch.setattr(
-        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
-    first.fp8kv_harvest.write()
-    first.fp8kv_harvest.write()
-    assert caplog.text.count("No space left on device") == 1
-    assert (tmp_path / "watch" / "fp8kv_watch.json").read_bytes() == whole
-    assert not [file for file in (tmp_path / "watch").iterdir() if "partial" in file.name]
+    assert "the cache is not watched: ValueError: the cache is not laid out" in caplog.text
 
 
-def test_other_scales_begin_anew(engine):
-    runner = engine()
+def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path, caplog):
+    write(tmp_path, watched(torch.ones(1, 2, HEADS, SIZE), 1.0))
+    parallel = SimpleNamespace(data_parallel_size=1)
+    directory, lock = harvest.prepare(tmp_path, parallel)
+    assert [file.name for file in directory.iterdir()] == [".lock"]
+    core = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    harvest.watch_engine(core, str(tmp_path), "fp8kv_watch")
+    assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
+    lock.release()
+    calls = []
+    core.model_executor = SimpleNamespace(collective_rpc=lambda *args, **kwargs: calls.append((args, kwargs)))
+    harvest.watch_engine(core, str(tmp_path), "fp8kv_watch")
+    (((method,), options),) = calls
+    assert (method, options["args"][0]) == ("fp8kv_watch", str(tmp_path))
+    core.fp8kv_lock.release()
+    other, _ = harvest.prepare(tmp_path, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1))
+    assert other == tmp_path / "dp-1"
+
+
+def test_ranks_of_another_run_are_not_joined(engine, tmp_path, caplog):
+    serve(engine(number=1, ranks=2))
+    runner = engine(number=0, ranks=2)
+    runner.fp8kv_harvest._run = "another run"
     serve(runner)
-    before = runner.fp8kv_harvest.fingerprint
-    runner.fp8kv_harvest.use_scales(before)
-    assert runner.fp8kv_harvest.tokens
+    assert "the file of another rank is old, or of another run" in caplog.text
+    assert not (tmp_path / "watch" / "fp8kv_watch.json").exists()
+
+
+def test_other_scales_begin_anew_and_sleep_forgets(engine):
+    runner = engine()
+    counts = runner.fp8kv_harvest
+    for step in steps(9, 0):
+        runner.execute_model(step)
+    counts.check_scales()
+    counts.read()
+    assert counts.counts[0].tokens == counts.tokens > 0
+    for step in steps(9, 1):
+        runner.execute_model(step)
+    before = counts.counts[0].tokens
+    counts.forget()
+    counts.read()
+    assert counts.counts[0].tokens == before
     for layer in runner.get_model():
         layer._k_scale.fill_(0.25)
-    runner.fp8kv_harvest.use_scales("other")
-    assert runner.fp8kv_harvest.fingerprint not in ("", before)
-    assert (runner.fp8kv_harvest.tokens, runner.fp8kv_harvest.counts) == (0, {})
+    counts.check_scales()
+    assert (counts.tokens, counts.counts) == (0, {})
 
 
-def test_a_writer_that_nobody_understands_is_refused():
+def test_of_an_fp8_cache_a_sample_is_read(engine, monkeypatch):
+    monkeypatch.setattr(harvest, "MOST_COUNTED", 7)
+    monkeypatch.setattr(harvest, "_SHARE", 1e-9)
+    runner = engine()
+    counts = runner.fp8kv_harvest
+    serve(runner)
+    assert 0 < counts.counts[0].tokens <= 7  # and then nothing for a long time
+    assert counts.tokens == sum(map(len, runner.written[0])) > 200
+
+
+def test_a_writer_that_nobody_understands_is_refused(engine):
     layer = Layer(0, torch.uint8)
     scales = torch.full((2, HEADS), SCALE)
     block_map = BlockMap(layer, torch.float32, torch.float8_e4m3fn, scales)
     assert block_map.shape == (2, HEADS, SLOTS, SIZE)
     with pytest.raises(ValueError, match="where Writer keeps K and V in a block cannot be told"):
         BlockMap(layer, torch.float32, torch.float8_e4m3fn, 8 * scales)
-    layer.kv_cache = layer.kv_cache[None]
-    with pytest.raises(ValueError, match="not laid out as vLLM 0.32"):
-        BlockMap(layer, torch.float32, torch.float8_e4m3fn, scales)
+    wide = layer.kv_cache.new_zeros(BLOCKS, HEADS, SLOTS, 2 * SIZE + 8)
+    for cache, words in ((layer.kv_cache[None], "not laid out as"), (wide, "holds more than K and V")):
+        layer.kv_cache = cache
+        with pytest.raises(ValueError, match=words):
+            BlockMap(layer, torch.float32, torch.float8_e4m3fn, scales)
+    layer.kv_cache_dtype = "int8_per_token_head"
+    with pytest.raises(ValueError, match="a cache of int8_per_token_head makes its own scales"):
+        harvest._fp8_type(layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
@@ -233,6 +292,12 @@ def test_a_head_that_several_ranks_hold_counts_once():
     parts = [torch.full((2, 1, 3), float(head)) for head in (0, 0, 1, 1)]
     assert join_heads(parts, 2)[0, :, 0].tolist() == [0, 1]
     assert join_heads(parts, 4)[0, :, 0].tolist() == [0, 0, 1, 1]
+    # ranks count samples of their own: shares are of a head's own tokens
+    x = torch.randn(5000, 2, 1, SIZE, generator=torch.Generator().manual_seed(0))
+    ranks = [watched(x[:n], 3 / 448) for n in (1000, 5000)]
+    joined = join_watched(ranks, 2)
+    assert joined.tokens.tolist() == [[1000, 5000]] * 2
+    assert torch.equal(joined.clipped, torch.cat([rank.clipped for rank in ranks], 1))
 
 
 def watched(x, scale, layer=0):
@@ -254,13 +319,18 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
     clips = watched(x, float(x.abs().max()) / 448 / 3)
     assert torch.equal(clips.clipped, (tokens[..., 0] > 432 * clips.scales).sum(0))
     assert (clips.amax.amax(-1) / x.abs().amax((0, 3)) - 1).abs().max() < 0.35
+    # right scales, whose largest tokens end the range: nothing is beyond it
+    exact = watched(x, float(x.abs().max()) / 448)
+    assert exact.clipped.any()
+    assert not exact.is_beyond.any()
+    assert exact.amax.max() == exact.scales[0, 0] * 448
     half = CacheCounts.of(torch.zeros(3, 2, HEADS, SIZE, dtype=torch.uint8))
     assert half.add(half).codes[0, 0, 0] == 6 * SIZE
     assert (
         WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero").tolist() == [[24] * HEADS] * 2
     )
     all_clipped = watched(x * 1e6, 1.0)
-    assert (all_clipped.amax.amax(-1) == 2 * 448).all()
+    assert (all_clipped.amax.amax(-1) == 4 * 448).all()
 
 
 def write(directory, *layers):
@@ -292,7 +362,7 @@ def test_a_layer_that_clips_for_sure_is_an_alarm(tmp_path):
     rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS)).alarms
     assert [row.letter for row in rows] in (["V"], [])
     few = write(tmp_path / "few", watched(x[:255], 2 / 448))
-    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS)).alarms
+    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS)).is_judged
     zeros = report_on(read_watched(write(tmp_path, watched(x, 1e6))), parse_condition("zero>0.5", METRICS))
     assert zeros.alarms[0].zero == 1
 
@@ -311,6 +381,9 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     assert done.exit_code == 1
     assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
     one_line_error(fp8kv("watch", tmp_path, "--fail-if", "kl>1"), "METRIC one of clipped, zero")
+    one_line_error(fp8kv("watch", tmp_path, "--fail-if", "a:zero>1"), "a variant means nothing here")
+    write(tmp_path / "few", watched(x[:255], 2 / 448))
+    one_line_error(fp8kv("watch", tmp_path / "few"), "255 tokens of a layer were counted, too few to judge")
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
     (tmp_path / "fp8kv_watch.json").write_text("{}")
     one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (fp8kv_watch: ")
