@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from watched_engine import CODE, DOCUMENTATION, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate
-from calib.evaluate.layer_errors import poisson_interval, read_layers
+from calib.evaluate.layer_errors import read_layers
 from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
 from calib.evaluate.variants import Setup, Variant
 from calib.files.text import parse_condition
@@ -29,6 +29,7 @@ from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales
+from calib.scales.tail import poisson_interval
 from calib.serving import harvest
 from calib.serving.push import push_scales
 
@@ -124,7 +125,7 @@ def _cost(engine: Engine, rows: list[list[int]]) -> str:
     watch, seconds = engine.runner.fp8kv_harvest, {True: list[float](), False: list[float]()}
     for turn in range(TURNS):
         is_on = bool(turn % 2)
-        watch._slots.take()
+        watch.forget()
         engine.runner.fp8kv_harvest = watch if is_on else None
         begun = time.perf_counter()
         engine.write_text([row[:PROMPT] for row in rows[:REQUESTS]], WRITTEN)

@@ -67,14 +67,13 @@ class Engine:
         plugin.register_vllm()
         self.directory, self.out, self.llm = directory, out, start(directory, **SMALL | options)
         (self.runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
-        self.writes = Writes()
+        self.watch, self.writes = self.runner.fp8kv_harvest, Writes()
 
     def begin(self) -> harvest.Harvest:
         """Count anew, as in an engine that has just started."""
-        watch = self.runner.fp8kv_harvest
-        watch._slots.take()
+        watch = self.runner.fp8kv_harvest = self.watch
         watch._begin()
-        watch._next_read = watch._next_write = 0.0
+        watch._next_note = watch._next_write = 0.0
         self.writes.begin()
         return watch
 

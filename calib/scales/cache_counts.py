@@ -7,7 +7,7 @@ beyond half of the range the largest values of tokens fall off about exponential
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,13 +32,13 @@ class CodeTable:
 
 
 @cache
-def code_table(dtype: torch.dtype) -> CodeTable:
-    """Return the table of an FP8 type."""
+def code_table(dtype: torch.dtype, cuts_off: bool = False) -> CodeTable:
+    """Return the table of an FP8 type, to which an engine rounds to nearest or by cutting digits off."""
     values = torch.arange(256).to(torch.uint8).view(dtype).float()
     positive = values[:_MAGNITUDES]
     top = int(positive.isfinite().sum()) - 1
     upper = positive.clone()
-    upper[:top] = (positive[:top] + positive[1 : top + 1]) / 2
+    upper[:top] = positive[1 : top + 1] if cuts_off else (positive[:top] + positive[1 : top + 1]) / 2
     return CodeTable(values, upper, top)
 
 
@@ -80,6 +80,7 @@ class WatchedLayer:
     counts: CacheCounts
     dtype: torch.dtype | None = None  # the FP8 type; None: 16 bits
     scales: Tensor | None = None  # [2, H] float32, what K and V are stored with; None: 16 bits
+    cuts_off: bool = False  # how values become codes; else they are rounded to nearest
 
     @property
     def clipped(self) -> Tensor:
@@ -115,7 +116,7 @@ class WatchedLayer:
         """The largest magnitude per channel, [2, H, D] float32; estimated of heads beyond the range."""
         if self.dtype is None or self.scales is None:
             return self.counts.amax
-        table = code_table(self.dtype)
+        table = code_table(self.dtype, self.cuts_off)
         codes = self.counts.amax.long()
         amax = table.upper[codes.clamp(max=table.top)]
         for part, head in self.is_beyond.nonzero().tolist():
@@ -126,7 +127,7 @@ class WatchedLayer:
         """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
         assert self.dtype is not None
         assert self.counts.largest is not None
-        table, tokens = code_table(self.dtype), self.counts.largest[part, head].double()
+        table, tokens = code_table(self.dtype, self.cuts_off), self.counts.largest[part, head].double()
         end, edge = float(table.values[table.top]), float(table.upper[table.top - 1])
         values = table.values[:_MAGNITUDES].double()
         below = (values >= edge / 2) & (torch.arange(_MAGNITUDES) < table.top)
@@ -184,7 +185,7 @@ def join_watched(ranks: Sequence[WatchedLayer], kv_heads: int) -> WatchedLayer:
         scales = join_heads([rank.scales for rank in ranks if rank.scales is not None], kv_heads)
     tokens = min(count.tokens for count in counts)
     joined = CacheCounts(tokens, join("amax"), join("codes"), join("largest"))
-    return WatchedLayer(first.layer, joined, first.dtype, scales)
+    return replace(first, counts=joined, scales=scales)
 
 
 def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:

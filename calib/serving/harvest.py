@@ -242,6 +242,7 @@ class Harvest:
             module, counts, fp8 = self._modules[index], on_device.to_cpu(), self._fp8_types[index]
             name = module.layer_name.removesuffix(".attn")
             layers[name] = {"layer": index, "tokens": counts.tokens, "fp8": fp8 and str(fp8).split(".")[1]}
+            layers[name]["cuts_off"] = self._map(index, module).cuts_off
             parts = {"amax": counts.amax, "codes": counts.codes, "largest": counts.largest}
             parts["scales"] = self._scales_of(index) if fp8 else None
             tensors |= {f"{name}.{part}": x for part, x in parts.items() if x is not None}
@@ -322,7 +323,7 @@ def read_rank(path: Path) -> tuple[dict[str, Any], dict[str, WatchedLayer]]:
             assert amax is not None
             counts = CacheCounts(layer["tokens"], amax, codes, largest)
             dtype = layer["fp8"] and getattr(torch, layer["fp8"])
-            layers[name] = WatchedLayer(layer["layer"], counts, dtype, scales)
+            layers[name] = WatchedLayer(layer["layer"], counts, dtype, scales, layer["cuts_off"])
     return facts, layers
 
 

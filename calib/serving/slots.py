@@ -107,17 +107,21 @@ class BlockMap:
         count = 2 * heads * cache.shape[2] * size
         if block.numel() != count or getattr(module, "head_size_v", size) != size:
             raise ValueError(f"a block of shape {[*cache.shape[1:]]} holds more than K and V")
-        numbers = torch.arange(count, device=cache.device).view(self.shape)
-        slot_mapping = torch.arange(cache.shape[2], device=cache.device)
-        places = torch.zeros(count, dtype=torch.int64, device=cache.device)
-        weight = 1
-        while weight < count:
-            # 1 to 4 are exact in every type; 0 is what nobody has written
-            values = (numbers // weight % 4 + 1) * scales.to(cache.device)[:, :, None, None]
-            k, v = values.transpose(1, 2).to(dtype).contiguous()
+        slots = torch.arange(cache.shape[2], device=cache.device)
+        factors = scales.to(cache.device)[:, :, None, None]
+
+        def write(x: Tensor) -> Tensor:
+            """Write `x` times the scales; return what the block then holds, over the scales."""
+            k, v = (x * factors).transpose(1, 2).to(dtype).contiguous()
             block.zero_()
-            module.impl.do_kv_cache_update(module, k, v, block, slot_mapping)
-            digits = (_codes(block).view(fp8) if fp8 else block).reshape(-1).float().round().long()
+            module.impl.do_kv_cache_update(module, k, v, block, slots)
+            return (_codes(block).view(fp8) if fp8 else block).reshape(-1).float()
+
+        numbers = torch.arange(count, device=cache.device).view(self.shape)
+        places, weight = torch.zeros(count, dtype=torch.int64, device=cache.device), 1
+        while weight < count:
+            # 1 to 4 and a little more is 1 to 4 in every type, rounded or cut off; 0 is what nobody wrote
+            digits = write((numbers // weight % 4 + 1) * 1.01).round().long()
             places += torch.where(digits > 0, (digits - 1) * weight, -(4**20))
             weight *= 4
         order = places.argsort()
@@ -127,6 +131,9 @@ class BlockMap:
         steps = torch.tensor(cache.stride()[1:], device=cache.device)
         indices = torch.stack(torch.unravel_index(order, block.shape[1:]), -1)
         self._offsets: Tensor = (indices * steps).sum(-1).view(self.shape).permute(2, 0, 1, 3).flatten(1)
+        # between 1 and the next value, nearer to that
+        above_1 = 1 + 0.8 * torch.finfo(fp8).eps if fp8 else 1.0
+        self.cuts_off = fp8 is not None and bool((write(numbers * 0 + above_1) == 1).all())
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Return K and V of `slots` [S] out of a layer's cache: [S, 2, H, D], FP8 codes as uint8."""

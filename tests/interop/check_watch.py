@@ -38,6 +38,7 @@ from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales, load_stats
 from calib.serving import harvest
 from calib.serving.push import push_scales
+from calib.serving.scale_fingerprint import fingerprint
 
 NEAR = {"bfloat16": 0.03, "float32": 0.01}  # to what transformers computes
 
@@ -80,7 +81,8 @@ def check_codes(directory: Path, fp8kv: Path) -> Iterator[Check]:
     named = [line for line in LOG if line.startswith(start)]
     yield "a file in the way: named once, and the text is written", len(named) == 1 and bool(text), named
     out.unlink()
-    del engine.runner.fp8kv_harvest
+    harvest.watch_engine(engine.llm.llm_engine.engine_core.engine_core, str(out), "fp8kv_watch")
+    engine.watch = engine.runner.fp8kv_harvest
     is_watched = engine.text() == text and engine.runner.fp8kv_harvest
     yield "watched, the same text", bool(is_watched), text
     rows = engine.prompts(DOCUMENTATION, 512)
@@ -113,12 +115,9 @@ def check_scales(engine: Engine, fp8kv: Path, rows: list[list[int]]) -> Iterator
     """Scales that are pushed begin anew; where one is too small the command says so."""
     watch, good, module = engine.begin(), load_scales(engine.directory), "model.layers.7.self_attn"
     engine.write_text(rows[:1])
-    before, layer = (
-        watch.tokens + watch._slots.tokens,
-        replace(good.layers[module], k=good.layers[module].k / 4),
-    )
+    before, layer = watch.tokens, replace(good.layers[module], k=good.layers[module].k / 4)
     planted = push_scales(engine.llm, by_name(replace(good, layers={**good.layers, module: layer})))
-    is_new = (watch.fingerprint, watch.tokens, watch.counts) == (planted, 0, {})
+    is_new = (fingerprint(watch._stored), watch.tokens, watch.counts) == (planted, 0, {})
     yield "pushed scales: counting begins anew", is_new and before == 512, planted
     watch = engine.begin()
     engine.write_text([row[:128] for row in rows[:4]], 120)
