@@ -49,9 +49,8 @@ def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
         load_recipe(str(file), {"strategy.x": 1})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_mistake_is_one_line_that_names_it(tmp_path):
+    for text, message in (
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\); legal keys"),
         ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
@@ -80,14 +79,12 @@ def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
         ("seed=" + "9" * 5000, "--set 'seed=999.*too many digits"),
         ("noequals", "--set takes KEY=VALUE"),
         ("=1", "--set takes KEY=VALUE"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
-    (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        parse_assignments([text]) if "--set" in message else load_recipe(str(tmp_path / "bad.yaml"))
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    ):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(InputError, match=message) as caught:
+            parse_assignments([text]) if "--set" in message else load_recipe(str(tmp_path / "bad.yaml"))
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 1000
 
 
 def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):

@@ -45,18 +45,15 @@ def test_bytes_per_token():
     assert cache_type("fp8").bytes_per_token([HEADS, LATENTS]) == 256 + 576
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "problem"),
-    [
+def test_sizes_that_do_not_fit():
+    for name, shape, problem in (
         ("nvfp4", (1, 72, 72), "head size 72 is not a multiple of 16"),
         ("lmdeploy_int4", (1, 7, 7), "head size 7 is not a multiple of 2"),
         ("fp8", (1, 0, 0), "head size 0 is not a multiple of 1"),
         ("nvfp4_ds_mla", (1, 24, 8, "latents"), "latent size 24 is not a multiple of 16"),
-    ],
-)
-def test_sizes_that_do_not_fit(name, shape, problem):
-    with pytest.raises(InputError, match=f"^{name}: {problem}$"):
-        cache_type(name).bytes_per_token([shape])
+    ):
+        with pytest.raises(InputError, match=f"^{name}: {problem}$"):
+            cache_type(name).bytes_per_token([shape])
 
 
 def test_types_are_for_latents_or_for_heads():

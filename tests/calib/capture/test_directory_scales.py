@@ -27,26 +27,23 @@ def model(saved_llama):
     return AutoModelForCausalLM.from_pretrained(saved_llama)
 
 
-@pytest.mark.parametrize(
-    ("layout", "flags"),
-    [
+def test_our_own_exports_are_read_like_anyones(saved_llama, model, tmp_path):
+    for layout, flags in (
         ("vllm", ("--strategy", "attn_head")),
         ("aphrodite", ("--strategy", "attn_head")),
         ("sglang", ()),
         ("tgi", ("--fp8-dtype", "e4m3fnuz")),
         ("modelopt", ()),
         ("trtllm", ()),
-    ],
-)
-def test_our_own_exports_are_read_like_anyones(layout, flags, saved_llama, model, tmp_path):
-    out = tmp_path / "out"
-    assert calibrate(saved_llama, "-o", out, "--format", layout, *flags).exit_code == 0
-    expected = load_scales(out)
-    for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
-        (out / file).unlink()
-    found = open_scales(out)(model)
-    assert (found.strategy, found.fp8_dtype) == (expected.strategy, expected.fp8_dtype)
-    assert_same_scales(found, expected)
+    ):
+        out = tmp_path / layout
+        assert calibrate(saved_llama, "-o", out, "--format", layout, *flags).exit_code == 0
+        expected = load_scales(out)
+        for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+            (out / file).unlink()
+        found = open_scales(out)(model)
+        assert (found.strategy, found.fp8_dtype) == (expected.strategy, expected.fp8_dtype)
+        assert_same_scales(found, expected)
 
 
 def write_json(directory, dtype, ranks):
@@ -67,18 +64,15 @@ def write(directory, layers=3, **scales):
     save_file(named, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("scales", "k", "v"),
-    [
+def test_scales_of_other_tools_have_other_names_and_forms(model, tmp_path):
+    for scales, k, v in (
         ({"attn.k_scale": 0.5, "attn.v_scale": 0.25}, 0.5, 0.25),
         ({"kv_cache_scaling_factor": torch.tensor([0.5], dtype=torch.bfloat16)}, 0.5, 0.5),
         ({"kv_scale": 4.0, "k_scale": 2.0, "v_scale": 4.0}, 2.0, 4.0),
-    ],
-)
-def test_scales_of_other_tools_have_other_names_and_forms(scales, k, v, model, tmp_path):
-    write(tmp_path, **scales)
-    layers = open_scales(tmp_path)(model).layers.values()
-    assert [(layer.k.tolist(), layer.v.tolist()) for layer in layers] == [([k], [v])] * 3
+    ):
+        write(tmp_path, **scales)
+        layers = open_scales(tmp_path)(model).layers.values()
+        assert [(layer.k.tolist(), layer.v.tolist()) for layer in layers] == [([k], [v])] * 3
 
 
 def refused(directory, model, message):
@@ -88,9 +82,8 @@ def refused(directory, model, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
+def test_what_does_not_fit_gets_one_line(model, tmp_path):
+    for scales, message in (
         ({"k_scale": 0.5}, "the v_scale of layer 0 is missing"),
         ({"kv_scale": 4.0, "k_scale": 2.0}, "two values for the K and V scale of layer 0"),
         ({"kv_scale": 0.5, "layers": 1}, "it lacks layers 1, 2, and"),
@@ -101,11 +94,9 @@ def refused(directory, model, message):
         ({"kv_scale": torch.tensor(1e39, dtype=torch.float64)}, "finite and positive"),
         ({"kv_scale": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
         ({"weight": 0.5}, "holds no KV-cache scales"),
-    ],
-)
-def test_what_does_not_fit_gets_one_line(scales, message, model, tmp_path):
-    write(tmp_path, **scales)
-    refused(tmp_path, model, message)
+    ):
+        write(tmp_path, **scales)
+        refused(tmp_path, model, message)
 
 
 FLOAT8 = {"type": "float", "num_bits": 8}

@@ -40,30 +40,25 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
 POSITIONS = (REAL.cumsum(1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "targets", "format", "skip_first"),
-    [
+def test_the_scales_are_the_commands_bit_for_bit(tiny_llama, tiny_directory, tmp_path):
+    for strategy, targets, format, skip_first in (
         ("attn_head", "qkv", "vllm", 3),
         ("tensor", "kv", "sglang", 0),
         ("tensor", "kv", "modelopt", 3),
         ("tensor", "kv", "vllm-nvfp4", 0),
-    ],
-)
-def test_the_scales_are_the_commands_bit_for_bit(
-    strategy, targets, format, skip_first, tiny_llama, tiny_directory, tmp_path
-):
-    flags = {"strategy": strategy, "targets": targets, "data.skip_first": skip_first}
-    given = [f"--set={key}={value}" for key, value in flags.items()]
-    succeeded(calibrate(tiny_directory, "-o", tmp_path / "out", f"--format={format}", *given))
-    of_data = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
-    recipe = load_recipe(None, {**flags, **of_data})
-    tokenizer = load_tokenizer(open_model_directory(tiny_directory))
-    samples = load_data(recipe.data, tokenizer, lambda: tiny_llama).samples
-    # as many in a pass as the command takes: matrix kernels may round by their number
-    batches = make_batches(samples, 4096 // 32, pad_id=0)
-    given = [{"input_ids": b.input_ids, "attention_mask": b.attention_mask} for b in batches]
-    found = scales_for(tiny_llama, given, format=format, recipe=recipe)
-    assert_same(found, load_file(tmp_path / "out" / SCALES_SHARD))
+    ):
+        flags = {"strategy": strategy, "targets": targets, "data.skip_first": skip_first}
+        given = [f"--set={key}={value}" for key, value in flags.items()]
+        succeeded(calibrate(tiny_directory, "-o", tmp_path / format, f"--format={format}", *given))
+        of_data = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
+        recipe = load_recipe(None, {**flags, **of_data})
+        tokenizer = load_tokenizer(open_model_directory(tiny_directory))
+        samples = load_data(recipe.data, tokenizer, lambda: tiny_llama).samples
+        # as many in a pass as the command takes: matrix kernels may round by their number
+        batches = make_batches(samples, 4096 // 32, pad_id=0)
+        given = [{"input_ids": b.input_ids, "attention_mask": b.attention_mask} for b in batches]
+        found = scales_for(tiny_llama, given, format=format, recipe=recipe)
+        assert_same(found, load_file(tmp_path / format / SCALES_SHARD))
 
 
 def names_or_refusal(make):
@@ -270,9 +265,8 @@ def changed(mark=None, **config):
 DEEPSEEK = partial(tiny_model, "deepseek_v3", **LATENT["deepseek_v3"])
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "words"),
-    [
+def test_refusals_are_one_line():
+    for make, options, words in (
         (lambda: nn.Linear(2, 2), {}, "Linear is neither a transformers model"),
         (lambda: changed().model, {}, "not a causal language model"),
         (lambda: changed().to("meta"), {}, "are on device meta"),
@@ -284,12 +278,10 @@ DEEPSEEK = partial(tiny_model, "deepseek_v3", **LATENT["deepseek_v3"])
         (changed, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
         (DEEPSEEK, {}, "MLA"),
         (DEEPSEEK, {"strategy": "attn_head"}, "one latent per token and layer"),
-    ],
-)
-def test_refusals_are_one_line(make, options, words):
-    with pytest.raises(Fp8kvError, match=words) as refused:
-        scales_for(make(), [ROWS], **options)
-    assert "\n" not in str(refused.value)
+    ):
+        with pytest.raises(Fp8kvError, match=words) as refused:
+            scales_for(make(), [ROWS], **options)
+        assert "\n" not in str(refused.value)
 
 
 def test_what_is_not_known_of_the_engine_is_a_warning():
@@ -306,9 +298,8 @@ class Rows:
         return {"input_ids": ROWS[index]}  # an IndexError ends it
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [
+def test_forms_of_batches():
+    for batches in (
         [TEXT[0]],
         [TEXT[0].tolist()],
         [{"input_ids": TEXT, "labels": TEXT + 1}],
@@ -321,12 +312,10 @@ class Rows:
         [[*ROWS.numpy()]],
         [{"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]}],
         Rows(),
-    ],
-)
-def test_forms_of_batches(batches):
-    model = tiny_model("llama")
-    found = scales_for(model, batches, recipe=FEW)
-    assert found in [scales_for(model, [rows], recipe=FEW) for rows in (TEXT, ROWS)]
+    ):
+        model = tiny_model("llama")
+        found = scales_for(model, batches, recipe=FEW)
+        assert found in [scales_for(model, [rows], recipe=FEW) for rows in (TEXT, ROWS)]
 
 
 def test_zeros_that_say_that_all_is_text():
@@ -346,9 +335,8 @@ def test_rows_that_are_skipped_whole_are_left_out():
         scales_for(model, [ROWS[:, :3]], recipe=recipe)
 
 
-@pytest.mark.parametrize(
-    ("batches", "words"),
-    [
+def test_what_would_be_misread_is_one_line():
+    for batches, words in (
         ([], "no token was read that counts"),
         ([[]], rf"{SHAPES}, got \[\]"),
         ([[[], [1, 2]]], rf"{SHAPES}, got \[\[\], \[1, 2"),
@@ -368,12 +356,10 @@ def test_rows_that_are_skipped_whole_are_left_out():
         ([ROWS, ROWS + 120], "batch 1: token id 2.. is not one of"),
         ([-ROWS], "batch 0: token id -"),
         ([torch.ones(300).int()], "300 tokens is longer than the model's 256"),
-    ],
-)
-def test_what_would_be_misread_is_one_line(batches, words):
-    model = tiny_model("llama")
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # which hides no argument
-    with pytest.raises(InputError, match=words) as refused:
-        scales_for(model, batches)
-    assert "\n" not in str(refused.value)
+    ):
+        model = tiny_model("llama")
+        # which hides no argument
+        model.forward = lambda *args, forward=model.forward, **kwargs: forward(*args, **kwargs)
+        with pytest.raises(InputError, match=words) as refused:
+            scales_for(model, batches)
+        assert "\n" not in str(refused.value)

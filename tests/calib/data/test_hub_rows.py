@@ -53,21 +53,18 @@ def test_the_order_of_rows_depends_on_the_seed_alone(repository, tmp_path):
         texts(seed=1)
 
 
-@pytest.mark.parametrize(
-    ("config", "split", "message"),
-    [
+def test_an_unknown_split_or_config_lists_the_legal_ones(repository):
+    for config, split, message in (
         ("big", "dev", "no split 'dev' in dataset '{}'; splits: test, train; choose one with `--set data.sp"),
         ("odd", None, "cannot choose a split of dataset '{}'; splits: night, day; choose one with"),
         ("no", None, "BuilderConfig 'no' not found. Available: ['big', 'odd', 'chat']; choose one"),
         (None, None, "Config name is missing. Please pick one among the available configs: ['big', "),
         (None, None, "'chat']; choose one with `--set data.config=NAME`"),
-    ],
-)
-def test_an_unknown_split_or_config_lists_the_legal_ones(repository, config, split, message):
-    with pytest.raises(InputError) as caught:
-        find_split(DataRecipe(dataset=repository, config=config, split=split))
-    assert message.format(repository) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(InputError) as caught:
+            find_split(DataRecipe(dataset=repository, config=config, split=split))
+        assert message.format(repository) in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def answer(kind, status):
@@ -92,9 +89,8 @@ ABSENT = (
 QUOTED = "dataset 'o/d' cannot be read: ", "; use another dataset or a local file"
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_what_the_hub_fails_with_is_one_line_that_says_what_to_do(monkeypatch):
+    for error, expected in (
         (ConnectionError("Couldn't reach 'o/d' on the Hub (LocalEntryNotFoundError)"), UNREACHABLE),
         (LocalEntryNotFoundError("not on disk"), UNREACHABLE),
         (FileNotFoundError("Couldn't find any data file at /x. LocalEntryNotFoundError: no"), UNREACHABLE),
@@ -106,19 +102,16 @@ QUOTED = "dataset 'o/d' cannot be read: ", "; use another dataset or a local fil
         (FileNotFoundError("Couldn't find any data file at /data/o/d."), ABSENT),
         (RuntimeError("Dataset scripts are no longer supported, but found d.py"), QUOTED),
         (ValueError("page " * 1000), QUOTED),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_the_hub_fails_with_is_one_line_that_says_what_to_do(error, expected, monkeypatch):
-    monkeypatch.setattr(datasets, "get_dataset_split_names", Mock(side_effect=error))
-    with pytest.raises(InputError) as caught:
-        find_split(DataRecipe(dataset="o/d"))
-    message, (begins, ends) = str(caught.value), expected
-    assert message.startswith(begins)
-    assert message.endswith(ends)
-    assert "\n" not in message
-    if expected in (GATED, ABSENT):
-        assert message == begins + ends
-    elif len(str(error)) < 100:
-        assert " ".join(str(error).split()) in message
-    assert len(message) < 400
+    ):
+        monkeypatch.setattr(datasets, "get_dataset_split_names", Mock(side_effect=error))
+        with pytest.raises(InputError) as caught:
+            find_split(DataRecipe(dataset="o/d"))
+        message, (begins, ends) = str(caught.value), expected
+        assert message.startswith(begins)
+        assert message.endswith(ends)
+        assert "\n" not in message
+        if expected in (GATED, ABSENT):
+            assert message == begins + ends
+        elif len(str(error)) < 100:
+            assert " ".join(str(error).split()) in message
+        assert len(message) < 400

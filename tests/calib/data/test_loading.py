@@ -59,20 +59,17 @@ def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
     assert other.fingerprint != loaded.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("dataset", "warning"),
-    [
+def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama):
+    for dataset, warning in (
         ("self", "'self' is text that the model made up"),
         ("random", "'random' is uniform random token ids, what vLLM's removed on-the-fly"),
-    ],
-)
-def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama, dataset, warning):
-    recipe = DataRecipe(dataset=dataset, column="text", samples=3, seq_len=8)
-    loaded = load_data(recipe, tokenizer, lambda: tiny_llama)
-    assert (len(loaded.samples), loaded.source) == (3, dataset)
-    assert loaded.warnings[0].startswith(f"dataset {warning}")
-    assert loaded.warnings[1] == f"data.column 'text' is ignored: dataset '{dataset}' has none"
-    assert loaded == load_data(recipe, tokenizer, lambda: tiny_llama)
+    ):
+        recipe = DataRecipe(dataset=dataset, column="text", samples=3, seq_len=8)
+        loaded = load_data(recipe, tokenizer, lambda: tiny_llama)
+        assert (len(loaded.samples), loaded.source) == (3, dataset)
+        assert loaded.warnings[0].startswith(f"dataset {warning}")
+        assert loaded.warnings[1] == f"data.column 'text' is ignored: dataset '{dataset}' has none"
+        assert loaded == load_data(recipe, tokenizer, lambda: tiny_llama)
 
 
 def test_the_fingerprint_is_the_sha256_of_lengths_and_ids():

@@ -24,19 +24,16 @@ def write(path, text):
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "rows"),
-    [
+def test_text_and_json(tmp_path):
+    for name, text, rows in (
         # U+2028 ends a line for str.splitlines, but not in JSON lines
         ("a.jsonl", '\ufeff{"text": "a\u2028b"}\n\n"b"\r\n{"n": 1}', [{"text": "a\u2028b"}, "b", {"n": 1}]),
         ("a.json", '[{"text": "a"},\n "b"]', [{"text": "a"}, "b"]),
         ("a.json", '{"text": "a"}', [{"text": "a"}]),
         ("a.json", '{"text": "a"}\n{"text": "b"}\n', [{"text": "a"}, {"text": "b"}]),
         ("a.txt", "one\n\ntwo\n", ["one\n\ntwo\n"]),
-    ],
-)
-def test_text_and_json(name, text, rows, tmp_path):
-    assert rows_of(write(tmp_path / name, text)) == rows
+    ):
+        assert rows_of(write(tmp_path / name, text)) == rows
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 40])
@@ -67,9 +64,8 @@ def test_a_directory_is_its_readable_files_by_name_and_every_row_says_where_it_i
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_a_broken_file_is_named_with_its_place(tmp_path):
+    for name, text, message in (
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value"),
         ("a.jsonl", "{}\n[1]\n", "a.jsonl, line 2: expected an object or a string, got list"),
         ("a.json", '[{},\n {"text" 1}]', "a.json, line 2: not valid JSON (Expecting ':' delimiter)"),
@@ -79,14 +75,12 @@ def test_a_directory_is_its_readable_files_by_name_and_every_row_says_where_it_i
         ("a.json", "1" * 5000, "a.json: cannot be read (a number has too many digits)"),
         ("a.csv", "text\na\n", "unsupported extension; supported: .jsonl, .json, .parquet, .txt"),
         ("a.txt", b"caf\xe9", "a.txt: not UTF-8 text (byte 3); convert it first"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_place(tmp_path, name, text, message):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError) as caught:
-        rows_of(tmp_path / name)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(InputError) as caught:
+            rows_of(tmp_path / name)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_paths_look_local_and_hub_ids_do_not(tmp_path, monkeypatch):

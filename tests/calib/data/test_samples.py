@@ -15,9 +15,8 @@ ROLES = [("system", "s"), ("user", "h"), ("assistant", "g"), ("tool", "t")]
 FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
 
 
-@pytest.mark.parametrize(
-    ("row", "column", "document"),
-    [
+def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name():
+    for row, column, document in (
         ("bare", None, "bare"),
         ({"prompt": "p", "text": "t", "messages": CHAT}, None, CHAT),
         ({"content": "c", "text": "t"}, None, "t"),
@@ -31,28 +30,23 @@ FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
         ({"text": "t", "talk": CHAT}, "talk", CHAT),
         ({"conversations": SHAREGPT}, None, [{"role": role, "content": text} for role, text in ROLES]),
         ({"messages": [FILLED]}, None, [{"role": "assistant", "content": None, "name": "x"}]),
-    ],
-)
-def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name(row, column, document):
-    assert find_document(row, column) == document
+    ):
+        assert find_document(row, column) == document
 
 
-@pytest.mark.parametrize(
-    ("row", "column", "message"),
-    [
+def test_an_unusable_row_says_what_it_has_and_what_to_do():
+    for row, column, message in (
         ({"a": "x", "b": "y"}, "c", NO_COLUMN),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
         ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
         ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
         ({}, None, "the row holds nothing"),
         ({"messages": [{"from": ["x"], "value": "y"}]}, None, "it needs role and content, or"),
-    ],
-)
-def test_an_unusable_row_says_what_it_has_and_what_to_do(row, column, message):
-    with pytest.raises(InputError) as caught:
-        find_document(row, column)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(InputError) as caught:
+            find_document(row, column)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def text_parts(*texts):
@@ -110,41 +104,35 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     )
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
+def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer):
+    for written, expected in (
         ("{{ '' + m.content }}", "q\nmore"),
         ("{{ m.content | trim }}", "q\nmore"),  # Llama 3's way, which writes a list as Python does
         ("{% for part in m.content %}{% if part.text %}{{ part.text }}{% endif %}{% endfor %}", "qmore"),
-    ],
-)
-def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, written, expected):
-    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + written + "{% endfor %}"
-    tokenizer = byte_tokenizer(chat_template=template)
-    chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
-    (ids,), warnings, _ = tokenize([{"messages": chat}], tokenizer, recipe_of(samples=1))
-    assert tokenizer.decode(ids) == f"<|user|>{expected}<|assistant|>yo"
-    assert warnings == ()
+    ):
+        template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + written + "{% endfor %}"
+        tokenizer = byte_tokenizer(chat_template=template)
+        chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
+        (ids,), warnings, _ = tokenize([{"messages": chat}], tokenizer, recipe_of(samples=1))
+        assert tokenizer.decode(ids) == f"<|user|>{expected}<|assistant|>yo"
+        assert warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
+def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer):
+    for content, reason in (
         ([{"type": "image_url", "image_url": {}}, *text_parts("q")], "a part of type 'image_url'"),
         ([{"type": "image", "text": "a cat"}], "a part of type 'image'"),
         ([{"type": "text", "text": None}], "a part of type 'text' without text"),
         (["q"], "neither text nor parts"),
         ({"text": "q"}, "neither text nor parts"),
-    ],
-)
-def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
-    row = {"messages": [{"role": "user", "content": content}]}
-    # the last one is not read
-    samples, (warning,), _ = tokenize([{"text": "a"}, row, row, "b", row], tokenizer, recipe_of())
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
-    assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
-    assert "a.jsonl, line 2: " in warning
-    assert reason in warning
+    ):
+        row = {"messages": [{"role": "user", "content": content}]}
+        # the last one is not read
+        samples, (warning,), _ = tokenize([{"text": "a"}, row, row, "b", row], tokenizer, recipe_of())
+        assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
+        assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
+        assert "a.jsonl, line 2: " in warning
+        assert reason in warning
 
 
 EMPTY = r"^dataset 'd' is empty: no row holds any text; use "
@@ -153,9 +141,8 @@ ALL_REFUSED = r"refused every chat of dataset 'd' \(System role not supported\);
 HALF = r"^a\.jsonl, line 2: .*surrogate.*remove the row$"
 
 
-@pytest.mark.parametrize(
-    ("rows", "message", "left"),
-    [
+def test_data_without_text_or_with_damage_is_an_error_and_read_no_further(tokenizer):
+    for rows, message, left in (
         ([], EMPTY, 0),
         (["", " \n"], EMPTY, 0),
         ([{"text": None}], EMPTY, 0),
@@ -164,11 +151,8 @@ HALF = r"^a\.jsonl, line 2: .*surrogate.*remove the row$"
         ([{"messages": SYSTEM}] * TOO_MANY, ALL_REFUSED, 5),
         (["a", "\ud800", "b"], HALF, 1),
         (["a", {"messages": [{"role": "user", "content": "x\udfff"}]}, "b"], HALF, 1),
-    ],
-    ids=range(8),
-)
-def test_data_without_text_or_with_damage_is_an_error_and_read_no_further(tokenizer, rows, message, left):
-    rows = iter(rows)
-    with pytest.raises(InputError, match=message):
-        tokenize(rows, tokenizer, recipe_of())
-    assert len(list(rows)) == left
+    ):
+        rows = iter(rows)
+        with pytest.raises(InputError, match=message):
+            tokenize(rows, tokenizer, recipe_of())
+        assert len(list(rows)) == left

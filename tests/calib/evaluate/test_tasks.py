@@ -136,9 +136,8 @@ def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(setup, tas
 GOOD = "task: x\noutput_type: multiple_choice\ntest_split: test\ndataset_path: "
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_files_that_are_no_tasks(tmp_path):
+    for text, problem in (
         ("hello: 1", "is not a task of lm-eval: it has no `task:` name"),
         ("- task", "is not a task of lm-eval"),
         ("task: [x", "cannot read"),
@@ -147,14 +146,12 @@ GOOD = "task: x\noutput_type: multiple_choice\ntest_split: test\ndataset_path: "
         ("task: x\ndoc_to_text: !function gone.function", "Cannot import module 'gone'"),
         (f"{GOOD}json\ndataset_kwargs: {{data_files: {{test: gone.json}}}}", "gone.json"),
         (f"{GOOD}org/gone", "the dataset of task .* cannot be reached .* YAML file"),
-    ],
-)
-def test_files_that_are_no_tasks(text, problem, tmp_path):
-    file = tmp_path / "task.yaml"
-    file.write_text(text)
-    with pytest.raises(InputError, match=problem) as caught:
-        find_tasks([str(file)])
-    assert "\n" not in str(caught.value)
+    ):
+        file = tmp_path / "task.yaml"
+        file.write_text(text)
+        with pytest.raises(InputError, match=problem) as caught:
+            find_tasks([str(file)])
+        assert "\n" not in str(caught.value)
 
 
 def test_tasks_that_cannot_be_given(setup, task_files, tmp_path, monkeypatch):

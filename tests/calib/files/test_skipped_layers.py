@@ -34,9 +34,8 @@ def test_both_lists_are_read(tmp_path):
     assert read_scales(directory).fp8_dtype == "e4m3fn"
 
 
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
+def test_what_is_not_known_is_refused(tmp_path):
+    for document, words in (
         ({"kv_cache_dtype_skip_layers": "sliding_window"}, "is 'sliding_window'; it is a list of layer indi"),
         ({"kv_cache_dtype_skip_layers": [2]}, r"is \[2\]; it is a list of layer indices, 0 to 1"),
         ({"kv_cache_dtype_skip_layers": [True]}, r"is \[True\]"),
@@ -45,11 +44,9 @@ def test_both_lists_are_read(tmp_path):
         ({"config": modelopt({"model.layers.0.self_attn": {"quant_algo": "NVFP4"}})}, "in 'NVFP4'; only lay"),
         ({"config": modelopt({"lm_head": FP8})}, "has 'lm_head' in 'FP8'"),
         ({"config": modelopt({"model.layers.0.self_attn": FP8}, schema=2)}, "schema 2; only a map of schema"),
-    ],
-)
-def test_what_is_not_known_is_refused(document, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        skipped_layers(open_model_directory(model(tmp_path, **document)))
+    ):
+        with pytest.raises(InputError, match=words):
+            skipped_layers(open_model_directory(model(tmp_path, **document)))
 
 
 def test_vllm_leaves_them_out_unless_its_user_names_others(tmp_path, caplog, monkeypatch):

@@ -112,9 +112,8 @@ def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
         read_scales(directory)
 
 
-@pytest.mark.parametrize(
-    ("scales", "message"),
-    [
+def test_what_no_engine_can_use_is_a_problem(tmp_path):
+    for scales, message in (
         (layers(k=float("nan")), "K scales are NaN in layers 0, 1"),
         (layers(v=float("inf")), "V scales are infinite in layers 0, 1"),
         (layers(k=0.0, count=1), "K scales are zero in layer 0"),
@@ -124,12 +123,10 @@ def test_a_json_file_beside_tensors_holds_the_larger(tmp_path):
         (layers(k=1.0), "K scales are all 1.0: nothing was measured"),
         ({k: t for k, t in layers().items() if "v_" not in k}, "2 layers have a K scale and no V"),
         ({k: t for k, t in layers().items() if "k_" not in k}, "2 layers have a V scale and no K"),
-    ],
-)  # fmt: skip
-def test_what_no_engine_can_use_is_a_problem(scales, message, tmp_path):
-    (problem,) = read_scales(write(tmp_path, scales)).problems
-    assert message in problem
-    assert is_usable((1e-20, 1e6)), "the extremes that a model may need"
+    ):
+        (problem,) = read_scales(write(tmp_path, scales)).problems
+        assert message in problem
+        assert is_usable((1e-20, 1e6)), "the extremes that a model may need"
 
 
 def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):

@@ -22,21 +22,18 @@ def holds(output, name):
         return any(key.endswith(f".0.{name}") for key in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize(
-    ("family", "engine", "name"),
-    [
+def test_an_output_loads_in_the_engine_that_its_format_is_for(tmp_path):
+    for family, engine, name in (
         ("llama", "sglang", PLAIN),
         ("qwen2", "sglang", INNER),
         ("qwen3_moe", "vllm", PLAIN),
         ("gpt2", "sglang", "attn.attn.k_scale"),
         ("llama4", "vllm", PLAIN),
-    ],
-)
-def test_an_output_loads_in_the_engine_that_its_format_is_for(family, engine, name, tmp_path):
-    out = tmp_path / "out"
-    succeeded(calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet"))
-    assert holds(out, name)
-    ran("verify", out, "--engine", engine)
+    ):
+        out = tmp_path / f"{family}-out"
+        succeeded(calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet"))
+        assert holds(out, name)
+        ran("verify", out, "--engine", engine)
 
 
 def test_where_nothing_loads_is_said_before_measuring(tmp_path, monkeypatch):

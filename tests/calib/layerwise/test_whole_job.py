@@ -38,9 +38,8 @@ def resolve(tiny_directory, monkeypatch):
     return resolve
 
 
-@pytest.mark.parametrize(
-    ("weights", "changes", "expected"),
-    [
+def test_auto_is_layerwise_where_the_weights_do_not_fit(resolve):
+    for weights, changes, expected in (
         (5 * GIB, {}, "none"),
         (9.5 * GIB, {}, "layerwise"),
         (5 * GIB, {"max_memory": "6GiB"}, "layerwise"),
@@ -48,10 +47,8 @@ def resolve(tiny_directory, monkeypatch):
         (50 * GIB, {"offload": "none"}, "none"),
         (1, {"offload": "layerwise"}, "layerwise"),
         (1 * GIB, {"data.dataset": "self"}, "none"),
-    ],
-)
-def test_auto_is_layerwise_where_the_weights_do_not_fit(weights, changes, expected, resolve):
-    assert resolve(weights, **changes) == expected
+    ):
+        assert resolve(weights, **changes) == expected
 
 
 def test_what_cannot_stay_in_memory_and_must_is_refused_and_quantised_weights_stay(resolve, tiny_directory):
@@ -127,19 +124,16 @@ def test_a_job_gives_the_same_statistics_and_says_how_it_ran(tiny_directory, tmp
     assert {path.name for path in tmp_path.iterdir()} == {*outs, tiny_directory.name}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "phrase"),
-    [
+def test_mistakes_are_one_line(tiny_directory, tmp_path):
+    for arguments, phrase in (
         (("--max-memory", "8 elephants"), "'8 elephants' is not an amount of memory"),
         (("--max-memory", "10MiB"), "10MiB of memory is too little"),
         (("--max-memory", "10MiB", "--offload", "none"), "use --offload layerwise"),
         (("--offload", "layerwise", "--dataset", "self"), "builtin:python-docs"),
         (("--offload", "layerwise", "--resume"), "saves no progress; leave --resume away"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, phrase, tiny_directory, tmp_path):
-    one_line_error(fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *arguments), phrase)
-    assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
+    ):
+        one_line_error(fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *arguments), phrase)
+        assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
 
 
 # in a new process: a fork has free memory of its parent's, which is not counted

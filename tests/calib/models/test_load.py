@@ -43,17 +43,14 @@ def test_a_model_loads_with_every_weight_in_its_dtype_or_the_users(tiny_director
     assert load(tiny_directory, dtype="bfloat16").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_what_is_no_directory():
+    for name, said in (
         *((n, f"model '{n}' does not exist; give a local directory") for n in ("./gone", "~/gone", "a/b/c")),
         (__file__, "is a file; give the directory"),
         ("builtin:gpt5", "no model 'builtin:gpt5'; built in: builtin:smollm2"),
-    ],
-)
-def test_what_is_no_directory(name, said):
-    with pytest.raises(InputError, match=said):
-        find_model(name)
+    ):
+        with pytest.raises(InputError, match=said):
+            find_model(name)
 
 
 def test_what_is_no_decoder(tiny_directory):
@@ -95,45 +92,39 @@ def test_norms_of_another_architecture_and_a_bias_that_the_config_makes_no_use_o
     refused(directory, "norm.weight', which its config.json does not use")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_tokenizer_file_that_holds_none(tiny_directory):
+    for text, message in (
         ("{}", "holds no tokenizer: it has no model with a vocab; download it again"),
         ('{"added_tokens": [], "model": {}}', "holds no tokenizer"),
         ("", "tokenizer.json' is not JSON"),
         ("[]", "tokenizer.json' must hold a JSON object, got list"),
         ('{"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": -1}}}', "cannot load the"),
         (None, "cannot load the tokenizer"),
-    ],
-)
-def test_a_tokenizer_file_that_holds_none(text, message, tiny_directory):
-    file = tiny_directory / "tokenizer.json"
-    if text is None:
-        file.unlink()
-        file.with_name("tokenizer_config.json").unlink()
-    else:
-        file.write_text(text)
-    with pytest.raises(InputError, match=message):
-        load_tokenizer(find_model(str(tiny_directory)))
+    ):
+        file = tiny_directory / "tokenizer.json"
+        if text is None:
+            file.unlink()
+            file.with_name("tokenizer_config.json").unlink()
+        else:
+            file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_tokenizer(find_model(str(tiny_directory)))
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
+def test_a_model_without_attention(tmp_path):
+    for family, options in (
         ("mamba", {}),
         ("rwkv", {"attention_hidden_size": 64}),
         ("jamba", {"num_experts": 2, "attn_layer_period": 8, "attn_layer_offset": 7}),
-    ],
-)
-def test_a_model_without_attention(family, options, tmp_path):
-    config = AutoConfig.for_model(family, num_hidden_layers=3, **options)
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    said = f"no layer of {name} attends: .* so it has no KV cache to calibrate"
-    with pytest.raises(UnsupportedModelError, match=said):
-        check_cacheable(config, {"architectures": [name]})
-    config.architectures = [name]
-    config.save_pretrained(tmp_path)
-    one_line_error(fp8kv("bench", tmp_path), f"no layer of {name} attends")
+    ):
+        config = AutoConfig.for_model(family, num_hidden_layers=3, **options)
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+        said = f"no layer of {name} attends: .* so it has no KV cache to calibrate"
+        with pytest.raises(UnsupportedModelError, match=said):
+            check_cacheable(config, {"architectures": [name]})
+        config.architectures = [name]
+        config.save_pretrained(tmp_path)
+        one_line_error(fp8kv("bench", tmp_path), f"no layer of {name} attends")
 
 
 def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
@@ -141,22 +132,19 @@ def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
     refused(tiny_directory, "torch sees no GPU", device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
+def test_what_the_hub_says_in_words(monkeypatch):
+    for kind, message in (
         (errors.GatedRepoError, "is gated: accept its terms at https://huggingface.co/org/name"),
         (errors.RepositoryNotFoundError, "is neither a directory nor a model on the Hub"),
         (errors.HfHubHTTPError, "the Hub cannot be reached .*try builtin:smollm2"),
         (OSError, "the Hub cannot be reached .no route"),
-    ],
-)
-def test_what_the_hub_says_in_words(kind, message, monkeypatch):
-    response = SimpleNamespace(headers={}, request=None, status_code=403)
-    error = OSError("no route") if kind is OSError else kind("refused", response=response)
-    monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=error))
-    with pytest.raises(InputError, match=message) as caught:
-        find_model("org/name")
-    assert "\n" not in str(caught.value)
+    ):
+        response = SimpleNamespace(headers={}, request=None, status_code=403)
+        error = OSError("no route") if kind is OSError else kind("refused", response=response)
+        monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=error))
+        with pytest.raises(InputError, match=message) as caught:
+            find_model("org/name")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_directory):
@@ -298,9 +286,8 @@ def test_a_size_that_no_model_has(key, edit):
         refused_by_bench_too(edit(**{key: value}), said)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_values_that_make_no_sense(edit):
+    for changes, said in (
         ({"vision_config": {"num_hidden_layers": 10**9}}, "has num_hidden_layers 1000000000; it must be"),
         ({"num_key_value_heads": 3}, "has 4 attention heads, which 3 key-value heads cannot share equally"),
         ({"rope_parameters": "none"}, "config"),
@@ -311,10 +298,8 @@ def test_a_size_that_no_model_has(key, edit):
         # which is seen in the weights alone
         ({"vocab_size": 130}, r"' is \[128, 64\] in the .* wants \[130, 64\]"),
         ({"num_key_value_heads": 4}, r"[kv]_proj.weight' is \[32, 64\] .* wants \[64, 64\]"),
-    ],
-)
-def test_values_that_make_no_sense(changes, said, edit):
-    refused_by_bench_too(edit(**changes), said, by_bench="wants" not in said)
+    ):
+        refused_by_bench_too(edit(**changes), said, by_bench="wants" not in said)
 
 
 def test_architectures_are_a_list_of_names_or_one(edit):

@@ -107,30 +107,27 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     assert "warning: K scales are all 1.0: nothing was measured" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "to", "fp8_dtype", "ways_out"),
-    [
+def test_a_refusal_names_flags_that_the_command_has(per_head, tmp_path):
+    for command, to, fp8_dtype, ways_out in (
         (CONVERT, "tgi", "e4m3fn", "Use --reduce max, or --to vllm or aphrodite"),
         ("repair {} --stats {}", "tgi", "e4m3fn", "holds no query scales. Use --to vllm"),
         ("repair {} --stats {}", "vllm", "e4m3fnuz", "Use --to tgi"),
         (CONVERT, "vllm", "e4m3fnuz", "Use --to tgi"),
         (CONVERT, "tgi", "e5m2", "scales; these are for e5m2. Use a new calibration in format"),
         (CONVERT, "tgi", "9", "kv_cache_torch_dtype of config.json is 'float8_9'"),
-    ],
-)
-def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways_out, per_head, tmp_path):
-    source = shutil.copytree(per_head, tmp_path / "source")
-    config = config_of(source)
-    if fp8_dtype != "e4m3fn":
-        config |= {"kv_cache_torch_dtype": f"float8_{fp8_dtype}"}
-        config["quantization_config"].pop("kv_cache_scheme")
-        edit_json(source / "config.json", **config)
-    words = command.replace("{}", str(source)).split()
-    done = fp8kv(*words, "--to", to, "-o", tmp_path / "out")
-    one_line_error(done, ways_out)
-    named = set(re.findall(r"--[a-z][a-z0-9-]*", done.stderr))
-    assert named <= set(re.findall(r"--[a-z][a-z0-9-]*", fp8kv(words[0], "--help").stdout))
-    assert not (tmp_path / "out").exists()
+    ):
+        source = shutil.copytree(per_head, tmp_path / "source", dirs_exist_ok=True)
+        config = config_of(source)
+        if fp8_dtype != "e4m3fn":
+            config |= {"kv_cache_torch_dtype": f"float8_{fp8_dtype}"}
+            config["quantization_config"].pop("kv_cache_scheme")
+            edit_json(source / "config.json", **config)
+        words = command.replace("{}", str(source)).split()
+        done = fp8kv(*words, "--to", to, "-o", tmp_path / "out")
+        one_line_error(done, ways_out)
+        named = set(re.findall(r"--[a-z][a-z0-9-]*", done.stderr))
+        assert named <= set(re.findall(r"--[a-z][a-z0-9-]*", fp8kv(words[0], "--help").stdout))
+        assert not (tmp_path / "out").exists()
 
 
 def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_path):
