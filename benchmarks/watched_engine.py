@@ -67,7 +67,7 @@ class Engine:
         plugin.register_vllm()
         self.directory, self.out, self.llm = directory, out, start(directory, **SMALL | options)
         (self.runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
-        self.watch, self.writes = self.runner.fp8kv_harvest, Writes()
+        self.watch, self.writes = getattr(self.runner, "fp8kv_harvest", None), Writes()
 
     def begin(self) -> harvest.Harvest:
         """Count anew, as in an engine that has just started."""
