@@ -94,8 +94,8 @@ class Engine:
     def text(self) -> str:
         """Return what it writes, greedily, without what it remembers of earlier prompts."""
         self.llm.reset_prefix_cache()
-        prompt = "Rome was built on seven hills, and its empire lasted for centuries. " * 4
-        return generate(self.llm, prompt, temperature=0, max_tokens=24).outputs[0].text
+        prompt = "Rome was built on seven hills, and its empire lasted for centuries. Its roads"
+        return generate(self.llm, prompt, temperature=0, max_tokens=24, ignore_eos=True).outputs[0].text
 
     def is_counted(self) -> tuple[bool, str]:
         """Return whether each code that was written was counted once."""

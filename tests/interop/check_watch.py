@@ -99,6 +99,13 @@ def check_counts(engine: Engine, rows: list[list[int]]) -> Iterator[Check]:
     right, seen = engine.is_counted()
     is_right = right and (watch.tokens, min(writes.calls.values())) == (512 + 8, 2 + 8)
     yield "a prompt in parts: each code counted once", is_right, seen
+    watch.write()
+    ratios, scales = [], load_scales(engine.directory).layers
+    for name, layer in load_stats(engine.out / STATS_FILE).layers.items():
+        largest, end = writes.amax[name], 448 * torch.stack([scales[name].k, scales[name].v])[..., None]
+        ratios.append((torch.stack([layer.k.amax, layer.v.amax]) / largest)[largest < end])
+    ends = min(x.min() for x in ratios), max(x.max() for x in ratios)
+    yield "the largest values are at most a code too large", 0.9999 < ends[0] <= ends[1] < 1.13, ends
     watch = engine.begin()
     generate(engine.llm, {"prompt_token_ids": rows[0]}, temperature=0, max_tokens=9, ignore_eos=True)
     right, seen = engine.is_counted()
