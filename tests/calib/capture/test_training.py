@@ -300,18 +300,14 @@ class Rows:
 
 def test_forms_of_batches():
     for batches in (
-        [TEXT[0]],
-        [TEXT[0].tolist()],
+        *([TEXT[0]], [TEXT[0].tolist()], [ROWS.numpy()], [[*ROWS.numpy()]], Rows()),
         [{"input_ids": TEXT, "labels": TEXT + 1}],
         [UserDict(input_ids=TEXT.tolist(), attention_mask=None)],
         [{"input_ids": LEFT, "attention_mask": REAL}],
         [{"input_ids": LEFT, "attention_mask": REAL, "position_ids": POSITIONS, "rewards": [1.0]}],
         [{"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()}],
         [Batch(TEXT, torch.ones_like(TEXT), sample_ids=(0,), first_token=0)],
-        [ROWS.numpy()],
-        [[*ROWS.numpy()]],
         [{"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]}],
-        Rows(),
     ):
         model = tiny_model("llama")
         found = scales_for(model, batches, recipe=FEW)

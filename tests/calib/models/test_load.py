@@ -158,24 +158,22 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
     assert find_model("org/name").path == tiny_directory
 
 
-@pytest.mark.parametrize(
-    ("file", "changes", "said"),
-    [
+def test_nonsense_that_loading_or_running_shows_is_one_line(edit, tmp_path):
+    for file, changes, said in (
         ("tokenizer_config.json", [], "cannot load"),
         ("tokenizer_config.json", {"tokenizer_class": 3}, "cannot load"),
         ("generation_config.json", [], "cannot load"),
         ("config.json", {"pad_token_id": 10**6}, "no model"),
         ("config.json", {"attn_implementation": "flash_attention_2"}, "no model"),
         ("config.json", {"model_type": "mistral", "sliding_window": -1}, "cannot run"),
-    ],
-)
-def test_nonsense_that_loading_or_running_shows_is_one_line(file, changes, said, tiny_directory, tmp_path):
-    if changes == []:
-        (tiny_directory / file).write_text("[]")
-    else:
-        edit_json(tiny_directory / file, **changes)
-    where = [str(tiny_directory)] if said == "cannot load" else []
-    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), said, *where)
+    ):
+        directory = edit()
+        if changes == []:
+            (directory / file).write_text("[]")
+        else:
+            edit_json(directory / file, **changes)
+        where = [str(directory)] if said == "cannot load" else []
+        one_line_error(calibrate(directory, "-o", tmp_path / "out"), said, *where)
 
 
 def test_the_librarys_bar_of_gguf_is_hidden(capfd):
@@ -207,22 +205,18 @@ def run(tiny_directory, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("command", "rows"),
-    [
+def test_tokens_that_have_no_row_are_refused_before_the_model_runs(run, tmp_path, monkeypatch):
+    for command, rows in (
         (("calibrate", *FLAGS), ["w5 w6 w7", "w5 w128 w7"]),
         (("calibrate", *FLAGS, "--offload", "layerwise"), ["w5 w6 w7", "w5 <new> w7"]),
         (("generate", "w5 <new> w7", "--scales", "none", "--device", "cpu"), []),
         (("eval", "--device", "cpu"), [f"w5 w{number} <new> " * 200 for number in range(3, 100)]),
-    ],
-    ids=["calibrate", "layerwise", "generate", "eval"],
-)
-def test_tokens_that_have_no_row_are_refused_before_the_model_runs(command, rows, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
-    output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
-    done = run(*command, *output, rows=rows)
-    one_line_error(done, "130 tokens", "128 rows", "token id")
-    assert not (tmp_path / "out").exists()
+    ):
+        monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
+        output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
+        done = run(*command, *output, rows=rows)
+        one_line_error(done, "130 tokens", "128 rows", "token id")
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("offload", ["none", "layerwise"])
@@ -310,23 +304,20 @@ def test_architectures_are_a_list_of_names_or_one(edit):
         one_line_error(done, said)
 
 
-@pytest.mark.parametrize(
-    ("count", "weights"),
-    [
+def test_other_stacks_may_have_any_number_of_layers():
+    for count, weights in (
         (2, ["model.layers.1.x", "mtp.layers.0.x"]),  # of Qwen3-Next; DeepSeek has the next
         (2, ["model.layers.1.x", "model.layers.2.x", "model.layers.2.eh_proj.weight"]),
         (2, ["model.language_model.layers.1.x", "model.vision_tower.encoder.layers.5.x"]),
         (2, ["model.decoder.layers.1.x", "model.encoder.layers.5.x"]),
         (2, ["model.layers.1.x", "model.layers.2.self_attn.k_scale"]),  # stale scales
         (12, ["encoder.albert_layer_groups.0.x"]),  # shared by all: no stack of a decoder
-    ],
-)
-def test_other_stacks_may_have_any_number_of_layers(count, weights):
-    config = {"num_hidden_layers": count}
-    check_layers(Path("model"), config, weights)
-    if count == 2:
-        with pytest.raises(InputError, match="says num_hidden_layers 2, but .* have 4 layers"):
-            check_layers(Path("model"), config, [name.replace("rs.1.x", "rs.3.x") for name in weights])
+    ):
+        config = {"num_hidden_layers": count}
+        check_layers(Path("model"), config, weights)
+        if count == 2:
+            with pytest.raises(InputError, match="says num_hidden_layers 2, but .* have 4 layers"):
+                check_layers(Path("model"), config, [name.replace("rs.1.x", "rs.3.x") for name in weights])
 
 
 NONSENSE = [
@@ -339,9 +330,8 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_every_command_refuses(edit, calibration, tmp_path):
+    for command in (
         ("calibrate", "MODEL", "-o", "OUT", *SMALL),
         ("calibrate", "MODEL", "-o", "OUT", *SMALL, "--offload", "layerwise"),
         ("eval", "MODEL", "--dataset", "builtin:python-docs", "--device", "cpu"),
@@ -352,23 +342,23 @@ NONSENSE = [
         ("bake", "MODEL", "--scales", "SCALES", "-o", "OUT", "--for", "fp8"),
         ("apply", "SCALES", "MODEL", "-o", "OUT"),
         ("verify", "SCALES", "--served", "http://127.0.0.1:9", "--model", "MODEL"),
-    ],
-    ids=lambda command: " ".join(command[:1] + command[-1:]),
-)
-def test_every_command_refuses(command, edit, calibration, tmp_path):
-    nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:3]
-    if command[0] in ("calibrate", "eval", "generate", "stress"):
-        nonsense = [*nonsense, ('"quantization_config": {"quant_method": "petit"}', "give the model it was")]
-    for text, said in nonsense:
-        model = edit()
-        document = json.loads((model / "config.json").read_text())
-        if "twice" not in said:
-            document.pop(text.split('"')[1], None)
-        inner = json.dumps(document).removesuffix("}")
-        (model / "config.json").write_text(f"{inner}, {text}}}")
-        names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}
-        one_line_error(fp8kv(*(names.get(word, word) for word in command)), said)
-        assert not (tmp_path / "out").exists()
+    ):
+        nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:3]
+        if command[0] in ("calibrate", "eval", "generate", "stress"):
+            nonsense = [
+                *nonsense,
+                ('"quantization_config": {"quant_method": "petit"}', "give the model it was"),
+            ]
+        for text, said in nonsense:
+            model = edit()
+            document = json.loads((model / "config.json").read_text())
+            if "twice" not in said:
+                document.pop(text.split('"')[1], None)
+            inner = json.dumps(document).removesuffix("}")
+            (model / "config.json").write_text(f"{inner}, {text}}}")
+            names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}
+            one_line_error(fp8kv(*(names.get(word, word) for word in command)), said)
+            assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("weight_map", [{"a": ["x"]}, {"a": 5}, [1]])

@@ -204,9 +204,8 @@ def test_a_twin_for_a_stress_test_is_not_made_of_codes_that_can_be_read_either(t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_quantisation_that_nothing_here_undoes(tiny_directory):
+    for config in (
         {"quantization_config": W4A8},
         {"quantization_config": {"quant_method": "modelopt", "quantization": W4A8}},
         {"quantization_config": {**MODELOPT, "quant_method": "modelopt_fp4"}},
@@ -215,14 +214,13 @@ def test_a_twin_for_a_stress_test_is_not_made_of_codes_that_can_be_read_either(t
         {"quantization_config": {"quant_method": ["fp8"]}},
         {"compression_config": {"config_groups": {"group_0": {"targets": ["Linear"]}}}},
         {"compression_config": {"quant_method": "fp8"}},
-    ],
-)
-def test_quantisation_that_nothing_here_undoes(tiny_directory, config):
-    edit_json(tiny_directory / "config.json", **config)
-    refused(tiny_directory, f"'{tiny_directory}' are quantised.*{next(iter(config))}")
-    edit_json(tiny_directory / "config.json", **dict.fromkeys(config))
-    (tiny_directory / "hf_quant_config.json").write_text(json.dumps({"quantization": W4A8}))
-    refused(tiny_directory, r"are quantised.*hf_quant_config.json.*give the model it was made from")
+    ):
+        edit_json(tiny_directory / "config.json", **config)
+        refused(tiny_directory, f"'{tiny_directory}' are quantised.*{next(iter(config))}")
+        edit_json(tiny_directory / "config.json", **dict.fromkeys(config))
+        (tiny_directory / "hf_quant_config.json").write_text(json.dumps({"quantization": W4A8}))
+        refused(tiny_directory, r"are quantised.*hf_quant_config.json.*give the model it was made from")
+        (tiny_directory / "hf_quant_config.json").unlink()
 
 
 SCALES = ["weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale", "pre_quant_scale"]
