@@ -21,12 +21,8 @@ def demo(smollm2_directory, tmp_path_factory):
     return run("builtin:smollm2", load_recipe(None, DEMO), tmp_path_factory.mktemp("demo") / "out")
 
 
-@pytest.fixture(scope="module")
-def model(smollm2_directory):
-    return AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype="float32").eval()
-
-
-def test_every_amax_is_that_of_plain_transformers_forwards(demo, model, smollm2_directory):
+def test_every_amax_is_that_of_plain_transformers_forwards(demo, smollm2_directory):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_directory)
     data = load_data(demo.recipe.data, tokenizer, lambda: model)
     caches = [DynamicCache() for _ in range(2)]

@@ -22,13 +22,9 @@ def recipe(**changes):
     return load_recipe(None, {**SMALL, **{k.replace("__", "."): v for k, v in changes.items()}})
 
 
-@pytest.fixture(scope="module")
-def result(model, tmp_path_factory):
+def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(model, tmp_path):
     asked = recipe(strategy="attn_head", observer__name="mse", targets="qkv")
-    return run(str(model), asked, tmp_path_factory.mktemp("first") / "out")
-
-
-def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(result, model, tmp_path):
+    result = run(str(model), asked, tmp_path / "out")
     names = "README.md config.json fp8kv_calibration.json fp8kv_source generation_config.json tokenizer.json "
     names += "model-00001-of-00001.safetensors model.safetensors.index.json tokenizer_config.json"
     assert {path.name for path in result.output.iterdir()} == {*names.split(), SCALES, STATS_FILE}

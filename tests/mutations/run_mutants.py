@@ -169,12 +169,8 @@ def start_worker(trees) -> None:
     TREE = trees.get()
     os.environ |= {"FP8KV_FAILED": str(TREE / "failed"), "FP8KV_SECONDS": str(SECONDS)}
     os.environ |= {"PYTHONPATH": f"{TREE}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "TRITON_INTERPRET": "1",
-        "COLUMNS": "200",
-    }
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    os.environ |= offline | {"TRITON_INTERPRET": "1", "COLUMNS": "200"}
     os.chdir(TREE)
     sys.path[:0] = [str(HERE), str(TREE)]
     import datasets  # noqa: F401

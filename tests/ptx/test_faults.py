@@ -43,9 +43,8 @@ def test_faults_in_shared_memory(right, removed, message):
         run(ADDRESS + OTHER + without_last(right, removed), got, numbers, threads=64, shared=256)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+def test_faults():
+    for body, message in (
         ("ld.global.b32 {%r5}, [%rd1 + 4];", "beyond every tensor"),
         ("ld.global.b32 {%r5}, [%rd1 + -4];", "beyond every tensor"),
         ("ld.global.b32 {%r5}, [%rd1 + 2];", "not aligned"),
@@ -59,12 +58,10 @@ def test_faults_in_shared_memory(right, removed, message):
         ("tanh.approx.f32 %r5, %r2;", "unknown instruction"),
         ("ld.volatile.global.b32 {%r5}, [%rd1];", "unknown"),
         (f"{HALF_A_WARP} bar.sync 0; DONE: bar.sync 0; bar.sync 0;", "not all threads"),
-    ],
-)
-def test_faults(body, message):
-    numbers = torch.arange(32, dtype=torch.int32)
-    with pytest.raises(FaultError, match=message):
-        run(body, torch.empty(32, dtype=torch.int32), numbers, shared=64)
+    ):
+        numbers = torch.arange(32, dtype=torch.int32)
+        with pytest.raises(FaultError, match=message):
+            run(body, torch.empty(32, dtype=torch.int32), numbers, shared=64)
 
 
 def test_a_warps_barrier_orders_a_program_of_one_warp_alone():

@@ -115,7 +115,6 @@ def test_blocks_beyond_two_gigabytes(query_lens, device):
     large = replace(batch, blocks=replace(batch.blocks, codes=codes.view(dtype)), sequences=sequences)
     for implementation in ("kernel", "reference"):
         assert torch.equal(large.attend(implementation), batch.attend(implementation))
-
     key, value = (torch.randn(3, 2, 128, device=device) for _ in "kv")
     slots = torch.tensor([5, 64 * count - 1, 64], device=device)
     for module in (RUNTIME.append_kv, RUNTIME.reference):

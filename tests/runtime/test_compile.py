@@ -170,13 +170,11 @@ def test_bytes_cycles_matrix_products_and_loops_are_read():
     assert hottest_loop(code) == code[2:6]
     without = parse(compiled(SASS.replace("0x20", "0x60")))
     assert hottest_loop(without) == without, "code without a loop counts whole"
-
     code = parse(compiled(GCN))
     assert [each.moved for each in code] == [0, 16, 0, 0, 0, 0]
     assert [each.cycles for each in code] == [1, 1, 4, 1, 1, 1]
     assert code[3].flops == 2 * 16**3
     assert hottest_loop(code) == code[1:5]
-
     assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
@@ -189,7 +187,6 @@ def test_the_slowest_of_four_is_the_limit():
     assert bound.cycles_per_kb == 1024 * 5 / 4 / 512
     assert bound.kb_needed == pytest.approx(4.8e12 * 0.8e-6 / 132 / 1024)
     assert (bound.limit, bound.of_memory) == ("latency", bound.kb_in_flight / bound.kb_needed)
-
     # two hundred conversions more
     conversions = "".join(f"        /*1{i:03x}*/ F2FP R1, R1 ;\n" for i in range(200))
     busy = SASS.replace("        /*0040*/", conversions + "        /*0040*/")

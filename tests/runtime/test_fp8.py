@@ -21,7 +21,6 @@ def test_rounding_is_to_the_nearest_value_with_ties_to_even_and_saturates(format
     assert torch.equal(distance, (values[None] - x.double()[:, None]).abs().amin(1))
     exact = middles.float()[middles == middles.float().double()]
     assert (quantize(exact, ONE, dtype).view(torch.uint8) % 2 == 0).all()
-
     assert fp8_max(dtype) == values[-1] == largest
     beyond = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), largest * 1.01])
     assert quantize(beyond, ONE, dtype).float().tolist() == [largest, -largest, largest, -largest, largest]

@@ -132,7 +132,6 @@ def test_kv_is_split_where_processors_would_have_no_program(target, monkeypatch)
             parts = [num_seqs * -(-tiles // n) for n in range(size, size + size // 2 + 1)]
         programs *= next((n for n in parts if n <= splits), parts[0])
         assert programs >= count, (kv_heads, group, tokens, num_seqs, head_dim)
-
     for shape in (
         (8, 4, 8192, 1, 8192),  # a prompt
         (8, 4, 2048, 1, 34 * 1024),  # a chunk

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import pytest
 import torch
 from command_line import fp8kv
 from safetensors.torch import load_file
@@ -18,6 +19,15 @@ from torch import distributed
 from calib.scales.stats_file import load_stats
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As many as a fork has; and threads that wait for busy cores cost tiny tensors more than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def statistics(out):

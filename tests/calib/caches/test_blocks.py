@@ -66,7 +66,6 @@ def test_latents_are_tiles_of_128_beside_bfloat16_or_blocks_of_16_beside_e4m3(sh
     rounded = rounding("fp8_ds_mla")(0, latent, k_pe)
     assert np.array_equal(rounded[0].double().numpy(), tiles_of_128(exact))
     assert torch.equal(rounded[1], k_pe.bfloat16().float())
-
     rounded = rounding("nvfp4_ds_mla")(0, latent, k_pe)
     blocks = exact.reshape(-1, 16)
     scale = nearest(np.maximum(np.abs(blocks).max(-1, keepdims=True) / 6, 2.0**-9), E4M3)

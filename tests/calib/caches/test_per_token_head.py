@@ -27,7 +27,6 @@ def test_int8_and_fp8_recomputed_one_by_one():
     scaled = x.numpy() * (ONE / scales.numpy())
     assert np.array_equal(codes.numpy(), np.trunc(scaled + np.copysign(HALF, scaled)))
     assert torch.equal(kinds.int8_per_token_head(x), codes * scales)
-
     scaled, scales = (part.numpy() for part in kinds.fp8_scaled(x))
     assert np.array_equal(scales, np.maximum(amax / np.float32(448), LEAST))
     assert np.array_equal(scaled, np.clip(x.numpy() * (ONE / scales), -448, 448))

@@ -5,16 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from calib.capture.attention import _is_equal, map_attention, observe_qkv
@@ -145,7 +140,6 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
     mapped = map_attention(model)
     seen, watched = observed(model)
     caches = cached(model, DynamicCache())
-
     kv_heads = 4 if family == "gpt_neox" else 2
     assert [m.layer_idx for m in mapped.cached.values()] == [0, 1, 2]
     assert {(m.num_heads, m.num_kv_heads) for m in mapped.cached.values()} == {(4, kv_heads)}
@@ -243,9 +237,9 @@ def test_latents_of_another_kind_and_a_model_that_takes_its_head_for_its_decoder
     with pytest.raises(UnsupportedModelError, match=r"latent attention \(MLA\) of a kind .* no expand"):
         map_attention(model)
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("modernbert-decoder", pad_token_id=0, **sizes)
+    config = transformers.AutoConfig.for_model("modernbert-decoder", pad_token_id=0, **sizes)
     with pytest.raises(UnsupportedModelError, match="does not say which part of it is the decoder"):
-        map_attention(AutoModelForCausalLM.from_config(config))
+        map_attention(transformers.AutoModelForCausalLM.from_config(config))
 
 
 def test_the_decoder_reads_for_a_model_that_takes_no_text_alone(monkeypatch):

@@ -56,10 +56,15 @@ def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_
         assert {x.histogram.sum(-1).unique().item() for x in (layer.k, layer.v, layer.q)} == {69 * 16}
 
 
-def check_places(model, batches, cache_config=None, skip_first=0):
-    """The curve and the positions of K and of V are those of the caches, token by token."""
-    stats, tables, read = calibrate(model, batches, RECIPE), {}, 0
-    for sample in cached(model, batches, cache_config):
+@pytest.mark.parametrize(
+    ("family", "size", "skip_first"),
+    [("llama", 1, 0), ("gemma2", 2, 0), ("falcon", 2, 5), ("deepseek_v3", 2, 5)],
+)
+def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
+    model = tiny_model(family, **(FAMILIES | LATENT)[family])
+    read_batches = batches(size, skip_first)
+    stats, tables, read = calibrate(model, read_batches, RECIPE), {}, 0
+    for sample in cached(model, read_batches, model.config if family in LATENT else None):
         for i, layer in enumerate(sample):
             for letter, x in zip("kv", layer, strict=True):
                 made = [torch.zeros(len(x), count) for count in (BUCKETS, POSITION_BUCKETS)]
@@ -79,17 +84,6 @@ def check_places(model, batches, cache_config=None, skip_first=0):
             assert torch.equal(found.curve, curve[::repeat])
             assert torch.equal(found.positions, positions[::repeat])
             assert torch.equal(found.curve.amax(1), found.amax.amax(1))
-    return stats
-
-
-@pytest.mark.parametrize(
-    ("family", "size", "skip_first"),
-    [("llama", 1, 0), ("gemma2", 2, 0), ("falcon", 2, 5), ("deepseek_v3", 2, 5)],
-)
-def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
-    model = tiny_model(family, **(FAMILIES | LATENT)[family])
-    config = model.config if family in LATENT else None
-    stats = check_places(model, batches(size, skip_first), config, skip_first)
     assert stats.tokens == sum(len(sample) - skip_first for sample in SAMPLES)
     if family in LATENT:
         both = next(iter(stats.layers.values())).join_latent()

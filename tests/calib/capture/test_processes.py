@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import fp8kv, one_line_error, ran
 from families import LATENT, save_model, tiny_model
-from processes import assert_same, calibrate_forked, forked, launched, statistics
+from processes import assert_same, calibrate_forked, forked, launched, one_thread, statistics  # noqa: F401
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -41,15 +41,6 @@ BATCHES = make_batches([list(range(3 + i, 40 + i)) for i in range(6)], 1, pad_id
 SAMPLES, SEQ_LEN, BATCH = 200, 100, 4
 SHARE = 0.12  # which what is expected of these tokens falls below after some decisions, not all
 UNTIL = (*DATA, "--samples", SAMPLES, "--seq-len", SEQ_LEN, "--batch-size", BATCH, "--seed", 0, "--until")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """As many as a fork has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_processes_of_torchrun_share_the_work_and_change_no_bit(model, tmp_path):
@@ -146,7 +137,6 @@ def test_statistics_add_up_to_the_same_bits_in_any_order_and_after_a_stop(family
     assert len(bits(whole)) == 1 + 3 * (2 * len(STATISTICS) + 2)  # of K and V all, of Q two
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
         assert bits(reduce(KVStats.merge, [parts[i] for i in order])) == bits(whole)
-
     path = progress_file(tmp_path / "out", 0)
     saved = SavedProgress(path, RUN, every_seconds=0)
     assert saved.load() == (None, 0)

@@ -106,10 +106,18 @@ def assert_as_before(model, before):
     assert all(torch.equal(value, old_values[name]) for name, value in values.items())
 
 
-@pytest.fixture(params=["default", "longrope"])
-def in_training(request):
-    """A model between two steps of a trainer."""
-    rope = {"rope_type": request.param, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+def drawing(error=None):
+    """Batches of a loader that draws random numbers, and may break."""
+    for row in ROWS:
+        torch.rand(3)
+        yield row[None]
+    if error:
+        raise error
+
+
+@pytest.mark.parametrize("rope_type", ["default", "longrope"])
+def test_a_model_in_training_is_left_as_it_was_also_after_errors(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     model = tiny_model("llama", rope_parameters=rope).train()
     model.model.norm.eval()
@@ -122,37 +130,24 @@ def in_training(request):
     model.model.layers[1].register_forward_hook(lambda *_: None)
     # shorter than what is measured: `longrope` has other frequencies for more than 8 tokens
     model(input_ids=ROWS[:, :6], labels=ROWS[:, :6]).loss.backward()
-    return model
-
-
-def drawing(error=None):
-    """Batches of a loader that draws random numbers, and may break."""
-    for row in ROWS:
-        torch.rand(3)
-        yield row[None]
-    if error:
-        raise error
-
-
-def test_the_model_is_left_as_it_was_also_after_errors(in_training):
-    before = held(in_training)
-    first = scales_for(in_training, drawing())
-    assert_as_before(in_training, before)
-    assert_same(first, scales_for(in_training, drawing()))
+    before = held(model)
+    first = scales_for(model, drawing())
+    assert_as_before(model, before)
+    assert_same(first, scales_for(model, drawing()))
     with pytest.raises(OSError, match="the loader broke"):
-        scales_for(in_training, drawing(OSError("the loader broke")))
-    assert_as_before(in_training, before)
+        scales_for(model, drawing(OSError("the loader broke")))
+    assert_as_before(model, before)
     with pytest.raises(InputError, match="token id 128"):
-        scales_for(in_training, [ROWS, ROWS + 128 - ROWS.max()])
-    assert_as_before(in_training, before)
-    in_training(input_ids=ROWS, labels=ROWS).loss.backward()
+        scales_for(model, [ROWS, ROWS + 128 - ROWS.max()])
+    assert_as_before(model, before)
+    model(input_ids=ROWS, labels=ROWS).loss.backward()
     with torch.no_grad():
-        in_training.get_input_embeddings().weight[2] = float("inf")
-    before, bad = held(in_training), ROWS.clone()
+        model.get_input_embeddings().weight[2] = float("inf")
+    before, bad = held(model), ROWS.clone()
     bad[1, 5] = 2
     with pytest.raises(CalibrationError, match="model.layers.0.self_attn: K .* in sample 5;"):
-        scales_for(in_training, [ROWS, bad])
-    assert_as_before(in_training, before)
+        scales_for(model, [ROWS, bad])
+    assert_as_before(model, before)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -140,7 +140,6 @@ def test_the_report_says_whose_attention_every_figure_is_of(directory):
         assert "measured with exact attention: bf16, eager, k only, v only" in page
     assert exact.to_json()["attention"] == "exact"
     assert "simulated" not in render_markdown(exact)
-
     assert exact.variants["tensor"].kl.value != fa3.variants["tensor"].kl.value
     plain, queries_too = (exact.variants[name] for name in ("attn_head", "qkv"))
     # queries and weights are rounded too
@@ -149,7 +148,6 @@ def test_the_report_says_whose_attention_every_figure_is_of(directory):
             assert a.rel_rms_layer.value < b.rel_rms_layer.value
     for name in ("k only", "bf16", "reference"):
         assert exact.variants[name].kl.value == fa3.variants[name].kl.value, name
-
     # caches that the kernel does not take are left out and named
     left = {"e5m2", "channel", "channel+k_center"}
     assert left.isdisjoint(fa3.variants)

@@ -136,7 +136,6 @@ def test_a_ratio_and_a_difference_of_means_are_resampled_by_document():
     assert found.low == pytest.approx(found.value) == pytest.approx(found.high) == pytest.approx(3)
     spread = ratio(rng.normal(3.0, 1.0, 50) * weights, weights)
     assert 0.3 < spread.high - spread.low < 1.0  # a mean of 50 documents is off by about 1 / sqrt(50)
-
     rng = np.random.default_rng(1)
     here = [rng.normal(2.0, 1.0, 50) for _ in range(40)]
     there = [rng.normal(1.0, 1.0, 30) for _ in range(30)]

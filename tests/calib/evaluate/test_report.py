@@ -102,7 +102,6 @@ def test_names_and_texts_are_text(small_report, page, tmp_path):
         report["texts"]["continuations"][name][0] |= {"same": "", "rest": name}
     said = dict.fromkeys(("model", "verdict", "subject"), HOSTILE)
     said |= {key: [HOSTILE] for key in ("warnings", "advice")}
-
     files.write_report(Report.model_validate(report | said), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["model"] == HOSTILE
     assert "日本" in (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -157,7 +156,6 @@ def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(
     page = Page(html(report))
     assert "chart" not in page.values("class")
     assert "bf16" in page.texts
-
     search = {"variant": "tensor", "budget": 0.01, "documents": 2, "kl_of_all": 0.02, "skipped": [1]}
     search |= {"kl": 0.007, "kl_alone": {"0": 0.0, "1": 0.012, "2": 0.004}}
     tasks = {"arc_easy": {"reference": {"acc": {"value": 0.5, "stderr": 0.25}}}}
@@ -230,7 +228,6 @@ def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(c
     points |= {"small": (0.28, 0.1), "same KL": (0.3, 0.1), "middle": (0.5, 0.01)}
     drawn = [Point(n, share, Figure(value=x, low=x, high=x)) for n, (share, x) in points.items()]
     assert [each.name for each in frontier(drawn)] == ["small", "middle", "best"]
-
     texts = re.findall(r">([^<>]+)</text>", charts(cache_report)["bytes"].svg)
     named = {"int4_per_token_head, baked", "lmdeploy_int8, baked"}
     assert named | {"bytes per token, beside a 16-bit cache"} <= set(texts)

@@ -136,7 +136,10 @@ def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(setup, tas
 GOOD = "task: x\noutput_type: multiple_choice\ntest_split: test\ndataset_path: "
 
 
-def test_files_that_are_no_tasks(tmp_path):
+def test_files_that_are_no_tasks_and_tasks_that_cannot_be_given(tmp_path, setup, task_files, monkeypatch):
+    with pytest.raises(InputError, match="holds no task"):
+        find_tasks([str(tmp_path)])
+    file, same = tmp_path / "task.yaml", str(task_files / "text.yaml")
     for text, problem in (
         ("hello: 1", "is not a task of lm-eval: it has no `task:` name"),
         ("- task", "is not a task of lm-eval"),
@@ -147,17 +150,10 @@ def test_files_that_are_no_tasks(tmp_path):
         (f"{GOOD}json\ndataset_kwargs: {{data_files: {{test: gone.json}}}}", "gone.json"),
         (f"{GOOD}org/gone", "the dataset of task .* cannot be reached .* YAML file"),
     ):
-        file = tmp_path / "task.yaml"
         file.write_text(text)
         with pytest.raises(InputError, match=problem) as caught:
             find_tasks([str(file)])
         assert "\n" not in str(caught.value)
-
-
-def test_tasks_that_cannot_be_given(setup, task_files, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="holds no task"):
-        find_tasks([str(tmp_path)])
-    file, same = tmp_path / "task.yaml", str(task_files / "text.yaml")
     text = Path(same).read_text()
     file.write_text(text)
     with pytest.raises(InputError, match="another of --tasks holds 'tiny_text' too"):

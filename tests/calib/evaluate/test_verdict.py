@@ -193,7 +193,6 @@ def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
     assert not any("without scales" in line for line in document["advice"])
     assert lost_words(report) == []
     assert {row[0]: row[2] for row in variants_table(report).lines}["none"] == "not finite"
-
     read_back = Report.model_validate(document)
     assert strict(json_text(read_back.to_json())) == document
     for metric, operator, each in product(("kl", "kl_p99", "ppl_change"), "<>", (report, read_back)):

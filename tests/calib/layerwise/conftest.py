@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import one_thread  # noqa: F401  for all tests here
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
@@ -57,15 +58,6 @@ class Saved:
 
 def bits(stats):
     return {name: (x.dtype, x.shape, x.numpy().tobytes()) for name, x in stats.tensors().items()}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # tiny tensors gain nothing from more, and threads that wait for busy cores lose a lot
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llam
         llama.by_layer(llama.recipe(), llama.batches())
 
 
-def test_an_interrupted_pass_leaves_no_files(llama, monkeypatch):
+def test_an_interrupted_pass_leaves_no_files_and_a_missing_scratch_directory_is_one_line(llama, monkeypatch):
     monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
     files = []
 
@@ -163,10 +163,6 @@ def test_an_interrupted_pass_leaves_no_files(llama, monkeypatch):
         llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=interrupt))
     assert files
     assert list(llama.scratch.iterdir()) == []
-
-
-def test_a_missing_scratch_directory_is_an_error_of_one_line(llama, monkeypatch):
-    monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
     recipe = llama.recipe()
     source, gone = llama.open(recipe), llama.path / "gone"
     with pytest.raises(InputError, match=r"gone': No such file or directory; set TMPDIR"):

@@ -1,6 +1,7 @@
 """Reading single tensors, and keeping outputs in memory and on disk."""
 
 import resource
+from itertools import product
 
 import pytest
 import torch
@@ -69,23 +70,19 @@ def test_outputs_come_back_as_they_were(room, tmp_path):
     with HiddenStates(tmp_path, room) as store:
         for key, output in outputs.items():
             store.put(key, output)
-        for key, output in outputs.items():
-            for _ in range(2):
-                assert_equal(store.get(key, CPU), output)
+        for (key, output), _ in product(outputs.items(), range(2)):
+            found = store.get(key, CPU)
+            assert type(found) is type(output)
+            for x, y in zip(found, output, strict=True) if isinstance(found, tuple) else [(found, output)]:
+                assert (x is None) == (y is None)
+                assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
+                assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
         if room == 0:
             assert len(list(tmp_path.rglob("*-[0-9]"))) == 4
         for key in outputs:
             store.take(key, CPU)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert list(tmp_path.iterdir()) == []
-
-
-def assert_equal(one, other):
-    assert type(one) is type(other)
-    for x, y in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
-        assert (x is None) == (y is None)
-        assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
-        assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
 
 
 def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):

@@ -132,7 +132,7 @@ def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
     refused(tiny_directory, "torch sees no GPU", device="cuda")
 
 
-def test_what_the_hub_says_in_words(monkeypatch):
+def test_what_the_hub_says_in_words_and_that_no_pickle_is_downloaded(monkeypatch, tiny_directory):
     for kind, message in (
         (errors.GatedRepoError, "is gated: accept its terms at https://huggingface.co/org/name"),
         (errors.RepositoryNotFoundError, "is neither a directory nor a model on the Hub"),
@@ -146,8 +146,6 @@ def test_what_the_hub_says_in_words(monkeypatch):
             find_model("org/name")
         assert "\n" not in str(caught.value)
 
-
-def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_directory):
     def download(repo, allow_patterns):
         assert repo == "org/name"
         assert "*.safetensors" in allow_patterns
@@ -243,13 +241,6 @@ SIZES = (
 )
 
 
-@pytest.fixture(scope="module")
-def calibration(saved_llama, tmp_path_factory):
-    out = tmp_path_factory.mktemp("calibration") / "out"
-    assert calibrate(saved_llama, "-o", out).exit_code == 0
-    return out
-
-
 @pytest.fixture
 def edit(saved_llama, tmp_path):
     """Give the tiny model other values in its config.json."""
@@ -330,7 +321,8 @@ NONSENSE = [
 ]
 
 
-def test_every_command_refuses(edit, calibration, tmp_path):
+def test_every_command_refuses(edit, saved_llama, tmp_path):
+    succeeded(calibrate(saved_llama, "-o", tmp_path / "calibration"))
     for command in (
         ("calibrate", "MODEL", "-o", "OUT", *SMALL),
         ("calibrate", "MODEL", "-o", "OUT", *SMALL, "--offload", "layerwise"),
@@ -356,7 +348,7 @@ def test_every_command_refuses(edit, calibration, tmp_path):
                 document.pop(text.split('"')[1], None)
             inner = json.dumps(document).removesuffix("}")
             (model / "config.json").write_text(f"{inner}, {text}}}")
-            names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}
+            names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": tmp_path / "calibration"}
             one_line_error(fp8kv(*(names.get(word, word) for word in command)), said)
             assert not (tmp_path / "out").exists()
 

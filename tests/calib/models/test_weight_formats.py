@@ -160,12 +160,13 @@ def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
     refused(tiny_directory, "k_proj.bias', which its config.json does not use")
 
 
-def test_codes_that_only_another_file_announces_get_no_config(tiny_directory, tmp_path):
+def test_codes_that_only_another_file_announces_get_no_config_and_no_twin(tiny_directory, tmp_path):
     FORMS["modelopt-nvfp4"].quantise(tiny_directory, tmp_path / "plain")
     for name in ("vllm", "modelopt", "trtllm"):
         done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
         one_line_error(done, "config.json has no quantization_config", "--format fp8kv")
-        assert not (tmp_path / "out").exists()
+    one_line_error(fp8kv("stress", tiny_directory, "-o", tmp_path / "out"), "give the model it was made from")
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_result_says_that_activations_were_not_quantised(tiny_directory, tmp_path):
@@ -195,13 +196,6 @@ def edit_tensors(directory, edit):
 def read_both_ways(directory):
     for loader in LOADERS:
         load(directory, loader)
-
-
-def test_a_twin_for_a_stress_test_is_not_made_of_codes_that_can_be_read_either(tiny_directory, tmp_path):
-    FORMS["modelopt-fp8"].quantise(tiny_directory)
-    done = fp8kv("stress", tiny_directory, "-o", tmp_path / "out")
-    one_line_error(done, "give the model it was made from")
-    assert not (tmp_path / "out").exists()
 
 
 def test_quantisation_that_nothing_here_undoes(tiny_directory):

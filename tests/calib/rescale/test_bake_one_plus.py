@@ -51,25 +51,22 @@ def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
         assert ("bit for bit" in shown) == ("bit for bit" in card) == said["exact"]
         assert ("are rounded, as" in shown) == (not said["exact"])
         assert all("_norm.weight" in name for name in said["rounded"])
-        check_norms(said, old, load_file(out / "model.safetensors"), octaves)
+        new = load_file(out / "model.safetensors")
+        # what rounding does to the product that scores see, in float64
+        for name, powers in zip((name for name in old if "k_norm" in name), octaves, strict=True):
+            products, off = [], 0
+            for each, sign in ((name, 1), (name.replace("k_norm", "q_norm"), -1)):
+                was, became = (1 + weights[each].float() for weights in (old, new))
+                wanted = was.double() * (sign * powers).exp2()
+                error = (became.double() - wanted).abs()
+                assert bool(error.any()) == (each in said["rounded"])
+                off, products = off + error / wanted, [*products, was.double()]
+            product = products[0] * products[1]
+            # all channels together: one rounding each of Q and of K, to bfloat16
+            allowed = 2 * (product * 2**-8).square().sum()
+            assert (off * product).square().sum() <= allowed
         if purpose == "fp8":
             assert scales_of(calibrated(out, tmp_path / "after", *flags)).max() <= 1
-
-
-def check_norms(said, old, new, octaves):
-    """Recompute in float64 what rounding did to the product that scores see."""
-    for name, powers in zip((name for name in old if "k_norm" in name), octaves, strict=True):
-        products, off = [], 0
-        for each, sign in ((name, 1), (name.replace("k_norm", "q_norm"), -1)):
-            was, became = (1 + weights[each].float() for weights in (old, new))
-            wanted = was.double() * (sign * powers).exp2()
-            error = (became.double() - wanted).abs()
-            assert bool(error.any()) == (each in said["rounded"])
-            off, products = off + error / wanted, [*products, was.double()]
-        product = products[0] * products[1]
-        # all channels together: one rounding each of Q and of K, to bfloat16
-        allowed = 2 * (product * 2**-8).square().sum()
-        assert (off * product).square().sum() <= allowed
 
 
 def test_the_recommendation_knows_it(small_gemma, tmp_path):

@@ -90,19 +90,15 @@ def test_keys_and_values_in_fused_weights_and_every_head_of_eight_are_sampled():
     assert sample_rows(3, 8) == [0, 1, 2]
 
 
-@pytest.fixture(scope="module")
-def saved(model):
-    modules = [f"model.layers.{i}.self_attn" for i in range(3)]
-    return take_marks(open_model_directory(model), modules).model_dump()
-
-
 def mark(values=bytes(128), **change):
     """Marks of one weight for K, of which one row was sampled."""
     text = b64encode(values).decode() if isinstance(values, bytes) else values
     return {"tensors": {"a.k_proj.weight": {"shape": [2, 2], "bits": 16, "values": text} | change}}
 
 
-def test_damaged_marks_are_refused(saved):
+def test_damaged_marks_are_refused(model):
+    modules = [f"model.layers.{i}.self_attn" for i in range(3)]
+    saved = take_marks(open_model_directory(model), modules).model_dump()
     marks = Marks.from_json(json.loads(json.dumps(saved)), "")
     assert (marks.model_dump(), marks.layers, marks.version) == (saved, 3, 3)
     assert Marks.from_json(saved | mark(), "")

@@ -61,7 +61,6 @@ def test_scales_from_a_pack_are_those_of_the_calibration(model, measured, pack, 
     again = applied(out, model, tmp_path / "again")
     assert report_of(again)["pack"] == origin["pack"]
     assert "packed" not in report_of(again)
-
     other = copy(model, tmp_path / "edited", apply_cases.rescale_values)
     apply_cases.refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")

@@ -18,11 +18,12 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 CARD = b"---\nlicense: mit\n---\n\r\n<h1>A model</h1>\xff, in no encoding\n"
 
 
-def make_source(kind, directory):
+@pytest.fixture(scope="module", params=["one", "several"])
+def source(request, tmp_path_factory):
     """A model in one file without an index, or in several with one; with files of odd layout."""
-    model = tiny_model("llama")
+    model, directory = tiny_model("llama"), tmp_path_factory.mktemp("source") / "tiny"
     save_model(model, directory)
-    if kind == "several":
+    if request.param == "several":
         (directory / "model.safetensors").unlink()
         model.save_pretrained(directory, max_shard_size="100KB")
         index = json.loads((directory / INDEX).read_text())
@@ -35,11 +36,6 @@ def make_source(kind, directory):
     (directory / "code").mkdir()
     (directory / "code" / "config.json").write_text("{}")
     return directory
-
-
-@pytest.fixture(scope="module", params=["one", "several"])
-def source(request, tmp_path_factory):
-    return make_source(request.param, tmp_path_factory.mktemp("source") / "tiny")
 
 
 @pytest.fixture(scope="module")
