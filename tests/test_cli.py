@@ -163,14 +163,6 @@ def test_recipes_facts_of_the_machine_and_versions_are_shown():
         assert (done.exit_code, done.stdout) == (0, f"fp8kv {__version__}\n")
 
 
-def test_help_shows_what_matters_before_the_panels():
-    shown = fp8kv("calibrate", "--help").stdout
-    order = "Options --output --recipe --strategy --format --dataset --samples --seq-len --device --evaluate "
-    order += "--set Data --seed Scales --observer Output --overwrite Resources --max-memory"
-    places = [shown.index(each) for each in order.split()]
-    assert places == sorted(places)
-
-
 NAMES_CUT_IN_HELP = """
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -185,7 +177,12 @@ for name, command in get_command(app).commands.items():
 """
 
 
-def test_help_on_a_narrow_screen_names_every_flag_in_full_and_bash_completes_them():
+def test_help_shows_what_matters_first_every_flag_in_full_on_a_narrow_screen_and_bash_completes_them():
+    shown = fp8kv("calibrate", "--help").stdout
+    order = "Options --output --recipe --strategy --format --dataset --samples --seq-len --device --evaluate "
+    order += "--set Data --seed Scales --observer Output --overwrite Resources --max-memory"
+    places = [shown.index(each) for each in order.split()]
+    assert places == sorted(places)
     narrow = os.environ | {"COLUMNS": "50", "TERMINAL_WIDTH": "50"}  # read when they are imported
     completion = ["bash", "-c", f"{sys.executable} -m calib --show-completion; exit $?"]
     help, script = (

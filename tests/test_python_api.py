@@ -142,15 +142,12 @@ def test_what_is_drawn_while_calibrating_can_be_trained_on_and_warnings_name_the
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_completion_shows_the_public_names_and_no_other():
+def test_completion_and_type_checkers_see_every_public_name():
     for package in (calib, fp8kv_runtime):
         assert dir(package) == sorted(package.__all__)
     with pytest.raises(AttributeError, match="module 'calib' has no attribute 'convrt'"):
         calib.convrt  # noqa: B018
-
-
-def test_a_type_checker_sees_every_public_name_from_its_home_and_every_default():
-    """Without the stub every name is `Any`, and py.typed promises what is not there."""
+    # without the stub every name is `Any`, and py.typed promises what is not there
     tree = ast.parse(Path(calib.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {alias.asname: node.module for node in imports for alias in node.names} == calib._HOMES

@@ -35,7 +35,7 @@ def site(tmp_path_factory):
     return directory
 
 
-def test_every_page_is_in_the_navigation(site):
+def test_every_page_is_in_the_navigation_and_reference_pages_name_everything(site):
     waiting, named = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"], set()
     for each in waiting:
         ((_, value),) = each.items()
@@ -46,9 +46,6 @@ def test_every_page_is_in_the_navigation(site):
             is_index = page.stem in ("index", "README")
             named.add((page.parent if is_index else page.with_suffix("")).as_posix())
     assert named == {file.parent.relative_to(site).as_posix() for file in site.rglob("index.html")}
-
-
-def test_reference_pages_name_everything(site):
     commands = {f"fp8kv {command.name}" for command in app.registered_commands if command.name}
     assert {"fp8kv eval"} <= commands
     for page, wanted in (

@@ -35,7 +35,7 @@ def test_heads_of_configs_and_of_the_bundled_model(tmp_path):
     assert (kv_heads, heads * head_dim) == (1, multi_query["n_embd"])
 
 
-def test_models_without_k_and_v_of_one_shape_are_refused(tmp_path):
+def test_models_without_k_and_v_of_one_shape_and_what_cannot_be_read_are_refused(tmp_path):
     latent = tiny_model("minicpm3", **LATENT["minicpm3"]).config.to_dict()
     uneven = tiny_model("gemma4_text", **UNEVEN["gemma4_text"]).config.to_dict()
     mamba = {"model_type": "mamba", "num_hidden_layers": 2}
@@ -46,9 +46,6 @@ def test_models_without_k_and_v_of_one_shape_are_refused(tmp_path):
         ({"model_type": "nonsense"}, "cannot read"),
     ):
         one_line_error(bench(write_config(tmp_path, document)), said)
-
-
-def test_heads_and_configs_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     one_line_error(bench(tmp_path), "is not JSON")
     one_line_error(bench("no/such/config.json"), "no/such/config.json")

@@ -26,7 +26,7 @@ def calibrated(model, tmp_path_factory):
     return out
 
 
-def test_text_speed_and_bytes_are_printed_and_json_says_the_same(calibrated, model):
+def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transformers_own(calibrated, model):
     expected = continuation(model, load_scales(calibrated))
     done = succeeded(generate(calibrated, PROMPT))
     lines = done.stdout.splitlines()
@@ -42,9 +42,6 @@ def test_text_speed_and_bytes_are_printed_and_json_says_the_same(calibrated, mod
     assert facts["cached_tokens"] == 6 + 9 - 1  # the last token is never fed back
     assert facts["cache_bytes"] == 64 * BYTES_PER_TOKEN
     assert facts["cache_bytes_16bit"] == 14 * 2 * BYTES_PER_TOKEN
-
-
-def test_compare_adds_transformers_own_text(calibrated, model):
     facts = as_json(calibrated, PROMPT, "--compare")
     ours, plain = (facts[name]["token_ids"] for name in ("fp8", "plain"))
     assert plain == continuation(model)

@@ -19,7 +19,7 @@ def blocks_of_16(x, largest=6):
     return (nearest(blocks * inverse, E2M1).astype("f4") * scale).reshape(x.shape)
 
 
-def test_nvfp4_recomputed_block_by_block():
+def test_nvfp4_recomputed_block_by_block_and_ties_go_to_even_codes():
     x = torch.randn(6, 2, 48, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([1, 500, 1e-2, 1e-4, 1e4, 0])[:, None, None]  # 1e4: beyond 6 times 448
     assert np.array_equal(nvfp4(x).numpy(), blocks_of_16(x.numpy()))
@@ -31,9 +31,6 @@ def test_nvfp4_recomputed_block_by_block():
     assert np.array_equal(nvfp4_four_over_six(x).numpy(), expected)
     with pytest.raises(InputError, match="^NVFP4: head size 72 is not a multiple of 16$"):
         nvfp4(torch.zeros(2, 72))
-
-
-def test_e2m1_has_eight_values_and_ties_go_to_even_codes():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert e2m1(ties).tolist() == [0, 1, 1, 2, 2, 4, 4]
     x = torch.cat([-ties, torch.linspace(-9, 9, 4001), torch.tensor([100.0])])

@@ -19,7 +19,7 @@ def random(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_int8_and_fp8_recomputed_one_by_one():
+def test_int8_and_fp8_recomputed_one_by_one_and_halves_as_each_engine_rounds_them():
     x = random(6, 3, 24) * torch.tensor([1, 1e37, 1000, 1e-3, 1e-9, 0])[:, None, None]
     amax = np.abs(x.numpy()).max(-1, keepdims=True)
     codes, scales = kinds.int8_codes(x)
@@ -31,9 +31,6 @@ def test_int8_and_fp8_recomputed_one_by_one():
     assert np.array_equal(scales, np.maximum(amax / np.float32(448), LEAST))
     assert np.array_equal(scaled, np.clip(x.numpy() * (ONE / scales), -448, 448))
     assert np.array_equal(kinds.fp8_per_token_head(x).numpy(), nearest(scaled, E4M3).astype("f4") * scales)
-
-
-def test_halves_are_rounded_as_each_engine_does():
     # the scale is 1, so these are halves of steps; between 8 and 16 a step of E4M3 is 1
     codes, scale = kinds.int8_codes(torch.tensor([127.0, 0.5, -0.5, 1.5, -1.5, 2.5, 0.0]))
     assert (scale.item(), codes.tolist()) == (1, [127, 1, -1, 2, -2, 3, 0])
@@ -61,7 +58,7 @@ def test_the_rotation_is_blocks_of_a_hadamard_matrix_and_fixed_signs(dim, block)
     assert torch.equal(x, before)
 
 
-def test_int4_recomputed_one_by_one():
+def test_int4_recomputed_one_by_one_and_odd_head_sizes_refused_there_alone():
     x = random(40, 32) * 30
     x[1], x[2], x[3] = 1e-9, 0, x[3] * 1e15
     x[4] += 100  # of one sign: the zero point stays within the codes
@@ -74,9 +71,6 @@ def test_int4_recomputed_one_by_one():
     assert np.array_equal(scale.view("i4"), step.view("i4") // 16 * 16)
     codes, scale, zero = kinds.int4_codes(kinds.rotate(x))
     assert torch.equal(kinds.int4_per_token_head(x), kinds.rotate_back((codes - zero) * scale))
-
-
-def test_odd_head_sizes_are_refused_in_4_bits_alone():
     assert lmdeploy_int8(torch.randn(2, 7)).shape == (2, 7)
     odd = {"int4_per_token_head": kinds.int4_per_token_head, "lmdeploy_int4": lmdeploy_int4}
     for name, rounded in odd.items():

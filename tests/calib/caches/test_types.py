@@ -25,7 +25,7 @@ TYPES = {
 HEADS, LATENTS = Shape(2, 64, 64), Shape(1, 512, 64, "latents")
 
 
-def test_bytes_per_token():
+def test_bytes_per_token_and_sizes_that_do_not_fit():
     assert [*TYPES] == ["fp8", *CACHES]
     for name, (size, _) in TYPES.items():
         kind = cache_type(name)
@@ -43,9 +43,6 @@ def test_bytes_per_token():
     long = Shape(1, 576, 192, "latents")
     assert cache_type("fp8_ds_mla").bytes_per_token([long]) == 576 + 5 * 4 + 2 * 192
     assert cache_type("fp8").bytes_per_token([HEADS, LATENTS]) == 256 + 576
-
-
-def test_sizes_that_do_not_fit():
     for name, shape, problem in (
         ("nvfp4", (1, 72, 72), "head size 72 is not a multiple of 16"),
         ("lmdeploy_int4", (1, 7, 7), "head size 7 is not a multiple of 2"),

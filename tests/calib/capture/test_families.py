@@ -40,13 +40,11 @@ OTHERS = {**HYBRIDS, "gemma3n_text": {**SHARED_KV, **_WINDOW}, **{family: {} for
 SEEING = {
     "aya_vision": {"model_type": "cohere2", **_WINDOW},
     "gemma3": _WINDOW,
-    "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
-    "llama4": {},
-    "llava": {"model_type": "llama"},
-    "llava_next": {"model_type": "llama"},
     "mistral3": {"model_type": "mistral", **_WINDOW},
+    "llama4": {},
     "paligemma": {},
+    **{name: {"model_type": "llama"} for name in ("idefics3", "llava", "llava_next")},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _SECTIONS),
 }
 CALLS_NO_INTERFACE = "call neither transformers' attention interface nor scaled_dot_product_attention"

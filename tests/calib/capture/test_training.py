@@ -260,7 +260,7 @@ def changed(mark=None, **config):
 DEEPSEEK = partial(tiny_model, "deepseek_v3", **LATENT["deepseek_v3"])
 
 
-def test_refusals_are_one_line():
+def test_refusals_are_one_line_and_what_is_not_known_of_the_engine_is_a_warning():
     for make, options, words in (
         (lambda: nn.Linear(2, 2), {}, "Linear is neither a transformers model"),
         (lambda: changed().model, {}, "not a causal language model"),
@@ -277,9 +277,6 @@ def test_refusals_are_one_line():
         with pytest.raises(Fp8kvError, match=words) as refused:
             scales_for(make(), [ROWS], **options)
         assert "\n" not in str(refused.value)
-
-
-def test_what_is_not_known_of_the_engine_is_a_warning():
     model = tiny_model("llama")
     model.__class__ = type("LlamaOfMineForCausalLM", (type(model),), {})
     with pytest.warns(UserWarning, match="whether vLLM loads these scales is not known"):

@@ -252,16 +252,13 @@ def samples_of(*lengths):
     return [[i + 1] * length for i, length in enumerate(lengths)]
 
 
-def test_rows_are_padded_on_the_right_and_masked():
+def test_every_sample_is_in_one_batch_and_masked_padding_on_the_right_stays_below_five_percent():
     (batch,) = make_batches([[1] * 19, [2] * 20, [3] * 20], batch_size=3, pad_id=PAD)
     assert (batch.sample_ids, batch.num_tokens) == ((1, 2, 0), 59)
     expected = torch.tensor([[2] * 20, [3] * 20, [1] * 19 + [PAD]])
     assert torch.equal(batch.input_ids, expected)
     assert torch.equal(batch.attention_mask, (expected != PAD).long())
     assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.int64
-
-
-def test_every_sample_is_in_one_batch_and_padding_stays_below_five_percent():
     assert make_batches([], batch_size=7, pad_id=PAD) == []
     for short, groups in ((19, [(0, 1)]), (18, [(0,), (1,)])):  # 1/40 and 2/40 = 5 % are padding
         batches = make_batches(samples_of(20, short), batch_size=8, pad_id=PAD)

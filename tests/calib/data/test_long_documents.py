@@ -52,13 +52,10 @@ def test_lengths_about_that_of_a_sample(loaded):
         assert data.unread == characters - sum(length - 1 for length in lengths)
 
 
-def test_documents_enough_give_their_beginnings_alone(loaded):
+def test_documents_enough_give_their_beginnings_alone_and_fewer_share_samples_by_length(loaded):
     data, texts = loaded(*(f"{i}{TEXT}" for i in range(9)))
     assert {*texts} == {f"{i}{TEXT[:62]}" for i in range(9)}
     assert (data.documents, data.unread, data.warnings) == (9, 9 * (998 - 63), ())
-
-
-def test_documents_share_samples_by_their_length(loaded):
     rows = ["short", TEXT, TEXT[::-1] * 3]
     data, texts = loaded(*rows, samples=23)
     assert [sum(text in row for text in texts) for row in rows] == [1, 1 + 5, 1 + 15]

@@ -24,7 +24,7 @@ FP8 = "--kv-cache-dtype fp8"
 HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
 
 
-def test_every_rule_file_is_read():
+def test_every_rule_file_is_read_and_an_engine_or_version_without_is_one_line(tmp_path):
     engines = load_catalogue()
     names = {"vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"}
     assert {engine.name for engine in engines.values()} == names
@@ -35,9 +35,6 @@ def test_every_rule_file_is_read():
         reads = rules.reads == "json" or kinds != {"none"}
         assert rules.classes or not reads or (rules.architectures and rules.until), name
     assert engines_page.PAGE.read_text() == engines_page.page(), "make engines-page"
-
-
-def test_an_engine_or_version_without_rules_is_one_line(tmp_path):
     for engine, version, message in (
         ("vlm", None, "--engine vlm is not one of aphrodite, lmdeploy, sglang"),
         (None, "0.23", "of which engine? Add --engine"),

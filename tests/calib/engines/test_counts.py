@@ -130,7 +130,7 @@ def test_scales_of_heads_of_an_unknown_number_are_no_problem(tmp_path):
     assert read_scales(tmp_path / "out").layers[1].k == tuple(KV)
 
 
-def test_classes_that_name_no_kv_heads_have_one_per_query_head():
+def test_classes_that_name_no_kv_heads_are_listed_and_have_one_per_query_head():
     """By transformers: no setting for them, or one that follows the query heads."""
     for model_type in ONE_PER_QUERY_HEAD:
         config = AutoConfig.for_model(model_type, num_attention_heads=6, hidden_size=96).to_dict()
@@ -138,9 +138,6 @@ def test_classes_that_name_no_kv_heads_have_one_per_query_head():
         named = {k: v for k, v in config.items() if "head" in k and ("kv" in k or "key_value" in k)}
         assert set(named.values()) <= {6}, model_type
         assert "multi_query" not in config, model_type
-
-
-def test_every_class_that_has_no_setting_for_kv_heads_is_named():
     files = Path(__file__).parents[3].glob("tools/engine_classes/architectures/*.json")
     documents = [json.loads(file.read_text()) for file in files]
     documents = [document.get("thinker_config") or document for document in documents]

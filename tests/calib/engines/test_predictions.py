@@ -104,7 +104,7 @@ def statuses(directory, engine="sglang", version=None):
     return found.refused or {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
 
 
-def test_what_sglang_reads(tmp_path):
+def test_what_sglang_reads_and_that_it_refuses_groups_without_weights(tmp_path):
     def of(version=None, **options):
         return statuses(model(tmp_path, **options), version=version)
 
@@ -122,9 +122,6 @@ def test_what_sglang_reads(tmp_path):
     assert of(k=None, v=None, architectures=["Qwen3ForCausalLM"]) == {"default"}
     assert of(OLD, config=FP8) == {"loaded"}
     assert of(OLD, config=FP8, architectures=["Gemma3ForCausalLM"]) == {"unknown"}
-
-
-def test_sglang_refuses_groups_without_weights(tmp_path):
     group = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}
     directory = model(tmp_path, config=COMPRESSED | {"config_groups": {"attention": group}})
     assert "'attention' without weights" in statuses(directory)

@@ -71,14 +71,11 @@ def plainly(model, variant, attention):
         return model(input_ids=IDS[None]).logits
 
 
-def test_a_cache_in_a_mode_is_the_engines_formula_on_rounded_k_and_v(model, variants):
+def test_a_cache_in_a_mode_is_the_engines_formula_with_the_models_windows_and_sinks(model, variants):
     for mode, name in product(ATTENTION, ("tensor", "qkv", "attn_head")):
         want = plainly(model, variants[name], ATTENTION[mode])
         assert torch.equal(logits(model, variants[name], mode), want), name
         assert not torch.equal(want, logits(model, variants[name], "exact")), name
-
-
-def test_windows_softcaps_and_sinks_are_the_models():
     # the scores of a random model are small: a cap of 50 would not show
     for model in (make_model("gemma2", attn_logit_softcapping=0.01), make_model("gpt_oss")):
         variant = variants_of(model, IDS)["tensor"]

@@ -262,7 +262,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
     one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
 
 
-def test_new_text_is_evaluated_without_a_word_and_what_was_read_is_left_out(held_out):
+def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
     done = succeeded(held_out("b.jsonl", scales=["out", "converted"]))
     (line,) = json.loads(done.stdout)["warnings"]
     assert "tokens were read, too few" in line  # by the evaluation itself
@@ -271,9 +271,6 @@ def test_new_text_is_evaluated_without_a_word_and_what_was_read_is_left_out(held
     assert report["data"]["documents"] == 4
     (line,) = [line for line in report["warnings"] if "left out" in line]
     assert "'out' was calibrated on their text" in line
-
-
-def test_scales_without_a_record_are_warned_of(held_out):
     record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
     record.unlink()
     warnings = json.loads(held_out("a.jsonl", scales=["old"]).stdout)["warnings"]

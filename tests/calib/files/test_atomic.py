@@ -119,7 +119,7 @@ def test_where_nothing_can_be_written_is_known_at_once(place, tmp_path):
     assert names(tmp_path) == ["dangling", "file", "loop"]
 
 
-def test_processes_that_need_the_same_model_wait_for_it(tmp_path):
+def test_processes_that_need_the_same_model_wait_for_it_and_a_killed_one_holds_up_nobody(tmp_path):
     steps = []
 
     def second():
@@ -134,9 +134,6 @@ def test_processes_that_need_the_same_model_wait_for_it(tmp_path):
         steps.append("first")
     waiting.join(timeout=30)
     assert steps == ["first", "second"]
-
-
-def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
     if (killed := os.fork()) == 0:
         with claimed(tmp_path / "out"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -25,16 +25,13 @@ def modelopt(layers, schema=1):
 SECOND = modelopt({"model.layers.1.self_attn": FP8})
 
 
-def test_both_lists_are_read(tmp_path):
+def test_both_lists_are_read_and_what_is_not_known_is_refused(tmp_path):
     assert skipped_layers(open_model_directory(model(tmp_path / "none"))) == ()
     directory = model(tmp_path / "own", kv_cache_dtype_skip_layers=[1])
     assert skipped_layers(open_model_directory(directory)) == (1,)
     directory = model(tmp_path / "modelopt", config=SECOND, kv_cache_dtype_skip_layers=[0])
     assert skipped_layers(open_model_directory(directory)) == (0,)
     assert read_scales(directory).fp8_dtype == "e4m3fn"
-
-
-def test_what_is_not_known_is_refused(tmp_path):
     for document, words in (
         ({"kv_cache_dtype_skip_layers": "sliding_window"}, "is 'sliding_window'; it is a list of layer indi"),
         ({"kv_cache_dtype_skip_layers": [2]}, r"is \[2\]; it is a list of layer indices, 0 to 1"),

@@ -22,7 +22,7 @@ def holds(output, name):
         return any(key.endswith(f".0.{name}") for key in file.keys())  # noqa: SIM118
 
 
-def test_an_output_loads_in_the_engine_that_its_format_is_for(tmp_path):
+def test_an_output_loads_in_the_engine_of_its_format_or_it_is_said_before_measuring(tmp_path, monkeypatch):
     for family, engine, name in (
         ("llama", "sglang", PLAIN),
         ("qwen2", "sglang", INNER),
@@ -34,9 +34,6 @@ def test_an_output_loads_in_the_engine_that_its_format_is_for(tmp_path):
         succeeded(calibrate(save(family, tmp_path), "-o", out, "--format", engine, "--quiet"))
         assert holds(out, name)
         ran("verify", out, "--engine", engine)
-
-
-def test_where_nothing_loads_is_said_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
     deepseek = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "deepseek")
     way_out = "(no place), so it would compute with 1.0. Use --format vllm for vLLM, or --format fp8kv"

@@ -93,7 +93,7 @@ def test_scales_per_layer_go_beside_fp8_and_quark_weights(method, make_checkpoin
         assert {tuple(tensor.shape) for tensor in made.tensors.values()} == {(1,)}
 
 
-def test_attention_that_quark_leaves_out_has_no_place_in_vllm(make_checkpoint):
+def test_attention_that_quark_leaves_out_and_weights_that_rule_scales_out_are_refused(make_checkpoint):
     excluded = ["lm_head", r"re:model\.layers\.1\.self_attn.*"]
     checkpoint = of_weights(make_checkpoint, "quark", exclude=excluded)
     refuse(make_scales(), checkpoint, "vllm", "vLLM's attention has no place for scales")
@@ -101,9 +101,6 @@ def test_attention_that_quark_leaves_out_has_no_place_in_vllm(make_checkpoint):
     excluded = ["model.layers.1.self_attn.k_proj", "re:.*mlp.*"]
     checkpoint = of_weights(make_checkpoint, "quark", exclude=excluded)
     assert export(make_scales(), checkpoint, "vllm").tensors
-
-
-def test_weights_that_rule_kv_scales_out_are_refused(make_checkpoint):
     for method, version in (("gptq", ", if any"), ("awq", ", which compressed-tensors' AutoAWQConverter")):
         message = f"no place for KV scales beside '{method}'.*{version}"
         refuse(make_scales(), of_weights(make_checkpoint, method), "vllm", message)
@@ -136,7 +133,7 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     assert doubt.startswith("whether TGI loads these scales is not known for Qwen2ForCausalLM")
 
 
-def test_json_says_what_it_cannot_hold(make_checkpoint):
+def test_json_says_what_it_cannot_hold_and_needs_what_its_loaders_compare(make_checkpoint):
     parts = ["self_attn.k_proj", "self_attn.k_proj", "mixer.in_proj", "mixer.in_proj"]
     source = make_checkpoint(names=[f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)])
     made = export(make_scales(), source, "json")
@@ -147,9 +144,6 @@ def test_json_says_what_it_cannot_hold(make_checkpoint):
     assert "up to 2 times too large" in larger  # of the first layer, 0.25 and 0.125
     layers = {name: replace(each, v=each.k) for name, each in make_scales().layers.items()}
     assert export(replace(make_scales(), layers=layers), source, "json").notes == (unused,)
-
-
-def test_json_needs_what_its_loaders_compare(make_checkpoint):
     unnamed = make_checkpoint({"model_type": None})
     refuse(make_scales(), unnamed, "json", "needs model_type and the number of layers")
     said = r"says 0 layers, and there are scales of more; download the model again$"
@@ -209,7 +203,7 @@ def test_a_format_whose_engine_reads_no_latents_is_refused_with_the_way_out(make
     refuse(scales(), make_checkpoint(), "vllm", "MLA|latents")
 
 
-def test_modelopt_holds_latents_for_vllms_other_backend(make_checkpoint):
+def test_modelopt_holds_latents_for_vllms_other_backend_by_the_name_that_arrives(make_checkpoint):
     made = export(scales(), of_latents(make_checkpoint, "Glm4MoeLite"), "modelopt")
     assert {name: tensor.tolist() for name, tensor in made.tensors.items()} == {
         f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": [0.25 + i] for i in range(2) for x in "kv"
@@ -220,9 +214,6 @@ def test_modelopt_holds_latents_for_vllms_other_backend(make_checkpoint):
     made = export(scales(), of_latents(make_checkpoint, "Youtu"), "modelopt")
     assert (made.flags, made.notes) == ("", ("these scales are of latents (MLA), for vLLM alone",))
     assert export(scales(), of_latents(make_checkpoint, "AXK2"), "modelopt").tensors
-
-
-def test_latents_have_the_name_that_arrives(make_checkpoint):
     # as LongCat's, of which there are two in a layer: with both it is refused
     modules = [f"model.layers.{i}.self_attn.0" for i in range(2)]
     config = {"architectures": ["LongcatFlashForCausalLM"], "kv_lora_rank": 16}

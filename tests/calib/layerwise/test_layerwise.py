@@ -237,13 +237,10 @@ def test_layers_that_exchange_more_than_hidden_states_are_refused(exchange, llam
         llama.open(llama.recipe())
 
 
-def test_a_decoder_without_one_list_of_layers_is_refused(tiny_llama):
+def test_a_decoder_without_one_list_of_layers_and_weights_that_layers_share_are_refused(tiny_llama, llama):
     attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {}, "model")
     with pytest.raises(UnsupportedModelError, match="not in one list of decoder layers"):
         find_layers(tiny_llama, attention)
-
-
-def test_weights_shared_between_layers_are_refused(llama):
     model = llama.open(llama.recipe()).model
     layers = model.model.layers
     layers[2].mlp.up_proj.weight = layers[1].mlp.up_proj.weight

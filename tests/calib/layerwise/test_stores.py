@@ -30,7 +30,7 @@ def checkpoint(tiny_directory):
     return find_model(str(tiny_directory))
 
 
-def test_tensors_are_read_as_safetensors_reads_them(checkpoint):
+def test_tensors_are_read_as_safetensors_reads_them_and_damage_is_one_line(checkpoint):
     stored = stored_tensors(checkpoint)
     assert stored.keys() == TENSORS.keys()
     with safe_open(checkpoint.path / "model.safetensors", framework="pt") as file:
@@ -45,9 +45,6 @@ def test_tensors_are_read_as_safetensors_reads_them(checkpoint):
     read = stored["a"].read(memory)
     assert torch.equal(read, TENSORS["a"])
     assert read.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
-def test_a_file_that_ends_early_or_holds_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
     path, stored = checkpoint.path / "model.safetensors", stored_tensors(checkpoint)
     data = path.read_bytes()
     path.write_bytes(data[:-20])

@@ -38,7 +38,7 @@ def resolve(tiny_directory, monkeypatch):
     return resolve
 
 
-def test_auto_is_layerwise_where_the_weights_do_not_fit(resolve):
+def test_auto_is_layerwise_where_weights_do_not_fit_and_what_must_stay_is_refused(resolve, tiny_directory):
     for weights, changes, expected in (
         (5 * GIB, {}, "none"),
         (9.5 * GIB, {}, "layerwise"),
@@ -49,9 +49,6 @@ def test_auto_is_layerwise_where_the_weights_do_not_fit(resolve):
         (1 * GIB, {"data.dataset": "self"}, "none"),
     ):
         assert resolve(weights, **changes) == expected
-
-
-def test_what_cannot_stay_in_memory_and_must_is_refused_and_quantised_weights_stay(resolve, tiny_directory):
     with pytest.raises(InputError, match="take 5.00GiB, too much for --max-memory 4GiB"):
         resolve(5 * GIB, offload="none", max_memory="4GiB")
     with pytest.raises(InputError, match="dataset 'self'.*builtin:python-docs"):

@@ -53,16 +53,13 @@ def test_what_is_no_directory():
             find_model(name)
 
 
-def test_what_is_no_decoder(tiny_directory):
+def test_what_is_no_decoder_or_of_an_unknown_type_whose_code_stays_off(tiny_directory):
     for kind, name, said in (
         ("bert", "BertForMaskedLM", "not a causal language model"),
         ("t5", "T5ForConditionalGeneration", "an encoder-decoder"),
     ):
         edit_json(tiny_directory / "config.json", model_type=kind, architectures=[name])
         refused(tiny_directory, f"{name} is {said}", error=UnsupportedModelError)
-
-
-def test_an_unknown_model_type_whose_code_stays_off(tiny_directory):
     edit_json(tiny_directory / "config.json", model_type="llama99")
     refused(tiny_directory, "cannot read the config")
     (tiny_directory / "code.py").write_text("raise SystemExit('ran')")
@@ -271,7 +268,7 @@ def test_a_size_that_no_model_has(key, edit):
         refused_by_bench_too(edit(**{key: value}), said)
 
 
-def test_values_that_make_no_sense(edit):
+def test_values_that_make_no_sense_and_architectures_that_are_no_names(edit):
     for changes, said in (
         ({"vision_config": {"num_hidden_layers": 10**9}}, "has num_hidden_layers 1000000000; it must be"),
         ({"num_key_value_heads": 3}, "has 4 attention heads, which 3 key-value heads cannot share equally"),
@@ -285,9 +282,6 @@ def test_values_that_make_no_sense(edit):
         ({"num_key_value_heads": 4}, r"[kv]_proj.weight' is \[32, 64\] .* wants \[64, 64\]"),
     ):
         refused_by_bench_too(edit(**changes), said, by_bench="wants" not in said)
-
-
-def test_architectures_are_a_list_of_names_or_one(edit):
     assert attention_heads(str(edit(architectures="LlamaForCausalLM"))) == (4, 2, 16)
     for none in ([5], None, {}):
         done = fp8kv("bench", edit(architectures=none))

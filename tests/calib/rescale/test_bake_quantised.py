@@ -21,19 +21,10 @@ from calib.rescale.stored_weights import edited_scales
 from calib.scales.stats_file import load_stats
 
 # finest factors of K and V: of each head, or of the layer
-HELD = {
-    "compressed-w4": ("head", "head"),
-    "compressed-w4-ordered": ("head", "head"),
-    "compressed-w8-channel": ("head", "layer"),
-    "compressed-fp8-channel": ("head", "layer"),
-    "compressed-int8-asymmetric": ("head", "layer"),
-    "compressed-mxfp4": ("head", "head"),
-    "gptq-4": ("head", "head"),
-    "gptq-4-ordered": ("head", "layer"),
-    "gptq-v2": ("head", "head"),
-    "awq": ("head", "head"),
-    "fp8-block": ("layer", "layer"),
-}
+BY_HEAD = ("compressed-w4", "compressed-w4-ordered", "compressed-mxfp4", "gptq-4", "gptq-v2", "awq")
+HELD = dict.fromkeys(BY_HEAD, ("head", "head")) | {"gptq-4-ordered": ("head", "layer")}
+CHANNELS = ("compressed-w8-channel", "compressed-fp8-channel", "compressed-int8-asymmetric")
+HELD |= dict.fromkeys(CHANNELS, ("head", "layer")) | {"fp8-block": ("layer", "layer")}
 REFUSED = {"compressed-fp8": "engines requantise Q, K and V"}
 REFUSED |= {"compressed-nvfp4": "nobody has checked how engines fuse"}
 ATTENTION = "model.layers.{}.self_attn"

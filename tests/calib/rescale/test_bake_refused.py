@@ -13,7 +13,7 @@ from calib.rescale import factors
 IS_BAKED = "is baked for fp8"
 
 
-def test_a_baked_model_says_what_it_is_and_how_to_serve_it(llama, tmp_path):
+def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measured(llama, tmp_path):
     shown = fp8kv("verify", llama.baked, "--engine", "lmdeploy")
     assert "baked: right at 1.0" in " ".join(shown.stdout.split())
     card = (llama.baked / "README.md").read_text()
@@ -23,9 +23,6 @@ def test_a_baked_model_says_what_it_is_and_how_to_serve_it(llama, tmp_path):
     other = shutil.copytree(llama.baked, tmp_path / "other")
     shutil.copy(llama.source / "model.safetensors", other / "model.safetensors")
     one_line_error(fp8kv("verify", other), "holds no KV-cache scales")
-
-
-def test_one_is_compared_with_what_was_measured(llama, tmp_path):
     after = calibrated(llama.baked, tmp_path / "after", "--strategy", "attn_head")
     found = json.loads(ran("verify", llama.baked, "--against", after, "--json").stdout)
     assert found["problems"] == []

@@ -97,7 +97,7 @@ def seen_at(curve, positions=EVERYWHERE, read=2048):
     return KVStats({"layers.7.self_attn": LayerStats(7, read, k, v, v, read=read)})
 
 
-def test_growth_in_the_last_half_of_the_tokens_is_named():
+def test_growth_in_the_last_half_and_first_tokens_that_set_a_scale_alone_are_named():
     assert warn(seen_at({0: 6.0, 10: 9.0})) == [
         "K: still grew by up to 50% in the last 1,025 of 2,048 tokens in layer 7; calibrate on more text"
     ]
@@ -109,9 +109,6 @@ def test_growth_in_the_last_half_of_the_tokens_is_named():
     one_head = seen_at({0: [9.0, 3.0], 10: [4.0, 4.0]})
     assert warn(one_head) == []
     assert "by up to 33%" in warn(one_head, "attn_head")[0]
-
-
-def test_first_tokens_that_set_a_scale_alone_are_named():
     (warning,) = warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 3.0}))
     assert warning.startswith("K: the first token of a sample is up to 3x all others in layer 7")
     assert warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 5.0})) == []

@@ -27,14 +27,8 @@ from calib.transfer import convert as conversion
 
 # those that hold a scale per layer, and of these those that hold one per head
 SCALAR, PER_HEAD = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm"), ("vllm", "aphrodite")
-NAMES = (
-    "{module}.{x}_scale",
-    "{module}.attn.{x}_scale",
-    "{module}.{x}_proj.{x}_scale",
-    "{module}.{x}_proj.output_scale",
-    "{module}.{x}_cache.scale",
-    "{module}.qkv_proj.{x}_scale",
-)
+ENDINGS = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "{x}_proj.output_scale", "{x}_cache.scale")
+NAMES = [f"{{module}}.{name}" for name in (*ENDINGS, "qkv_proj.{x}_scale")]
 CONVERT = "convert {} --without-q"
 # what no reader takes for memory that nobody wrote
 SCALE = st.floats(2.0**-20, 2.0**10, width=32).filter(lambda scale: scale != 1)
@@ -228,7 +222,7 @@ def test_each_is_made_of_each_and_of_statistics(several, tiny_directory, tmp_pat
     assert values_of(mse) != values_of(tmp_path / "out") == values_of(several / "vllm-nvfp4")
 
 
-def test_fp8_scales_of_modelopt_are_absmax_since_0_43(tmp_path):
+def test_modelopts_version_tells_what_its_fp8_scales_and_values_are(tmp_path):
     scheme = {"num_bits": 8, "type": "float", "dynamic": False}
     config = NVFP4 | {"kv_cache_scheme": scheme, "kv_cache_quant_algo": "FP8"}
 
@@ -245,14 +239,11 @@ def test_fp8_scales_of_modelopt_are_absmax_since_0_43(tmp_path):
         done = fp8kv("convert", source, "--to", "sglang-nvfp4", "-o", tmp_path / "no")
         one_line_error(done, "whether its FP8 scales are absmax / 448 is not known")
         assert not (tmp_path / "no").exists()
-
-
-def test_values_tell_by_modelopts_version_what_they_are(tmp_path):
     producer = {"name": "modelopt", "version": "0.41.0"}
     source = directory_of(tmp_path / "a", names=PROJ, config=NVFP4 | {"producer": producer})
-    said = converted(source, "vllm-nvfp4", tmp_path / "out")
+    said = converted(source, "vllm-nvfp4", tmp_path / "new")
     assert "absmax / 2688 (ModelOpt 0.41.0 writes it so)" in said
-    assert values_of(tmp_path / "out") == {at: value * 6 for at, value in values_of(source).items()}
+    assert values_of(tmp_path / "new") == {at: value * 6 for at, value in values_of(source).items()}
     source = directory_of(tmp_path / "b", names=PROJ, config=NVFP4)
     done = fp8kv("convert", source, "--to", "vllm", "-o", tmp_path / "no")
     one_line_error(done, "absmax / 448 or absmax / 2688 is not known: no file says who")

@@ -52,7 +52,7 @@ def test_what_is_printed_and_written_anew_but_not_by_two_runs_at_once(measured, 
     assert not (tmp_path / "claimed").exists()
 
 
-def test_scales_from_a_pack_are_those_of_the_calibration(model, measured, pack, tmp_path):
+def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, measured, pack, tmp_path):
     out = applied(pack, model, tmp_path / "out")
     assert scales(out) == scales(measured)
     origin = report_of(out)
@@ -66,9 +66,6 @@ def test_scales_from_a_pack_are_those_of_the_calibration(model, measured, pack, 
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")
     alone = applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone")
     assert scales(alone) == scales(measured)
-
-
-def test_all_readers_of_calibrations_read_packs(model, measured, pack, tmp_path):
     shown, same = (json.loads(ran("inspect", each, "--json").stdout) for each in (measured, pack))
     assert shown["first_tokens"] == same["first_tokens"]
     assert "100%" in ran("verify", measured, "--engine", "vllm", "--against", pack).stdout

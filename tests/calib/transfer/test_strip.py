@@ -50,7 +50,7 @@ def output_of(*command):
     return Path(command[command.index("-o") + 1])
 
 
-def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, tmp_path):
+def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(source, calibrated, tmp_path):
     for name in FORMS:
         back = output_of("strip", calibrated / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
@@ -59,9 +59,6 @@ def test_strip_gives_back_every_file_also_after_conversions(source, calibrated, 
         for step in (there, again):
             back = output_of("strip", step, "-o", tmp_path / name / f"{step.name}-back")
             assert contents(back) == contents(source), name
-
-
-def test_also_after_a_repair_a_second_calibration_and_in_place(source, calibrated, tmp_path):
     statistics, own = calibrated / "vllm", shutil.copytree(source, tmp_path / "own")
     repaired = output_of("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
     twice = apply_cases.calibrated(calibrated / "tgi", tmp_path / "twice")

@@ -176,15 +176,12 @@ def causal(window=None, starts=(0, 2)):
     return visible[:, None] if window is None else (visible & (columns > rows - window))[:, None]
 
 
-def test_masks_that_kernels_apply():
+def test_masks_that_kernels_apply_and_those_that_they_do_not():
     for window in (None, 2):
         for mask in (causal(window), torch.zeros(2, 1, 3, 6).masked_fill(~causal(window), -torch.inf)):
             check_mask(mask, 3, torch.tensor([0, 2]), window)
     assert left_padding(torch.ones(2, 5)) is None
     assert left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])).tolist() == [2, 0, 4]
-
-
-def test_masks_that_kernels_do_not_apply():
     for mask, starts, window in (
         (causal(), [0, 1], None),
         (causal(), [0, 2], 2),
