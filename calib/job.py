@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
+from calib.capture.loop import picture_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (
     SavedProgress,
@@ -24,7 +25,8 @@ from calib.capture.resume import (
     read_until,
     remove_progress,
 )
-from calib.data import CalibrationData, load_data, make_batches, shared_batch_size
+from calib.data import CalibrationData, PictureReader, load_data, shared_batch_size
+from calib.errors import InputError
 from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
@@ -43,7 +45,7 @@ from calib.formats.output import (
 from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
-from calib.models.config import explain_nonsense, fit_seq_len, load_config
+from calib.models.config import explain_nonsense, fit_seq_len, load_config, takes_pictures
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
@@ -157,23 +159,21 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    data = load_data(data_recipe, tokenizer, model)
-    text = data.summary(recipe.data.skip_first)
-    if recipe.headroom == "auto" or recipe.data.until is not None:
-        check_enough(text.tokens)
-    if not recipe.data.allow_few_tokens:
-        text.check()
+    sees = takes_pictures(checkpoint.config)
+    reader = partial(PictureReader.load, checkpoint, config, recipe.trust_remote_code) if sees else None
+    data = load_data(data_recipe, tokenizer, model, reader)
+    _check_data(data, recipe, by_layer=by_layer)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
-    attention = layers.parts.attention if layers else map_attention(model())
+    attention = layers.parts.attention if layers else _map_attention(model(), data)
     # an export that must fail should do so before hours of calibration
     units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
     make_exports(units, checkpoint, recipe.export)
     reason = None if layers else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
-    size = shared_batch_size(data_recipe, device, data.samples, processes)
+    size = 1 if data.pictures else shared_batch_size(data_recipe, device, data.samples, processes)
     resolved = {
         "device": device,
         "dtype": str(model().dtype).removeprefix("torch."),
@@ -182,6 +182,30 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
     }
     data = replace(data, warnings=tuple(filter(None, notes)))
     return Prepared(recipe.model_copy(update=resolved), model(), layers, attention, data)
+
+
+def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool) -> None:
+    """Refuse data that is too little, and pictures for a model that runs layer by layer."""
+    if by_layer and data.pictures:
+        raise InputError(
+            "pictures are read by a whole model, and this one runs layer by layer; use --offload none, with "
+            "enough memory for its weights"
+        )
+    text = data.summary(recipe.data.skip_first)
+    if recipe.headroom == "auto" or recipe.data.until is not None:
+        check_enough(text.tokens)
+    if not recipe.data.allow_few_tokens:
+        text.check()
+
+
+@torch.inference_mode()
+def _map_attention(model: PreTrainedModel, data: CalibrationData) -> AttentionMap:
+    """Find the model's attention while it reads text, or the first sample with a picture."""
+    for piece in data.pieces:
+        if piece.pictures and piece.pictures.count:
+            ids = torch.tensor([piece.ids], device=input_device(model))
+            return map_attention(model, {"input_ids": ids, **picture_arguments(model, piece.pictures)})
+    return map_attention(model)
 
 
 def _measure(
@@ -196,7 +220,7 @@ def _measure(
     """Run this process's batches; return statistics of all processes, the data that they read, and notes."""
     recipe, data = prepared.recipe, prepared.data
     size, skip_first, until = int(recipe.data.batch_size), recipe.data.skip_first, recipe.data.until
-    batches = make_batches(data.samples, size, pad_id=0, seed=recipe.data.seed, skip_first=skip_first)
+    batches = data.batches(size, recipe.data)
     world.check_same("data or batches", [data.fingerprint, size])
     own = world.share(batches)
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")

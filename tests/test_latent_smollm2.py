@@ -9,12 +9,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausa
 TOKENS = torch.arange(2 * 60).reshape(2, 60) % 128
 
 
+def run(monkeypatch, out, *arguments):
+    """The script with a shorter text: 2,000 tokens take half a minute."""
+    monkeypatch.setattr(script, "LENGTHS", (64, 256))
+    monkeypatch.setattr(sys, "argv", ["latent_smollm2.py", str(out), *map(str, arguments)])
+    script.main()
+
+
 @torch.no_grad()
 def test_smollm2_is_written_whole_and_computes_the_same(smollm2_directory, monkeypatch, tmp_path, capsys):
-    # of a shorter text: 2,000 tokens take half a minute
-    monkeypatch.setattr(script, "LENGTHS", (64, 256))
-    monkeypatch.setattr(sys, "argv", ["latent_smollm2.py", str(tmp_path / "latent")])
-    script.main()
+    run(monkeypatch, tmp_path / "latent")
     assert "greedy tokens agree" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "latent").eval()
     source = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.float32).eval()

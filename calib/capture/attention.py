@@ -6,7 +6,7 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 `expand_kv` makes of them what it attends to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
@@ -68,9 +68,11 @@ class AttentionMap:
     reader: str  # the module that is given token ids
     note: str = ""  # why that is the decoder, where the whole model may cache something else
 
-    def read(self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None) -> None:
+    def read(
+        self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **pictures: Tensor
+    ) -> None:
         """Run `model` on token ids [B, T], as far as what it caches needs."""
-        _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False)
+        _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **pictures)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Return scale 1.0 for every module, which engines use where they have no other."""
@@ -102,8 +104,11 @@ def layer_shapes(model: PreTrainedModel) -> list[Shape]:
     return [module.shape for module in map_attention(model).cached.values()]
 
 
-def map_attention(model: PreTrainedModel) -> AttentionMap:
-    """Find the modules whose K and V, or latent, the model caches; refuse encoders."""
+def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:
+    """Find the modules whose K and V, or latent, the model caches; refuse encoders.
+
+    The model reads a few tokens, or `sample`: `input_ids` [1, T] and the arguments of their pictures.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
@@ -113,7 +118,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             "models are not supported"
         )
     with explain_nonsense(f"this {model.config.model_type} cannot run as its config says"):
-        reader, note, calls, cache = _probe(model)
+        reader, note, calls, cache = _probe(model, sample)
     if cache is None:
         if getattr(model.config, "is_decoder", None) is False:
             reason = "is an encoder: its config says is_decoder false, and it keeps no KV cache"
@@ -141,8 +146,10 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
     return AttentionMap(cached, shared, reader, note)
 
 
-def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
-    """Return the module that reads text alone, a note, its calls of attention, and its cache.
+def _probe(
+    model: PreTrainedModel, sample: Mapping[str, Tensor] | None
+) -> tuple[str, str, dict[str, QKV], Any]:
+    """Return the module that reads `sample`, or text alone, a note, its calls of attention, and its cache.
 
     That is the whole model without its LM head: what is around the decoder may move positions, as PaliGemma's
     does. The decoder reads for a model that takes no text alone, or whose other weights are not in memory;
@@ -150,6 +157,14 @@ def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
     """
     names = {module: name for name, module in model.named_modules()}
     whole, decoder = model.base_model, model.get_decoder()
+    if sample is not None:
+        calls, cache = _calls_and_cache(model, whole, **sample)
+        if any(key.shape[2] != sample["input_ids"].shape[1] for _, key, _ in calls.values()):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} caches K and V of pictures beside those of tokens, by cross-"
+                "attention, which are not measured; calibrate it on text"
+            )
+        return names[whole], "", calls, cache
     try:
         return names[whole], "", *_calls_and_cache(model, whole)
     except (*NOT_FOR_TEXT, RuntimeError) as error:
@@ -161,18 +176,23 @@ def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
     return names[decoder], note, *_calls_and_cache(model, decoder)
 
 
-def _calls_and_cache(model: PreTrainedModel, reader: nn.Module) -> tuple[dict[str, QKV], Any]:
+def _calls_and_cache(
+    model: PreTrainedModel, reader: nn.Module, input_ids: Tensor | None = None, **pictures: Tensor
+) -> tuple[dict[str, QKV], Any]:
     calls: dict[str, QKV] = {}
-    tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
+    if input_ids is None:
+        input_ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
     with observe_qkv(model, lambda name, *qkv: calls.__setitem__(name, qkv)):
-        out = _run(reader, tokens, torch.ones_like(tokens), use_cache=True)
+        out = _run(reader, input_ids, torch.ones_like(input_ids), use_cache=True, **pictures)
     return calls, out.get("past_key_values")
 
 
-def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool) -> Any:
+def _run(
+    reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool, **pictures: Tensor
+) -> Any:
     # a reader with an LM head, as Llama 4's, would compute logits of every token
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(reader.forward).parameters else {}
-    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last)
+    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last, **pictures)
 
 
 def _cached_attention(

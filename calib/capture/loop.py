@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, map_attention, observe_qkv
 from calib.capture.running_amax import RunningLayer, count_tokens
-from calib.data import Batch, make_batches
+from calib.data import Batch, PictureSample, make_batches
 from calib.errors import CalibrationError, InputError, one_line
 from calib.models.config import model_positions
 from calib.models.load import input_device
@@ -96,7 +96,16 @@ def _observe(
     # accelerate takes weights off the device again when a module returns, so each one must
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     with observing(model, batch, layers, last=None if is_offloaded else [*layers][-1]):
-        attention.read(model, batch.input_ids, batch.attention_mask)
+        pictures = picture_arguments(model, batch.pictures)
+        attention.read(model, batch.input_ids, batch.attention_mask, **pictures)
+
+
+def picture_arguments(model: PreTrainedModel, sample: PictureSample | None) -> dict[str, Tensor]:
+    """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text."""
+    device, arguments = input_device(model), sample.arguments() if sample else {}
+    return {
+        name: x.to(device, model.dtype if x.is_floating_point() else x.dtype) for name, x in arguments.items()
+    }
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -149,6 +158,8 @@ def _find_non_finite(
 
 def singles(batch: Batch) -> list[Batch]:
     """Return the samples of `batch`, each a batch of its own."""
+    if batch.pictures is not None:
+        return [batch]
     starts = accumulate(batch.attention_mask.sum(1).tolist(), initial=batch.first_token)
     rows = zip(batch.input_ids, batch.attention_mask, batch.sample_ids, starts, strict=False)
     return [Batch(ids[None], mask[None], (i,), start, batch.skip_first) for ids, mask, i, start in rows]

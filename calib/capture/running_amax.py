@@ -10,7 +10,7 @@ from calib.capture.attention import CachedAttention
 from calib.data import Batch
 from calib.scales.observers import magnitude_histogram
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
-from calib.scales.stats import STATISTICS, LayerStats, TensorStats, bucket_indices
+from calib.scales.stats import MODALITIES, STATISTICS, LayerStats, TensorStats, bucket_indices
 from calib.scales.tail import largest
 
 _GRID = 2.0**20
@@ -24,11 +24,14 @@ class CountedTokens:
     read: int  # real tokens, counted or not
     buckets: Tensor  # [N] int64, by index in the run
     positions: Tensor  # [N] int64, by position in the sample
+    modalities: Tensor | None = None  # [N] int64: 0 is text, 1 a part of a picture
 
     def to(self, device: torch.device) -> "CountedTokens":
         """Return the same on `device`."""
         rows = None if self.rows is None else self.rows.to(device)
-        return CountedTokens(rows, self.read, self.buckets.to(device), self.positions.to(device))
+        modalities = None if self.modalities is None else self.modalities.to(device)
+        buckets, positions = self.buckets.to(device), self.positions.to(device)
+        return CountedTokens(rows, self.read, buckets, positions, modalities)
 
 
 def count_tokens(batch: Batch) -> CountedTokens:
@@ -39,7 +42,11 @@ def count_tokens(batch: Batch) -> CountedTokens:
     indices = batch.first_token + real.flatten().cumsum(0).view_as(real) - 1
     rows = None if bool(counted.all()) else counted.flatten().nonzero().squeeze(-1)
     position_buckets = bucket_indices(positions[counted]).clamp(max=POSITION_BUCKETS - 1)
-    return CountedTokens(rows, batch.num_tokens, bucket_indices(indices[counted]), position_buckets)
+    buckets = bucket_indices(indices[counted])
+    modalities = None
+    if batch.pictures is not None:
+        modalities = batch.pictures.positions.to(real.device)[None][counted].long()
+    return CountedTokens(rows, batch.num_tokens, buckets, position_buckets, modalities)
 
 
 def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str, Tensor]:
@@ -50,11 +57,14 @@ def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str,
         table = heads.new_zeros(len(heads), count)
         return table.scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
 
-    return {
+    fields = {
         "curve": largest_by_bucket(tokens.buckets, BUCKETS),
         "positions": largest_by_bucket(tokens.positions, POSITION_BUCKETS),
         "tail": largest(heads, heads[:, :0]),
     }
+    if tokens.modalities is not None:
+        fields["modalities"] = largest_by_bucket(tokens.modalities, len(MODALITIES))
+    return fields
 
 
 class RunningTensor:

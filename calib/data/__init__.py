@@ -1,11 +1,15 @@
-"""The token ids that the model reads during calibration, in batches. Knows no scales."""
+"""The token ids and pictures that the model reads during calibration, in batches. Knows no scales."""
 
 from calib.data.batches import Batch, make_batches, resolve_batch_size, shared_batch_size
 from calib.data.loading import CalibrationData, check_dataset, dataset_key, load_data
+from calib.data.pictures import PictureReader
+from calib.data.samples import PictureSample
 
 __all__ = [
     "Batch",
     "CalibrationData",
+    "PictureReader",
+    "PictureSample",
     "check_dataset",
     "dataset_key",
     "load_data",

@@ -1,4 +1,4 @@
-"""Built-in text, which needs no network: prose, code, chats, other scripts, and long documents."""
+"""Built-in data, which needs no network: prose, code, chats, other scripts, long documents, pictures."""
 
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +12,7 @@ from calib.recipe import DataRecipe
 BUILTIN_PREFIX = "builtin:"
 PYTHON_DOCS = "builtin:python-docs"
 LONG = "builtin:long"
+PICTURES = "builtin:pictures"
 # the Python documentation has about 4; a third more so that nearly every piece fills a sample
 CHARACTERS_PER_TOKEN = 6
 # fewer than most tokenizers need for one of these scripts, whose texts are short
@@ -77,12 +78,19 @@ def _scripts(seq_len: int) -> Iterator[str]:
             yield from _cut(file.read_text(encoding="utf-8"), seq_len * SCRIPT_CHARACTERS_PER_TOKEN)
 
 
+def _pictures(seq_len: int) -> Iterator[Row]:
+    from calib.data.builtin_pictures import picture_rows
+
+    return picture_rows(_documentation(seq_len * CHARACTERS_PER_TOKEN))
+
+
 # rows of each dataset, for samples of so many tokens
 BUILTIN: dict[str, Callable[[int], Iterable[Row]]] = {
     PYTHON_DOCS: lambda seq_len: _documentation(seq_len * CHARACTERS_PER_TOKEN),
     "builtin:code": _code,
     "builtin:chat": _chats,
     "builtin:script": _scripts,
+    PICTURES: _pictures,
     LONG: lambda seq_len: _documentation(max(LONG_CHARACTERS, seq_len * CHARACTERS_PER_TOKEN)),
 }
 

@@ -8,16 +8,21 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.data import ConcatDataset
 
 from calib.arguments import to_path
-from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
+from calib.data.batches import Batch, make_batches
+from calib.data.builtin import BUILTIN_PREFIX, PICTURES, builtin_rows, check_builtin
 from calib.data.generated import GENERATED
 from calib.data.hub_rows import find_split, stream_rows
 from calib.data.local_rows import READERS, find_files, looks_local, open_rows
-from calib.data.samples import LocatedRow, Piece, tokenize_rows, unknown_ids
+from calib.data.pictures import PictureReader
+from calib.data.samples import LocatedRow, Piece, has_picture, tokenize_rows, unknown_ids
+from calib.errors import InputError
 from calib.recipe import DataRecipe
 from calib.scales.text_summary import TextSummary
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_FILE_NAMES = 6  # in a warning
+_FIRST_ROWS = 64  # in which a dataset with pictures has one
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,11 @@ class CalibrationData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of all token ids, each sample preceded by its length."""
+        """The sha256 of all token ids, each sample preceded by its length, and of what pictures became."""
         digest = hashlib.sha256()
-        for sample in self.samples:
+        for _, _, sample, pictures in self.pieces:
             digest.update(struct.pack(f"<{len(sample) + 1}q", len(sample), *sample))
+            digest.update(pictures.digest if pictures else b"")
         return digest.hexdigest()
 
     @property
@@ -61,6 +68,13 @@ class CalibrationData:
         return self.words[1] - sum(piece.tokens for piece in self.pieces) if self.words else 0
 
     @property
+    def pictures(self) -> dict[str, int]:
+        """Numbers of pictures and of their tokens; empty if no processor has read the data."""
+        samples = [piece.pictures for piece in self.pieces if piece.pictures]
+        tokens = sum(int(sample.positions.sum()) for sample in samples)
+        return {"pictures": sum(x.count for x in samples), "picture_tokens": tokens} if samples else {}
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens in all samples together."""
         return sum(map(len, self.samples))
@@ -68,14 +82,35 @@ class CalibrationData:
     @property
     def line(self) -> str:
         """Numbers of documents, samples and tokens, for a terminal."""
+        pictures = "; pictures: {pictures:,}, {picture_tokens:,} of the tokens" if self.pictures else ""
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
             f"{self.num_tokens:,} tokens read, {self.unread:,} left unread"
+            + pictures.format_map(self.pictures)
         )
 
     def summary(self, skip_first: int = 0) -> TextSummary:
-        """Return numbers of the tokens that count: those after the first `skip_first` of a sample."""
-        return TextSummary.of(self.samples, skip_first, unknown=self.unknown, words=self.words)
+        """Return numbers of the tokens that count: those after the first `skip_first` of a sample.
+
+        Tokens of pictures are not text, and text after another picture is not repeated.
+        """
+        text = self.samples
+        if self.pictures:
+            places = [x.positions.tolist() if x else [] for *_, x in self.pieces]
+            text = [
+                [i for at, i in enumerate(ids) if at < skip_first or not is_picture[at]]
+                for ids, is_picture in zip(text, places, strict=True)
+            ]
+        summary = TextSummary.of(text, skip_first, unknown=self.unknown, words=self.words)
+        return replace(summary, unrepeated_tokens=summary.tokens) if self.pictures else summary
+
+    def batches(self, size: int, recipe: DataRecipe) -> list[Batch]:
+        """Return batches of `size` samples; of one, with its pictures, if a processor has read the data."""
+        batches = make_batches(self.samples, size, pad_id=0, seed=recipe.seed, skip_first=recipe.skip_first)
+        return [
+            replace(batch, pictures=self.pieces[batch.sample_ids[0]].pictures) if self.pictures else batch
+            for batch in batches
+        ]
 
     def only(self, samples: Iterable[int]) -> CalibrationData:
         """Return the samples of these indices alone, in their order."""
@@ -83,13 +118,25 @@ class CalibrationData:
 
 
 def load_data(
-    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, load_model: Callable[[], PreTrainedModel]
+    recipe: DataRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    load_model: Callable[[], PreTrainedModel],
+    load_reader: Callable[[], PictureReader] | None = None,
 ) -> CalibrationData:
     """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens; see `Pieces`.
 
     The same recipe, tokenizer and data give the same samples. `load_model` is called for the
-    datasets 'self' and 'random' only, so that a bad dataset is found before weights are read.
+    datasets 'self' and 'random' only, so that a bad dataset is found before weights are read. Pictures are
+    read with `load_reader`, where the recipe or one of the first rows names any; without it, text alone is.
     """
+    reader = None
+    if recipe.images is not None or recipe.dataset == PICTURES:
+        if load_reader is None or recipe.dataset in GENERATED:
+            raise InputError(
+                "pictures are read by fp8kv-calibrate alone, with a model that takes them, of data that has "
+                "them: leave out --images, and choose a dataset of text"
+            )
+        reader = load_reader()
     if recipe.dataset in GENERATED:
         sample, warning = GENERATED[recipe.dataset]
         samples = sample(recipe, tokenizer, load_model())
@@ -97,6 +144,13 @@ def load_data(
         warnings = (warning, *_unused(recipe, "config", "split", "column"))
         return CalibrationData(pieces, recipe.dataset, warnings)
     source = open_source(recipe)
+    if load_reader is not None:
+        rows = iter(source.rows)
+        first = [*islice(rows, min(_FIRST_ROWS, recipe.samples))]
+        source = source._replace(rows=chain(first, rows))
+        if reader or any(has_picture(row) for _, row in first):
+            pieces, warnings, words = (reader or load_reader()).read(source.rows, recipe, source.folder)
+            return CalibrationData(pieces, source.name, source.warnings + warnings, words=words)
     pieces, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
     warnings = source.warnings + warnings
     return CalibrationData(pieces, source.name, warnings, unknown_ids(tokenizer) or None, words)
@@ -108,6 +162,7 @@ class RowSource(NamedTuple):
     name: str
     rows: Iterable[LocatedRow]
     warnings: tuple[str, ...] = ()
+    folder: Path | None = None  # of local files, to which paths in them are relative
 
 
 def open_source(recipe: DataRecipe) -> RowSource:
@@ -118,11 +173,12 @@ def open_source(recipe: DataRecipe) -> RowSource:
         return RowSource(dataset, rows, _unused(recipe, "config", "split", "column"))
     if looks_local(dataset):
         rows, warnings = _shuffled(open_rows(dataset), recipe.seed), _unused(recipe, "config", "split")
-        if names := find_files(dataset)[1]:
+        path = to_path(dataset)
+        if (names := find_files(dataset)[1]) and recipe.images is None:
             shown = ", ".join(names[:_MAX_FILE_NAMES]) + ", ..." * (len(names) > _MAX_FILE_NAMES)
             warning = f"dataset '{dataset}': not read are {shown} ({len(names)} in all)"
             warnings = (*warnings, f"{warning}; supported: {', '.join(READERS)}, directly in it")
-        return RowSource(dataset, rows, warnings)
+        return RowSource(dataset, rows, warnings, path if path.is_dir() else path.parent)
     split = find_split(recipe)
     config = f" ({recipe.config})" if recipe.config else ""
     streamed = enumerate(stream_rows(recipe, split), 1)

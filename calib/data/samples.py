@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
+from torch import Tensor
 
 from calib.errors import InputError, one_line
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Message = dict[str, Any]
 Document = str | list[Message]
@@ -26,6 +28,9 @@ TEXT_COLUMNS = ("text", "content", "document")
 OPENING_COLUMNS = ("prompt", "instruction", "question")
 CONTINUING_COLUMNS = ("input", "completion", "response", "output", "answer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+PICTURE_PARTS = ("image", "image_url")  # types of parts of a message
+# keys of such a part that hold the picture, or say where it is
+_PICTURE_KEYS = (*PICTURE_PARTS, "url", "path")
 
 MAX_REFUSALS = 100  # rows without text at the start, after which no row is expected to have some
 MAX_TURNS = 256  # places looked for in a long chat; each takes rendering it once
@@ -42,12 +47,23 @@ class TemplateRefusal(Exception):
     """A chat that the chat template cannot express, such as one with a system prompt."""
 
 
+@dataclass(frozen=True)
+class PictureSample:
+    """The pictures of a sample, and where they are among its tokens."""
+
+    count: int
+    positions: Tensor  # [T] bool, True where a token stands for a part of a picture
+    digest: bytes  # of the model's arguments
+    arguments: Callable[[], dict[str, Tensor]]  # of the model's forward, beside input_ids and attention_mask
+
+
 class Piece(NamedTuple):
     """Token ids of a sample, and their part of a document."""
 
     document: int
     tokens: int  # of the document, without a repeated opening
     ids: list[int]
+    pictures: PictureSample | None = None  # of a row that a processor has read
 
 
 class Tokenized(NamedTuple):
@@ -99,11 +115,13 @@ def tokenize_rows(
         for number, messages, ids in long_chats:
             pieces.cut(number, ids, _turns(messages, tokenizer))
     samples = pieces.all()
-    return Tokenized(samples, _warnings(recipe, len(samples), refusals, unusable), (words, word_tokens))
+    return Tokenized(samples, row_warnings(recipe, len(samples), refusals, unusable), (words, word_tokens))
 
 
-def find_document(row: Row, column: str | None) -> Document:
+def find_document(row: Row, column: str | None, *, pictures: bool = False) -> Document:
     """Return the chat or text in `column` of `row`, by default in the first column of a usual name.
+
+    With `pictures`, messages keep their pictures, as parts `{"type": "image", "image": ...}`.
 
     Raises:
         UnusableRow: the column is missing, or holds neither; or no column is an obvious choice.
@@ -122,15 +140,23 @@ def find_document(row: Row, column: str | None) -> Document:
         if len(strings) != 1:
             raise UnusableRow(f"cannot tell which column holds the text; {columns}")
         name = strings[0]
-    document = _document(row[name], name, columns)
+    document = _document(row[name], name, columns, pictures)
     if column is not None or name not in OPENING_COLUMNS:
         return document
     # an answer of another type is a label, such as the number of a choice
     names = [name for name in CONTINUING_COLUMNS if isinstance(row.get(name), type(document))]
-    parts = [document, *(_document(row[name], name, columns) for name in names)]
+    parts = [document, *(_document(row[name], name, columns, pictures) for name in names)]
     if isinstance(document, str):
         return "\n\n".join(part for part in parts if isinstance(part, str) and part)
     return [message for part in parts for message in part if isinstance(message, dict)]
+
+
+def has_picture(row: Row) -> bool:
+    """Return whether a chat in `row` has a part that is a picture."""
+    columns = row.values() if isinstance(row, Mapping) else ()
+    messages = (m for x in columns if isinstance(x, list) for m in x if isinstance(m, Mapping))
+    parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
+    return any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts)
 
 
 def count_words(document: Document) -> int:
@@ -143,21 +169,22 @@ def message_text(message: Message) -> str | None:
     """Return the content of a message; line breaks join its parts, as in vLLM."""
     content: str | list[dict[str, str]] | None = message.get("content")
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
     return content
 
 
-def _document(value: Any, column: str, columns: str) -> Document:
+def _document(value: Any, column: str, columns: str, pictures: bool) -> Document:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        return [_message(message, f"a chat message in column '{column}'") for message in value]
+        where = f"a chat message in column '{column}'"
+        return [_message(message, where, pictures) for message in value]
     raise UnusableRow(
         f"column '{column}' holds {type(value).__name__}, neither text nor a list of chat messages; {columns}"
     )
 
 
-def _message(message: Mapping[str, Any], where: str) -> Message:
+def _message(message: Mapping[str, Any], where: str, pictures: bool) -> Message:
     if "role" in message:
         # Arrow fills absent keys with None, and templates ask only whether a key is there
         plain = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -172,12 +199,21 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
         return plain
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise UnusableRow(f"{where} holds {type(content).__name__}, neither text nor parts")
-    for part in content:
-        if part.get("type") != "text":
-            raise UnusableRow(f"{where} has a part of type '{part.get('type')}'; only text can be read")
-        if not isinstance(part.get("text"), str):
-            raise UnusableRow(f"{where} has a part of type 'text' without text; only text can be read")
-    return plain | {"content": [{"type": "text", "text": part["text"]} for part in content]}
+    return plain | {"content": [_part(part, where, pictures) for part in content]}
+
+
+def _part(part: Mapping[str, Any], where: str, pictures: bool) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind in PICTURE_PARTS and pictures:
+        picture = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
+        is_link = kind == "image_url" and isinstance(picture, Mapping)
+        return {"type": "image", "image": picture.get("url") if is_link and picture else picture}
+    if kind != "text":
+        readable = "text and pictures" if pictures else "only text"
+        raise UnusableRow(f"{where} has a part of type '{kind}'; {readable} can be read")
+    if not isinstance(part.get("text"), str):
+        raise UnusableRow(f"{where} has a part of type 'text' without text; only text can be read")
+    return {"type": "text", "text": part["text"]}
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -246,7 +282,7 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
             "a text column (`--set data.column=NAME`) or a model whose tokenizer has a template"
         )
     try:
-        takes_strings = _MARK in _apply_template([{"role": "user", "content": _MARK}], tokenizer)
+        takes_strings = _MARK in apply_template([{"role": "user", "content": _MARK}], tokenizer)
     except TemplateRefusal:
         takes_strings = True
     written = []
@@ -257,10 +293,11 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
         elif isinstance(content, str) and content:
             message = message | {"content": [{"type": "text", "text": content}]}
         written.append(message)
-    return _apply_template(written, tokenizer)
+    return apply_template(written, tokenizer)
 
 
-def _apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
+    """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot say it."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     # TypeError: templates add strings without checking that the content is one
@@ -284,7 +321,8 @@ def _nothing_usable(dataset: str, words: int, refusals: list[str], unusable: lis
     return f"dataset '{dataset}' is empty: no row holds any text; use another dataset or column"
 
 
-def _warnings(recipe: DataRecipe, count: int, refusals: list[str], unusable: list[str]) -> tuple[str, ...]:
+def row_warnings(recipe: DataRecipe, count: int, refusals: list[str], unusable: list[str]) -> tuple[str, ...]:
+    """Return warnings of rows that were skipped for these reasons, and of fewer samples than asked for."""
     warnings = []
     if unusable:
         warnings.append(

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from calib.capture.directory_scales import ScalesForModel, open_scales
 from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
+from calib.data.builtin import PICTURES, PYTHON_DOCS
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names
 from calib.evaluate.held_out import Readers, hold_out
@@ -74,7 +75,11 @@ def whole_text_only(suite: Suite) -> Suite:
 
 def complete_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     """Add the suite's lengths, and all statistics that a variant may need."""
-    data, dataset = recipe.data, recipe.evaluation.dataset or recipe.data.dataset
+    data, dataset = recipe.data.model_copy(update={"images": None}), recipe.evaluation.dataset
+    if dataset is None:
+        # text that goes with pictures is short
+        has_pictures = recipe.data.images is not None or data.dataset == PICTURES
+        dataset = PYTHON_DOCS if has_pictures else data.dataset
     if dataset != data.dataset:
         data = DataRecipe(dataset=dataset, seed=data.seed, allow_few_tokens=data.allow_few_tokens)
     samples = suite.calibration_samples + suite.documents

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.choices import REFERENCE
 from calib.data import CalibrationData, check_dataset, dataset_key, load_data
-from calib.data.builtin import BUILTIN, LONG
+from calib.data.builtin import BUILTIN, LONG, PICTURES
 from calib.errors import InputError
 from calib.evaluate.held_out import Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
@@ -34,7 +34,7 @@ from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, Recipe
 
 ALL = "all"
-_DOMAINS = (*BUILTIN, "random")
+_DOMAINS = (*(name for name in BUILTIN if name != PICTURES), "random")
 _LEAST = 2  # documents: an interval needs them
 _LONGER = 4  # times the suite's length, of half as many documents
 # the verdict names a text where more than this share of its tokens is clipped, and more than of our own

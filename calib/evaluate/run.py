@@ -43,7 +43,7 @@ from calib.evaluate.variants import (
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
-from calib.models.config import load_config
+from calib.models.config import load_config, takes_pictures
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
@@ -51,6 +51,8 @@ from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
 from fp8kv_runtime.errors import AttentionError
+
+_TEXT_ALONE = "this model takes pictures, and is measured on text alone here: figures say nothing of pictures"
 
 
 def evaluate(
@@ -98,6 +100,7 @@ def _open_inputs(
         readers=readers,
         warnings=[
             *warnings,
+            *[_TEXT_ALONE] * takes_pictures(checkpoint.config),
             *quantization_notes(checkpoint),
             *weight_warnings(scales, checkpoint),
             *unknown,

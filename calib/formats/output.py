@@ -21,6 +21,7 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
+from calib.models.config import takes_pictures
 from calib.models.sources import hub_origin, short_name
 from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.check import config_summary
@@ -28,7 +29,14 @@ from calib.same_model.marks import marks_or_none
 from calib.scales.scales import KVScales, layers_html
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import save_stats
-from calib.scales.summary import LayerSummary, clipped_tokens, summarize, warnings_for
+from calib.scales.summary import (
+    TEXT_ALONE,
+    LayerSummary,
+    clipped_tokens,
+    modality_line,
+    summarize,
+    warnings_for,
+)
 
 _LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
 
@@ -146,9 +154,13 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     exports = make_exports(scales, checkpoint, recipe.export)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
+    is_text = bool(stats.places()) and not stats.amax_by_modality()
+    warnings += [TEXT_ALONE] * (is_text and takes_pictures(checkpoint.config))
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]
     layers, notes = summarize(stats, scales), [*record.notes]
+    if line := modality_line(stats, recipe.strategy):
+        notes.append(line)
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
         notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
@@ -180,7 +192,7 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
 
 def _report(record: CalibrationRecord) -> dict[str, Any]:
     """Return what the saved report says of the run; its recipe gives the same scales."""
-    text = record.stats.text
+    text, modalities = record.stats.text, record.stats.amax_by_modality()
     return {
         "fp8kv_calibration": 1,
         "model": record.model,
@@ -191,6 +203,7 @@ def _report(record: CalibrationRecord) -> dict[str, Any]:
         "dataset": record.dataset | (text.to_json() if text else {}),
         "versions": versions(),
         "threads": record.threads,
+        **({"modalities": modalities} if modalities else {}),
     }
 
 
@@ -203,6 +216,7 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
         "samples": len(data.samples),
         "tokens": data.num_tokens,
         "unread_tokens": data.unread,
+        **data.pictures,
     }
 
 

@@ -1,7 +1,7 @@
 """A model's config.json, checked before anything is built from it, and against the weights' headers."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,17 @@ def layer_settings(config: PreTrainedConfig, key: str) -> list[Any]:
 def model_positions(config: PreTrainedConfig) -> int | None:
     """Return the positions of the language model; None: no limit is known."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def takes_pictures(config: Mapping[str, Any]) -> bool:
+    """Return whether a model of this config.json has a part that reads pictures."""
+    return isinstance(config.get("vision_config"), dict)
+
+
+def image_token_id(config: PreTrainedConfig) -> int | None:
+    """Return the id of the token that stands for a part of a picture, if the config names one."""
+    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((i for i in ids if isinstance(i, int)), None)
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:

@@ -2,16 +2,19 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -154,6 +157,21 @@ def load_tokenizer(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
         if type(error) is Exception:
             raise InputError(f"cannot load the tokenizer of '{checkpoint.path}': {error}") from error
         raise
+
+
+def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> ProcessorMixin:
+    """Load the processor that makes a model's inputs of text and pictures; refuse a directory without one."""
+    if find_spec("PIL") is None:
+        raise InputError("pictures need Pillow, which is not installed: pip install pillow")
+    lacking = "" if find_spec("torchvision") else " (some need torchvision, which is not installed)"
+    with _quiet_loading(f"the processor of '{checkpoint.path}'{lacking}"):
+        processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    if getattr(processor, "image_processor", None) is None:
+        raise InputError(
+            f"'{checkpoint.path}' has no processor of pictures (processor_config.json or "
+            "preprocessor_config.json); download the whole model"
+        )
+    return processor
 
 
 def check_token_ids(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:

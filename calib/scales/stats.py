@@ -31,6 +31,7 @@ class Statistic(NamedTuple):
     columns: int | None = None  # None: one per channel
 
 
+MODALITIES = ("text", "pictures")
 # module name; "k", "v" or "q"; field of `TensorStats`
 Place = tuple[str, str, str]
 
@@ -43,6 +44,7 @@ STATISTICS = {
     "curve": Statistic(torch.float32, torch.maximum, BUCKETS),
     "positions": Statistic(torch.float32, torch.maximum, POSITION_BUCKETS),
     "tail": Statistic(torch.float32, largest, TAIL),
+    "modalities": Statistic(torch.float32, torch.maximum, len(MODALITIES)),
 }
 # made of every token's largest; of K and V alone, and not in old files
 PER_TOKEN = ("curve", "positions", "tail")
@@ -61,6 +63,7 @@ class TensorStats:
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
+    modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: pictures were not read
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,15 @@ class KVStats:
             if (tensor := getattr(getattr(layer, letter), field, None)) is not None
         }
 
+    def amax_by_modality(self) -> list[dict[str, Any]]:
+        """Return the absmax of each head in text and in pictures, by layer and tensor; or nothing."""
+        return [
+            {"layer": layer.layer_idx, "tensor": letter, **dict(zip(MODALITIES, x.t().tolist(), strict=True))}
+            for layer in self.layers.values()
+            for letter, x in (("k", layer.k.modalities), ("v", layer.v.modalities))
+            if x is not None
+        ]
+
     def counts(self) -> list[tuple[int, int]]:
         """Return the number of tokens that each layer counted, and that of all it read."""
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
@@ -212,11 +224,12 @@ class KVStats:
     def merge(self, stats: "KVStats") -> "KVStats":
         """Combine with other tokens of the same run; an InputError if they are of another model.
 
-        Curve, positions and tail are dropped if one of the two has none.
+        Curve, positions and tail are dropped if one of the two has none, and so are modalities: but one that
+        has the others has read text, where the other read pictures.
         """
-        tensors, added = self.tensors(), stats.tensors()
+        tensors, added = _add_modalities(self.tensors(), stats.tensors())
         for place in tensors.keys() ^ added.keys():
-            if place[2] in PER_TOKEN:
+            if place[2] in (*PER_TOKEN, "modalities"):
                 (tensors if place in tensors else added).pop(place)
         if {place: x.shape for place, x in tensors.items()} != {place: x.shape for place, x in added.items()}:
             raise InputError(
@@ -303,6 +316,18 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         targets=recipe.targets,
         center_keys=recipe.center_keys,
     )
+
+
+def _add_modalities(*runs: dict[Place, Tensor]) -> list[dict[Place, Tensor]]:
+    """Say of each run that read text alone what is known of the others, where one has read pictures."""
+    places = {place for tensors in runs for place in tensors if place[2] == "modalities"}
+    for tensors in runs:
+        for place in places - tensors.keys():
+            amax = tensors.get((*place[:2], "amax"))
+            if amax is not None and (*place[:2], "curve") in tensors:
+                text = amax.amax(1)
+                tensors[place] = torch.stack([text, torch.zeros_like(text)], 1)
+    return [*runs]
 
 
 def bucket_indices(tokens: Tensor) -> Tensor:

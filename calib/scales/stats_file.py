@@ -4,7 +4,7 @@ Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.Ten
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
 of each module its layer index, the tokens it counted and those it read, which modules share
 another's cache, numbers of the text and a record of it. Version 1 has no `curve`, `positions`,
-`tail` and `read`.
+`tail` and `read`; version 3 has `modalities`, and is written where pictures were read.
 """
 
 import os
@@ -31,7 +31,7 @@ from calib.scales.scales import KVScales, SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
 from calib.scales.text_summary import Records, TextSummary, read_records
 
-_VERSION = 2
+_VERSION, _VERSION_WITH_PICTURES = 2, 3
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
 # fields that a tensor has together, or not at all
 _TOGETHER = (("total", "low", "high"), PER_TOKEN)
@@ -56,7 +56,10 @@ def save_stats(
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
-    facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
+    version = (
+        _VERSION_WITH_PICTURES if any(place[2] == "modalities" for place in stats.tensors()) else _VERSION
+    )
+    facts = {"version": version, "modules": modules, "shared": shared, "progress": progress}
     if stats.text:
         facts["text"] = TypeAdapter(TextSummary).dump_python(stats.text)
     save_tensors(tensors, path, {STATS_KEY: json_text(facts)})
@@ -143,10 +146,8 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
     text = metadata.get(STATS_KEY, "{}")
     version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
-    if type(version) is not int or version not in (1, _VERSION):
-        raise InputError(
-            f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}"
-        )
+    if type(version) is not int or version not in (1, _VERSION, _VERSION_WITH_PICTURES):
+        raise InputError(f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads: 1, 2 or 3")
     try:
         facts = _StatsFacts.model_validate_json(text, strict=True)
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}
@@ -209,9 +210,9 @@ def _take_part(tensors: dict[str, Tensor], name: str) -> TensorStats:
         if (tensor.dtype, tensor.shape) != (statistic.dtype, shape):
             actual = f"{tensor.dtype} {[*tensor.shape]}"
             raise ValueError(f"{name}.{field} is {actual}, not {statistic.dtype} {[*shape]}")
-        if field in ("amax", *PER_TOKEN) and (tensor < 0).any():
+        if field in ("amax", "modalities", *PER_TOKEN) and (tensor < 0).any():
             raise ValueError(f"{name}.{field} is below zero")
-        if field in PER_TOKEN and not torch.allclose(
+        if field in ("modalities", *PER_TOKEN) and not torch.allclose(
             tensor.amax(1), amax.amax(1), rtol=0, atol=0, equal_nan=True
         ):
             raise ValueError(f"{name}: the largest of {field} is not the amax of its head")

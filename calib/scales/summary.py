@@ -23,6 +23,12 @@ GREW = 0.05  # share of growth in about the last half of the tokens
 TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
+TEXT_ALONE = (
+    "this model takes pictures, and its scales are of text alone, beyond which pictures may raise K and V: "
+    "read pictures too, with --images COLUMN or --dataset builtin:pictures"
+)
+_RAISED = 1.01  # times that of text
+
 _MANY = 6  # layers named in a warning before it only counts them
 
 
@@ -140,6 +146,24 @@ def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bo
                 "amax without it"
             )
     return warnings
+
+
+def modality_line(stats: KVStats, strategy: Strategy) -> str | None:
+    """Say where pictures raise K and V the most beyond text, in a layer or head; None without pictures."""
+    factors: dict[str, tuple[float, int]] = {}
+    for row in stats.amax_by_modality():
+        heads = [*zip(row["text"], row["pictures"], strict=True)]
+        parts = [(max(row["text"]), max(row["pictures"]))] if strategy == "tensor" else heads
+        factor = max((pictures / text for text, pictures in parts if text), default=0.0)
+        factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, 0)), (factor, row["layer"]))
+    places = [
+        f"{letter.upper()} of layer {layer} {factor:.3g} times"
+        for letter, (factor, layer) in sorted(factors.items(), key=lambda item: -item[1][0])
+        if factor >= _RAISED
+    ]
+    of_head = "" if strategy == "tensor" else " in a head"
+    line = f"pictures raise {' and '.join(places) or 'K and V of no layer'} beyond text{of_head}"
+    return line if factors else None
 
 
 def name_layers(indices: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ from calib.serving.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read
-_SHARE = 0.005  # of the time, for reading an FP8 cache; as much for writing files
+_SHARE = 0.005  # of the time, for reading an FP8 cache
 _SECONDS = 10.0  # between two writes
 _KEY = "fp8kv_rank"  # of the metadata in a rank's file
 _PARTS = ("amax", "codes", "largest", "scales")
@@ -169,9 +169,8 @@ class Harvest:
         if self._slots.tokens >= most or start >= self._next_write:
             self.read()
         if start >= self._next_write:
-            start = time.monotonic()
+            self._next_write = start + self._seconds
             self.write()
-            self._next_write = start + max(self._seconds, (time.monotonic() - start) / _SHARE)
 
     def read(self) -> None:
         """Count what the noted slots hold, of an FP8 cache a part, and forget them."""

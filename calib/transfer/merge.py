@@ -19,7 +19,7 @@ from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import Calibration, open_calibration
-from calib.scales.summary import warnings_for
+from calib.scales.summary import TEXT_ALONE, warnings_for
 
 
 def merge(
@@ -116,7 +116,7 @@ def _check_counts(runs: Sequence[Calibration]) -> None:
 def _data_warnings(run: Calibration) -> list[str]:
     """Return warnings that are not of a run's scales: the merged scales have their own."""
     recipe = run.recipe()
-    own = warnings_for(run.stats, derive_scales(run.stats, recipe), recipe)
+    own = [TEXT_ALONE, *warnings_for(run.stats, derive_scales(run.stats, recipe), recipe)]
     return [line for line in run.report["warnings"] if line not in own]
 
 
@@ -143,6 +143,8 @@ def _data_parts(dataset: dict[str, Any]) -> list[str]:
 def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
     counts = {x: sum(data[x] for data in datasets) for x in names if all(x in data for data in datasets)}
+    pictures = {x: sum(data.get(x, 0) for data in datasets) for x in ("pictures", "picture_tokens")}
+    counts |= {x: count for x, count in pictures.items() if count}
     parts = sorted(part for dataset in datasets for part in _data_parts(dataset))
     source = " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets))
     fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -12,6 +12,7 @@ from coded_forms import FORMS
 from command_line import CliRunner
 from doc_blocks import ROOT, Command
 from families import tiny_model
+from seeing import save_seeing, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -35,6 +36,7 @@ FILES = {
 _SMALL = "--dataset prompts.jsonl --samples 4"
 DIRECTORIES = {
     **dict.fromkeys(("MODEL", "QUANTISED_MODEL", "MODEL_DIRECTORY", "path/to/model", "TRAFFIC")),
+    **dict.fromkeys(("VLM", "photos")),
     **dict.fromkeys(("OUTPUT", "RUN_A", "A"), f"fp8kv-calibrate MODEL {_SMALL}"),
     **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=1.25"),
     "RUN_B": f"fp8kv-calibrate MODEL {_SMALL} --seed 1",
@@ -83,6 +85,11 @@ class Names:
             facts = {"fp8kv_watch": 1, "engine": "vLLM 0.32.0", "model": "DIR", "fingerprint": "7"}
             facts |= {"since": "now", "written": "now", "tokens": 500, "layers": [layer]}
             (path / "fp8kv_watch.json").write_text(json.dumps(facts))
+        elif name == "VLM":
+            save_seeing("llava", path)
+        elif name == "photos":
+            path.mkdir()
+            write_rows(path)
         elif name == "QUANTISED_MODEL":
             FORMS["compressed-fp8-channel"].quantised(self.made("MODEL"), path)
         else:

@@ -28,9 +28,14 @@ def model(saved_llama):
 
 
 def test_our_own_exports_are_read_like_anyones(saved_llama, model, tmp_path):
-    layouts = dict.fromkeys(("vllm", "aphrodite"), ("--strategy", "attn_head"))
-    layouts |= {"tgi": ("--fp8-dtype", "e4m3fnuz")} | dict.fromkeys(("sglang", "modelopt", "trtllm"), ())
-    for layout, flags in layouts.items():
+    for layout, flags in (
+        ("vllm", ("--strategy", "attn_head")),
+        ("aphrodite", ("--strategy", "attn_head")),
+        ("sglang", ()),
+        ("tgi", ("--fp8-dtype", "e4m3fnuz")),
+        ("modelopt", ()),
+        ("trtllm", ()),
+    ):
         out = tmp_path / layout
         assert calibrate(saved_llama, "-o", out, "--format", layout, *flags).exit_code == 0
         expected = load_scales(out)

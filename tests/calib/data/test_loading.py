@@ -83,8 +83,8 @@ def test_local_rows_are_shuffled_by_the_seed_and_files_that_are_not_read_are_a_w
     ten_lines.write_text("".join(f'"line {i}"\n' for i in range(10)))
     order = list(range(10))
     random.Random(7).shuffle(order)
-    name, rows, warnings = open_source(DataRecipe(dataset=str(ten_lines), seed=7, column="x"))
-    assert (name, warnings) == (str(ten_lines), ())
+    name, rows, warnings, folder = open_source(DataRecipe(dataset=str(ten_lines), seed=7, column="x"))
+    assert (name, warnings, folder) == (str(ten_lines), (), tmp_path)
     assert list(rows) == [(f"{ten_lines}, line {i + 1}", f"line {i}") for i in order]
     for name in (".DS_Store", ".gitattributes"):
         (tmp_path / name).touch()

@@ -15,7 +15,7 @@ ROLES = [("system", "s"), ("user", "h"), ("assistant", "g"), ("tool", "t")]
 FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
 
 
-def test_a_document_is_found_in_its_column_and_an_unusable_row_says_what_to_do():
+def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name():
     for row, column, document in (
         ("bare", None, "bare"),
         ({"prompt": "p", "text": "t", "messages": CHAT}, None, CHAT),
@@ -32,6 +32,9 @@ def test_a_document_is_found_in_its_column_and_an_unusable_row_says_what_to_do()
         ({"messages": [FILLED]}, None, [{"role": "assistant", "content": None, "name": "x"}]),
     ):
         assert find_document(row, column) == document
+
+
+def test_an_unusable_row_says_what_it_has_and_what_to_do():
     for row, column, message in (
         ({"a": "x", "b": "y"}, "c", NO_COLUMN),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),

@@ -155,8 +155,12 @@ def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_
     ):
         figure = Figure(value=(low + high) / 2, low=low, high=high)
         assert judge_difference(figure, largest, 0.01) == answer
-    # then the intervals overlap; it is surely more, but under 1 %; and most tokens of every text
-    for count, own, answer in ((50, 10, True), (50, 40, False), (9, 0, False), (600, 600, True)):
+    for count, own, answer in (
+        (50, 10, True),
+        (50, 40, False),  # the intervals overlap
+        (9, 0, False),  # surely more, but under 1 %
+        (600, 600, True),  # most tokens of every text
+    ):
         events = (
             Events(tokens=1000, events=each, low=low / 1000, high=high / 1000)
             for each in (count, own)

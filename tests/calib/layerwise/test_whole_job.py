@@ -39,12 +39,16 @@ def resolve(tiny_directory, monkeypatch):
 
 
 def test_auto_is_layerwise_where_weights_do_not_fit_and_what_must_stay_is_refused(resolve, tiny_directory):
-    six = {"max_memory": "6GiB"}
-    whole = ((5 * GIB, {}), (4 * GIB, six), (50 * GIB, {"offload": "none"}), (GIB, {"data.dataset": "self"}))
-    for weights, changes in whole:
-        assert resolve(weights, **changes) == "none", changes
-    for weights, changes in ((9.5 * GIB, {}), (5 * GIB, six), (1, {"offload": "layerwise"})):
-        assert resolve(weights, **changes) == "layerwise", changes
+    for weights, changes, expected in (
+        (5 * GIB, {}, "none"),
+        (9.5 * GIB, {}, "layerwise"),
+        (5 * GIB, {"max_memory": "6GiB"}, "layerwise"),
+        (4 * GIB, {"max_memory": "6GiB"}, "none"),
+        (50 * GIB, {"offload": "none"}, "none"),
+        (1, {"offload": "layerwise"}, "layerwise"),
+        (1 * GIB, {"data.dataset": "self"}, "none"),
+    ):
+        assert resolve(weights, **changes) == expected
     with pytest.raises(InputError, match="take 5.00GiB, too much for --max-memory 4GiB"):
         resolve(5 * GIB, offload="none", max_memory="4GiB")
     with pytest.raises(InputError, match="dataset 'self'.*builtin:python-docs"):

@@ -98,7 +98,7 @@ def with_module(**changes):
 
 METADATA = {
     "deep nesting": "[" * 100_000,
-    "another version": {**FACTS, "version": 3},
+    "another version": {**FACTS, "version": 4},
     "a version that only equals 1": {**FACTS, "version": True},
     "no module": {**FACTS, "modules": {}},
     "layer_idx true": with_module(layer_idx=True),

@@ -126,7 +126,9 @@ def test_scales_that_the_manifest_does_not_name(broken, model, measured, tmp_pat
     shutil.copyfile(measured / "model-fp8kv-scales.safetensors", broken / "model.safetensors")
     shutil.copyfile(measured / "config.json", broken / "config.json")
     for command in (
-        *(("verify", broken), ("compare", broken, measured), ("compare", measured, broken)),
+        ("verify", broken),
+        ("compare", broken, measured),
+        ("compare", measured, broken),
         ("convert", broken, "--to", "json", "-o", tmp_path / "out"),
     ):
         one_line_error(fp8kv(*command), f"is not a file of a pack; move it out of '{broken}'")

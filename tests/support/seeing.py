@@ -1,0 +1,66 @@
+"""Tiny models that take pictures, saved with real processors: tokenizer, image processor, chat template."""
+
+import json
+
+import numpy as np
+import transformers.models as classes
+from families import tiny_vision_language_model
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3Processor, Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+
+_SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<boi>", "<eoi>", "<fake_token_around_image>"]
+_SPECIAL += ["<end_of_utterance>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))]
+_NAMES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+_NAMES["extra_special_tokens"] = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+IMAGE = _SPECIAL.index("<image>")
+PLACES = {"llava": "<image>", "gemma3": "<boi>", "idefics3": "<image>"}
+_PART = "{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}"
+_TEMPLATE = "{% for m in messages %}{{ m.role }}: {% for part in m.content %}" + _PART
+_TEMPLATE += "{% endfor %}{{ '\\n' }}{% endfor %}"
+_SIZE = {"height": 28, "width": 28}
+
+
+def seeing_model(family):
+    model = tiny_vision_language_model(
+        family, vocab_size=272, max_position_embeddings=512, sliding_window=512
+    )
+    model.config.image_token_id = IMAGE
+    return model
+
+
+def save_seeing(family, directory, model=None):
+    """Save a model with a processor whose tokenizer has a token for each byte, after the special ones."""
+    tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bare = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    bare.pre_tokenizer, bare.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    own = {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=bare, **_NAMES)}
+    own["chat_template"] = _TEMPLATE.replace("PLACE", PLACES[family])
+    if family == "gemma3":
+        pictures = classes.gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil(size=_SIZE)
+        processor = Gemma3Processor(pictures, image_seq_length=1, **own)
+    elif family == "idefics3":  # up to four tiles and the whole, one token each
+        sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+        pictures = classes.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(**sizes)
+        processor = Idefics3Processor(pictures, image_seq_len=1, **own)
+    else:
+        own |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        sizes = {"size": {"shortest_edge": 28}, "crop_size": _SIZE}
+        pictures = classes.clip.image_processing_pil_clip.CLIPImageProcessorPil(**sizes)
+        processor = LlavaProcessor(pictures, patch_size=14, **own)
+    (model or seeing_model(family)).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def write_rows(folder):
+    """Write pictures of noise, and rows that ask about one or two of them."""
+    generator, rows = np.random.default_rng(0), []
+    for names in (["0.png"], ["1.png"], ["2.png", "3.png"]):
+        for name in names:
+            pixels = generator.integers(0, 256, (40 + 9 * len(rows), 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name)
+        rows.append({"question": f"What is on picture {len(rows)} here?", "shown": names})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
