@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.attention import map_attention
 from calib.capture.directory_scales import open_scales
 from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.errors import InputError
 from calib.evaluate.served.client import Answers, Server
-from calib.generate import unit_scales
 from calib.models.config import load_config, model_positions
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.sources import find_model
@@ -74,7 +74,7 @@ def compare_served(
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
     scales, is_exact = fit_scales(model), model.dtype == torch.float32
-    scaled, ones = (_run(model, factors, answers) for factors in (scales, unit_scales(model)))
+    scaled, ones = (_run(model, factors, answers) for factors in (scales, map_attention(model).unit_scales()))
     del model  # there may be memory for one
     dtype: DType = "bfloat16" if is_exact else "float32"
     rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
