@@ -22,7 +22,7 @@ from watched_engine import CODE, DOCUMENTATION, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate
 from calib.evaluate.layer_errors import read_layers
-from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
+from calib.evaluate.served.watch_report import METRICS, expected_shares, read_watched, report_on
 from calib.evaluate.variants import Setup, Variant
 from calib.files.text import parse_condition
 from calib.recipe import load_recipe
@@ -49,7 +49,8 @@ def main() -> None:
     _print_counts(engine, load_scales(directory), engine.prompts(CODE, LENGTH)[::230][:DOCUMENTS])
     print(f"tokens/s with watching over without: {_cost(engine, documentation)}", flush=True)
     rows = [[row] for row in documentation[::2][:CALIBRATED]]
-    good = derive_scales(calibrate(_model(directory, torch.float32), rows, RECIPE), RECIPE)
+    stats = calibrate(_model(directory, torch.float32), rows, RECIPE)
+    good = derive_scales(stats, RECIPE)
     push_scales(engine.llm, by_name(good))
     alarms, runs = Counter[tuple[int, str]](), []
     for row in documentation[1::2][:CLEAN]:
@@ -57,7 +58,7 @@ def main() -> None:
         watch._next_write = float("inf")  # the first step is not all that is read
         engine.write_text([row])
         watch.finish()
-        report = report_on(read_watched(engine.out), ALARM)
+        report = report_on(read_watched(engine.out), ALARM, expected_shares(stats, good))
         alarms += Counter((alarm.layer, alarm.letter) for alarm in report.alarms)
         runs.append((max(row.clipped for row in report.rows), bool(report.alarms)))
     share = max(share for share, _ in runs)

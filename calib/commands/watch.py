@@ -16,7 +16,7 @@ from calib.files.text import parse_condition
 if TYPE_CHECKING:
     from calib.evaluate.served.watch_report import WatchReport
 
-_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "predicted", "zeros")
+_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "expected", "zeros")
 _SHOWN = 12  # rows, of the worst layers
 
 
@@ -29,6 +29,10 @@ def watch(
         "Exit with 1 if this surely holds for a layer: clipped>SHARE of tokens, or zero>SHARE of values.",
         default="clipped>0.01",
         metavar="CONDITION",
+    ),
+    model: Path | None = flags.option(
+        "Read what was expected in this calibration. Default with DIR: the engine's model.",
+        metavar="MODEL",
     ),
     follow: bool = flags.option(
         "Show it live, until it fails or you press Ctrl-C.", "--follow", default=False
@@ -47,14 +51,14 @@ def watch(
         raise InputError(f"--fail-if '{fail_if}': a variant means nothing here; write METRIC>NUMBER")
 
     def look() -> "WatchReport":
-        from calib.evaluate.served.watch_report import read_watched, report_on
+        from calib.evaluate.served.watch_report import read_expected, read_watched, report_on
 
         if source.startswith(("http://", "https://")):
             from calib.evaluate.served.client import Server
 
-            return report_on(Server(source).watched(), condition)
+            return report_on(Server(source).watched(), condition, read_expected(model) if model else {})
         watched = read_watched(Path(source))
-        return report_on(watched, condition, Path(watched.model))
+        return report_on(watched, condition, read_expected(model or Path(watched.model)))
 
     report = _follow(look, every) if follow else look()
     if not report.is_judged:

@@ -96,7 +96,7 @@ class _WatchMetrics:
 
         try:
             watched = Watched.model_validate(_watched())
-            rows = report_on(watched, parse_condition("clipped>0", ("clipped",))).rows
+            rows = report_on(watched, parse_condition("clipped>0", ("clipped",)), {}).rows
         except ValueError:  # nothing was written yet, or by another version
             return
         tokens = CounterMetricFamily("fp8kv_tokens", "Tokens that were written to the KV cache")

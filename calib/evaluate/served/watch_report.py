@@ -1,6 +1,6 @@
-"""What an engine's cache held, as the plugin wrote it: which layers clip, beside what was predicted."""
+"""What an engine's cache held, as the plugin wrote it: which layers clip, beside what was expected."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,16 @@ from calib.errors import Fp8kvError, InputError, first_problem
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, WATCH_FILE
 from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
+from calib.scales.cache_counts import code_table
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_scales, load_stats
-from calib.scales.summary import clipped_tokens
-from calib.scales.tail import poisson_interval
+from calib.scales.tail import TAIL, poisson_interval
+from fp8kv_runtime.fp8 import FP8_DTYPES
 
 METRICS = ("clipped", "zero")
+Expected = Mapping[tuple[int, str], float]  # shares of tokens, by layer, of K and V
+_TIMES = 2.0  # what was expected: that is more than another text of the same kind has
 FEW = 256  # tokens, of which nothing can be said
 
 
@@ -78,7 +83,7 @@ class WatchRow:
     low: float  # of its exact 95 % interval, for independent tokens
     high: float
     zero: float  # share of the values of the head that has most zeros
-    predicted: float | None  # share of the tokens, of K and V together, when the scales were made
+    expected: float | None  # share of the calibration's own tokens
 
 
 @dataclass(frozen=True)
@@ -128,14 +133,13 @@ def read_watched(directory: Path) -> Watched:
         raise InputError(f"'{file}' is not what the plugin writes ({first_problem(error)})") from None
 
 
-def report_on(watched: Watched, condition: Condition, model: Path | None = None) -> WatchReport:
+def report_on(watched: Watched, condition: Condition, expected: Expected) -> WatchReport:
     """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm.
 
-    What was predicted is read in the `model` directory.
+    Of a layer whose share is `expected`, twice as much has to be clipped.
     """
-    predicted = _predicted(model) if model else {}
     rows = [
-        _row(layer, letter, counts, predicted.get(layer.layer))
+        _row(layer, letter, counts, expected.get((layer.layer, letter)))
         for layer in watched.layers
         for letter, counts in (("K", layer.k), ("V", layer.v))
         if counts
@@ -143,30 +147,49 @@ def report_on(watched: Watched, condition: Condition, model: Path | None = None)
     return WatchReport(watched, rows, [row for row in rows if _is_met(condition, row)])
 
 
-def _row(layer: _Layer, letter: str, counts: _Counts, predicted: float | None) -> WatchRow:
+def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:
     heads = [*zip(counts.clipped, counts.tokens, strict=True)]
     clipped, tokens = max(heads, key=lambda head: head[0] / head[1])
     low, high = (min(1.0, end / tokens) for end in poisson_interval(clipped))
     zero = max(x / n / layer.channels for x, n in zip(counts.zero, counts.tokens, strict=True))
-    return WatchRow(layer.layer, letter, tokens, clipped / tokens, low, high, zero, predicted)
+    return WatchRow(layer.layer, letter, tokens, clipped / tokens, low, high, zero, expected)
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:
     if condition.metric == "zero":
         return condition.compare(row.zero, condition.limit)
-    ends = (row.low, row.high)  # both: chance alone does not do
-    return all(condition.compare(end, condition.limit) for end in ends)
+    is_more = row.expected is None or row.low > _TIMES * row.expected
+    return is_more and all(condition.compare(end, condition.limit) for end in (row.low, row.high))
 
 
-def _predicted(model: Path) -> dict[int, float]:
-    """Return the share of clipped tokens of each layer that the calibration of a local model predicts."""
+def read_expected(model: Path) -> Expected:
+    """Return what the calibration in `model` expects, see `expected_shares`; nothing where it holds none."""
     try:
         if not ((model / STATS_FILE).is_file() and (model / CALIBRATION_FILE).is_file()):
             return {}
-        tokens = clipped_tokens(load_stats(model), load_scales(model))
+        return expected_shares(load_stats(model), load_scales(model))
     except (Fp8kvError, OSError):  # the model is not what is asked about
         return {}
-    return tokens.by_layer if tokens else {}
+
+
+def expected_shares(stats: KVStats, scales: KVScales) -> Expected:
+    """Return the share of a calibration's own tokens in the last code, of K and V: in the worst head.
+
+    A scale that holds all of them has its largest token there, and where a value depends on the token alone,
+    as V of the first layer does, every other one of that token.
+    """
+    table = code_table(FP8_DTYPES[scales.fp8_dtype])
+    shares = {}
+    for name, layer in stats.layers.items():
+        for letter, part in (("K", layer.k), ("V", layer.v)):
+            scale = getattr(scales.layers[name], letter.lower())
+            if part.tail is None or scale.dim() > 1:
+                continue
+            ends = (scale * table.upper[table.top - 1]).view(-1, 1)
+            most = int((part.tail >= ends).sum(-1).max())
+            # of more tokens than are kept nothing is known: then most of the traffic has to clip
+            shares[layer.layer_idx, letter] = most / layer.tokens if most < TAIL else 0.5 / _TIMES
+    return shares
 
 
 def watch_rows(rows: Sequence[WatchRow], *, only: int = 0) -> list[tuple[str, ...]]:
@@ -178,7 +201,7 @@ def watch_rows(rows: Sequence[WatchRow], *, only: int = 0) -> list[tuple[str, ..
             f"{row.tokens:,}",
             f"{row.clipped:.2%}",
             f"{row.low:.2%} to {row.high:.2%}",
-            "-" if row.predicted is None else f"{row.predicted:.2g}",
+            "-" if row.expected is None else f"{row.expected:.2%}",
             f"{row.zero:.2%}",
         )
         for row in ordered[: only or None]

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,10 +14,14 @@ from torch import nn
 
 from calib import load_stats
 from calib.errors import InputError
-from calib.evaluate.served.watch_report import METRICS, read_watched, report_on
+from calib.evaluate.served import watch_report
+from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
 from calib.files.text import parse_condition
 from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads, join_watched
 from calib.scales.observers import AbsMax
+from calib.scales.scales import KVScales, LayerScales
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.tail import TAIL
 from calib.serving import harvest, plugin
 from calib.serving.slots import BlockMap, layer_cache
 
@@ -358,21 +363,49 @@ def write(directory, *layers):
 def test_a_layer_that_clips_for_sure_is_an_alarm(tmp_path):
     x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
     calm, clipping = watched(x, 1 / 64), watched(x, 2 / 448, layer=7)
-    report = report_on(
-        read_watched(write(tmp_path, calm, clipping)), parse_condition("clipped>0.01", METRICS)
-    )
+    write(tmp_path, calm, clipping)
+    report = report_on(read_watched(tmp_path), parse_condition("clipped>0.01", METRICS), {})
     assert report.alarm_layers == [7]
     (row,) = [row for row in report.alarms if row.letter == "K"]
     assert row.clipped == pytest.approx(float(clipping.clipped[0].max()) / 1000)
     assert row.low < row.clipped < row.high
     # not where chance may do it, nor of a few tokens
     limit = (row.low + row.clipped) / 2
-    rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS)).alarms
+    rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS), {}).alarms
     assert [row.letter for row in rows] in (["V"], [])
     few = write(tmp_path / "few", watched(x[:255], 2 / 448))
-    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS)).is_judged
-    zeros = report_on(read_watched(write(tmp_path, watched(x, 1e6))), parse_condition("zero>0.5", METRICS))
+    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS), {}).is_judged
+    zeros = report_on(
+        read_watched(write(tmp_path, watched(x, 1e6))), parse_condition("zero>0.5", METRICS), {}
+    )
     assert zeros.alarms[0].zero == 1
+
+
+def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch):
+    """V of the first layer depends on the token alone: a frequent one is the largest again and again."""
+    tail = torch.full((HEADS, TAIL), 400.0)
+    tail[0, :30] = 448.0
+    part, rest = TensorStats(torch.ones(HEADS, SIZE), tail=tail), TensorStats(torch.ones(HEADS, SIZE))
+    full = replace(part, tail=torch.full((HEADS, TAIL), 448.0))
+    stats = KVStats({"a": LayerStats(0, 1000, part, rest), "b": LayerStats(1, 1000, full, part)})
+    one = torch.ones(1)
+    scales = KVScales("tensor", "e4m3fn", {n: LayerScales(i, one, one) for i, n in enumerate("ab")})
+    monkeypatch.setattr(watch_report, "load_stats", lambda path: stats)
+    monkeypatch.setattr(watch_report, "load_scales", lambda path: scales)
+    for name in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+        (tmp_path / name).touch()
+    x = torch.full((1000, 2, HEADS, SIZE), 100.0)
+    x[:50] = 448.0  # of 1,000 tokens; 30 were expected
+    write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
+    condition = parse_condition("clipped>0.01", METRICS)
+    report = report_on(read_watched(tmp_path), condition, read_expected(tmp_path))
+    assert {(row.layer, row.letter): row.expected for row in report.rows} == {
+        (0, "K"): 0.03, (0, "V"): None, (1, "K"): 0.25, (1, "V"): 0.03,
+    }  # fmt: skip
+    assert [(row.layer, row.letter) for row in report.alarms] == [(0, "V")]
+    x[:100] = 448.0
+    report = report_on(read_watched(write(tmp_path, watched(x, 1.0))), condition, read_expected(tmp_path))
+    assert [row.letter for row in report.alarms] == ["K", "V"]
 
 
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
