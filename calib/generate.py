@@ -148,18 +148,21 @@ def generate_text(
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
     tokens = length + len(fp8.token_ids) - 1  # the last one was not read
-    memory = _memory(cache) if scales_for_model else _simulated_memory(kind, shapes, tokens)
+    memory = _memory(model, cache, tokens) if scales_for_model else _simulated_memory(kind, shapes, tokens)
     return GenerationResult(fp8, plain, tokens, warnings=notes, **memory)
 
 
-def _memory(cache: Cache) -> dict[str, Any]:
-    """Return the memory of our FP8 cache, by the fields of the result."""
-    blocks = paged_cache(cache)
+def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[str, Any]:
+    """Return the memory of our FP8 cache, and of layers that stay in 16 bits, by the fields of the result."""
+    blocks, values = paged_cache(cache), values_per_token(cache)
+    all_values = sum(shape.values for shape in layer_shapes(model))
+    in_16_bits = 2 * (all_values - values)  # bytes
     return {
         "block_size": blocks.block_size,
-        "bytes_per_token": values_per_token(cache),
-        "cache_bytes": blocks.num_bytes_used,
-        "bytes_per_token_in_blocks": blocks.bytes_per_token,
+        "bytes_per_token": values + in_16_bits,
+        "cache_bytes": blocks.num_bytes_used + in_16_bits * cached_tokens,
+        "bytes_per_token_in_blocks": blocks.bytes_per_token + in_16_bits,
+        "values_per_token": all_values,
     }
 
 

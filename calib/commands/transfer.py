@@ -109,7 +109,7 @@ def convert(
 
     skipped = None
     if skip_layers is not None:
-        parts = filter(None, skip_layers.split(","))
+        parts = filter(None, map(str.strip, skip_layers.split(",")))
         skipped = [int(index) if index.isdecimal() else index for index in parts]
     conversion = convert_scales(
         directory, to, output, reduce=reduce, without_q=without_q, tp_size=tp_size,

@@ -25,9 +25,9 @@ def watch(
     source: str = typer.Argument(
         ..., help="The directory that FP8KV_WATCH names, or the address of a vLLM server.", metavar="DIR|URL"
     ),
-    fail_if: str = flags.option(
+    fail_if: list[str] = flags.option(
         "Exit with 1 if this surely holds for a layer: clipped>SHARE of tokens, or zero>SHARE of values.",
-        default="clipped>0.01",
+        default=["clipped>0.01"],
         metavar="CONDITION",
     ),
     model: Path | None = flags.option(
@@ -37,23 +37,25 @@ def watch(
     follow: bool = flags.option(
         "Show it live, until it fails or you press Ctrl-C.", "--follow", default=False
     ),
-    every: float = flags.option("With --follow, look again after this many seconds.", default=5.0, min=0.1),
+    every: float = flags.option(
+        "With --follow, look again after this many seconds.", default=5.0, min=0.1, max=86400
+    ),
 ) -> Answer:
     """Show whether the scales of a running engine fit its traffic: which layers clip.
 
     The engine is a vLLM with our plugin, started with FP8KV_WATCH=DIR. The exit status is 1 for a layer whose
     scales are too small.
     """
-    from calib.evaluate.served.watch_report import FEW, METRICS
+    from calib.evaluate.served.watch_report import METRICS
 
-    condition = parse_condition(fail_if, METRICS)
-    if condition.variant is not None:
-        raise InputError(f"--fail-if '{fail_if}': a variant means nothing here; write METRIC>NUMBER")
+    condition = parse_condition(fail_if[-1], METRICS)
+    if len(fail_if) > 1 or condition.variant is not None or not condition.compare(2, 1):
+        raise InputError(f"--fail-if '{' '.join(fail_if)}': give one condition, clipped>SHARE or zero>SHARE")
 
     def look() -> "WatchReport":
         from calib.evaluate.served.watch_report import read_expected, read_watched, report_on
 
-        if source.startswith(("http://", "https://")):
+        if source.lower().startswith(("http://", "https://")):
             from calib.evaluate.served.client import Server
 
             return report_on(Server(source).watched(), condition, read_expected(model) if model else {})
@@ -61,24 +63,32 @@ def watch(
         return report_on(watched, condition, read_expected(model or Path(watched.model)))
 
     report = _follow(look, every) if follow else look()
-    if not report.is_judged:
-        least = min(row.tokens for row in report.rows)
-        raise InputError(f"{least} tokens of a layer were counted, too few to judge; look again after {FEW}")
-    lines = [report.advice("DIR" if "://" in source else source)] if report.alarms else []
-    return Answer(report.to_json(), _blocks(report), failures=lines)
+    failures = report.failures
+    if report.alarms:
+        directory = "DIR" if "://" in source else source
+        advice = f"scales for this traffic: fp8kv repair {report.watched.model} --stats {directory} -o NEW"
+        failures[-1] = f"{failures[-1]}; {advice}"
+    return Answer(report.to_json(), _blocks(report), failures=failures)
 
 
 def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
     """Show what `look` returns until a layer fails."""
+    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    with Live(auto_refresh=False) as live:
+    # on stderr: stdout has the answer at the end
+    console = Console(stderr=True)
+    with Live(console=console, auto_refresh=False) as live:
         while True:
             report = look()
             parts = (table_text(x) if isinstance(x, TextTable) else f"{x}\n" for x in _blocks(report))
-            live.update(Text("".join(parts)), refresh=True)
-            if report.alarms and report.is_judged:
+            text = Text("".join(parts))
+            if console.is_terminal:
+                live.update(text, refresh=True)
+            else:
+                console.print(text)
+            if report.alarms:
                 return report
             time.sleep(every)
 

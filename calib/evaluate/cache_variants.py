@@ -113,11 +113,18 @@ def _bake_variant(variant: Variant, factors: Mapping[int, LayerFactors]) -> Vari
     )
 
 
-def count_bytes(variants: Sequence[Variant], shapes: Sequence[Shape]) -> list[Variant]:
-    """Return the variants, those that are whole caches with their bytes per token."""
-    return [
-        replace(variant, bytes_per_token=cache_type(variant.cache or "fp8").bytes_per_token(shapes))
-        if variant.is_whole_cache
-        else variant
-        for variant in variants
-    ]
+def count_bytes(variants: Sequence[Variant], shapes: Mapping[int, Shape]) -> list[Variant]:
+    """Return the variants, those that are whole caches with their bytes per token; `shapes` by layer_idx.
+
+    Layers without scales, beside others that have some, are in 16 bits.
+    """
+    counted = []
+    for variant in variants:
+        if variant.is_whole_cache:
+            in_16_bits = shapes.keys() - set(variant.layers) if variant.scales else set()
+            quantised = [shape for index, shape in shapes.items() if index not in in_16_bits]
+            size = cache_type(variant.cache or "fp8").bytes_per_token(quantised)
+            size += sum(2 * shapes[index].values for index in in_16_bits)
+            variant = replace(variant, bytes_per_token=size)
+        counted.append(variant)
+    return counted

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from calib.capture.attention import layer_shapes
+from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
@@ -155,7 +155,8 @@ def _choose_variants(evaluation: Evaluation) -> None:
         if variant.name not in evaluation.refused
     ]
     variants, mode_warnings = select_variants(setup, variants, settings.variants)
-    evaluation.variants = count_bytes(variants, evaluation.shapes)
+    shapes = {module.layer_idx: module.shape for module in map_attention(setup.model).cached.values()}
+    evaluation.variants = count_bytes(variants, shapes)
     evaluation.warnings += [*warnings, *mode_warnings]
 
 

@@ -28,7 +28,11 @@ def skipped_layers(directory: ModelDirectory) -> tuple[int, ...]:
     if (formats := directory.algorithms.get(MAP_KEY)) is not None:
         schema = directory.algorithms.get(_SCHEMA_KEY)
         if schema != 1 or not isinstance(formats, dict):
-            raise InputError(f"{MAP_KEY} has schema {schema!r:.40}; only a map of schema 1 is known")
+            raise InputError(
+                f"{MAP_KEY} is {formats!r:.60}, {_SCHEMA_KEY} {schema!r:.20}; what is known is a map of "
+                'modules to {"quant_algo": "FP8"} with version 1: take it out, or name layers in '
+                f"{SKIP_KEY} of config.json"
+            )
         count = directory.num_layers
         own = [entry for entry in formats.items() if not _is_of_draft(entry[0], count)]
         in_fp8 = {*check_layers([*map(_fp8_layer, own)], count, MAP_KEY)}

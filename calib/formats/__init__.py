@@ -9,6 +9,7 @@ from calib.files.cache_type import FP8_DIVISOR
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
+from calib.files.skipped_layers import skipped_layers
 from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, sglang
 from calib.formats.modelopt import modelopt, trtllm
@@ -85,6 +86,7 @@ def export(
     if scales.latent or checkpoint.caches_latents:
         check_latent(name)
     _check(name, scales.strategy, scales.fp8_dtype, scales.has_q, scales.has_center, reduce)
+    skipped_layers(checkpoint)  # what it says of layers has to be known
     target = FORMATS[name]
     if target.build is None or target.rules is None:
         return Export()

@@ -75,6 +75,8 @@ def convert(
     skipped = None
     if skip_layers is not None:
         skipped = check_layers(skip_layers, checkpoint.num_layers, "--skip-layers")
+        if len(skipped) == checkpoint.num_layers:
+            raise InputError("--skip-layers names every layer; serve the model without an FP8 cache instead")
     source = (scales, checkpoint, to, load_records(directory))
     destination = (output, overwrite, progress)
     notes += write_scales(
@@ -178,5 +180,5 @@ def _leave_out(exported: Export, target: Format, skipped: tuple[int, ...]) -> Ex
     if target.rules and target.skip_flag and exported.config is not None:
         flags = f"{exported.flags} {target.rules.skip_argument(skipped)}"
         return replace(exported, config={**exported.config, SKIP_KEY: [*skipped]}, flags=flags)
-    note = f"{show_layers(skipped)} of the checkpoint stay in 16 bits; {target.engine} holds them in FP8 too"
+    note = f"{show_layers(skipped)} of the checkpoint: 16 bits in vLLM, FP8 as all others in {target.engine}"
     return replace(exported, notes=(*exported.notes, note))

@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -29,7 +27,11 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 METRICS = ("clipped", "zero")
 Expected = Mapping[tuple[int, str], float]  # shares of tokens, by layer, of K and V
 _TIMES = 2.0  # what was expected: that is more than another text of the same kind has
+_SHOWN = 3  # rows that a failure names
 FEW = 256  # tokens, of which nothing can be said
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Positive = Annotated[int, Field(ge=1, lt=2**53)]
 
 
 class _Part(BaseModel):
@@ -39,24 +41,34 @@ class _Part(BaseModel):
 class _Counts(_Part):
     """Counts of K or V, of each head."""
 
-    tokens: list[PositiveInt] = Field(min_length=1)
-    clipped: list[NonNegativeInt]  # tokens
-    saturated: list[NonNegativeInt]  # values
-    zero: list[NonNegativeInt]
+    tokens: list[_Positive] = Field(min_length=1)
+    clipped: list[_Count]  # tokens
+    saturated: list[_Count]  # values
+    zero: list[_Count]
 
     @model_validator(mode="after")
     def _check_heads(self) -> "_Counts":
         if len({len(counts) for counts in (self.tokens, self.clipped, self.saturated, self.zero)}) > 1:
             raise ValueError("counts are of different heads")
+        if any(part > whole for part, whole in zip(self.clipped, self.tokens, strict=True)):
+            raise ValueError("more tokens are clipped than were counted")
         return self
 
 
 class _Layer(_Part):
-    layer: NonNegativeInt
-    channels: PositiveInt
-    tokens: PositiveInt
+    layer: _Count
+    channels: _Positive
+    tokens: _Positive
     k: _Counts | None = None  # none: a cache in 16 bits
     v: _Counts | None = None
+
+    @model_validator(mode="after")
+    def _check_values(self) -> "_Layer":
+        for counts in filter(None, (self.k, self.v)):
+            for values in (counts.zero, counts.saturated):
+                if any(x > n * self.channels for x, n in zip(values, counts.tokens, strict=True)):
+                    raise ValueError("more values are zero or saturated than were counted")
+        return self
 
 
 class Watched(_Part):
@@ -68,8 +80,14 @@ class Watched(_Part):
     fingerprint: str
     since: str
     written: str
-    tokens: NonNegativeInt  # of the traffic; a part of them was counted
+    tokens: _Count  # of the traffic; a part of them was counted
     layers: list[_Layer] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> "Watched":
+        if len({layer.layer for layer in self.layers}) < len(self.layers):
+            raise ValueError("a layer is there twice")
+        return self
 
 
 @dataclass(frozen=True)
@@ -93,11 +111,23 @@ class WatchReport:
     watched: Watched
     rows: list[WatchRow]
     alarms: list[WatchRow]
+    condition: Condition
 
     @property
-    def is_judged(self) -> bool:
-        """True where enough tokens of each layer were counted."""
-        return all(row.tokens >= FEW for row in self.rows)
+    def failures(self) -> list[str]:
+        """Say which layers need new scales, and why; or of which layers too few tokens were counted."""
+        lines = [
+            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%} of {row.tokens:,} tokens"
+            if self.condition.metric == "clipped"
+            else f"layer {row.layer}'s {row.letter} is 0 in {row.zero:.1%} of its values: too large a scale"
+            for row in sorted(self.alarms, key=lambda row: -getattr(row, self.condition.metric))[:_SHOWN]
+        ]
+        if self.alarms:
+            lines.append(f"recalibrate {show_layers(self.alarm_layers)}")
+        elif few := [row for row in self.rows if row.tokens < FEW]:
+            layers = show_layers(sorted({row.layer for row in few}))
+            lines.append(f"cannot judge {layers}: {few[0].tokens} tokens were counted, {FEW} are needed")
+        return lines
 
     @property
     def alarm_layers(self) -> list[int]:
@@ -108,15 +138,6 @@ class WatchReport:
         """Return the object that `--json` prints."""
         facts = self.watched.model_dump(exclude={"layers"})
         return {**facts, "layers": [asdict(row) for row in self.rows], "alarm": self.alarm_layers}
-
-    def advice(self, directory: str) -> str:
-        """Say which layers need new scales, and how to make them."""
-        worst = max(self.alarms, key=lambda row: row.clipped)
-        return (
-            f"recalibrate: {show_layers(self.alarm_layers)}: layer {worst.layer}'s {worst.letter} clips "
-            f"{worst.clipped * 10_000:,.0f} in 10,000 tokens and is 0 in {worst.zero:.1%} of its values; for "
-            f"this traffic: fp8kv repair {self.watched.model} --stats {directory} -o NEW"
-        )
 
 
 def read_watched(directory: Path) -> Watched:
@@ -144,7 +165,7 @@ def report_on(watched: Watched, condition: Condition, expected: Expected) -> Wat
         for letter, counts in (("K", layer.k), ("V", layer.v))
         if counts
     ]
-    return WatchReport(watched, rows, [row for row in rows if _is_met(condition, row)])
+    return WatchReport(watched, rows, [row for row in rows if _is_met(condition, row)], condition)
 
 
 def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:
@@ -156,6 +177,8 @@ def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) ->
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:
+    if row.tokens < FEW:
+        return False
     if condition.metric == "zero":
         return condition.compare(row.zero, condition.limit)
     is_more = row.expected is None or row.low > _TIMES * row.expected

@@ -374,10 +374,9 @@ def test_a_layer_that_clips_for_sure_is_an_alarm(tmp_path):
     rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS), {}).alarms
     assert [row.letter for row in rows] in (["V"], [])
     few = write(tmp_path / "few", watched(x[:255], 2 / 448))
-    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS), {}).is_judged
-    zeros = report_on(
-        read_watched(write(tmp_path, watched(x, 1e6))), parse_condition("zero>0.5", METRICS), {}
-    )
+    assert not report_on(read_watched(few), parse_condition("clipped>0", METRICS), {}).alarms
+    write(tmp_path, watched(x, 1e6))
+    zeros = report_on(read_watched(tmp_path), parse_condition("zero>0.5", METRICS), {})
     assert zeros.alarms[0].zero == 1
 
 
@@ -415,16 +414,32 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     assert done.exit_code == 1
     assert "7 K" in done.stdout.splitlines()[6]
     assert "and 4 more rows" in done.stdout
-    assert "failed: recalibrate: layer 7: layer 7's" in done.stderr
+    assert "failed: layer 7's" in done.stderr
+    assert "failed: recalibrate layer 7; scales for this traffic: fp8kv repair" in done.stderr
     assert f"fp8kv repair {tmp_path} --stats {tmp_path} -o NEW" in done.stderr
     assert json.loads(fp8kv("watch", tmp_path, "--json").stdout)["alarm"] == [7]
     done = fp8kv("watch", tmp_path, "--follow", "--every", "0.1")
     assert done.exit_code == 1
     assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
     one_line_error(fp8kv("watch", tmp_path, "--fail-if", "kl>1"), "METRIC one of clipped, zero")
-    one_line_error(fp8kv("watch", tmp_path, "--fail-if", "a:zero>1"), "a variant means nothing here")
+    one_line_error(
+        fp8kv("watch", tmp_path, "--fail-if", "a:zero>1"), "give one condition, clipped>SHARE or zero>SHARE"
+    )
     write(tmp_path / "few", watched(x[:255], 2 / 448))
-    one_line_error(fp8kv("watch", tmp_path / "few"), "255 tokens of a layer were counted, too few to judge")
+    done = fp8kv("watch", tmp_path / "few")
+    assert done.exit_code == 1
+    assert "failed: cannot judge layer 0: 255 tokens were counted, 256 are needed" in done.stderr
+    for change, words in (
+        ({"clipped": [256, 0]}, "more tokens are clipped than were counted"),
+        ({"zero": [9999, 0]}, "more values are zero or saturated than were counted"),
+        ({"tokens": [10**400, 255]}, "less than 9007199254740992"),
+        ({"zero": [0]}, "counts are of different heads"),
+    ):
+        path = write(tmp_path / "few", watched(x[:255], 2 / 448)) / "fp8kv_watch.json"
+        document = json.loads(path.read_text())
+        document["layers"][0]["k"] |= change
+        path.write_text(json.dumps(document))
+        one_line_error(fp8kv("watch", tmp_path / "few"), words)
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
     (tmp_path / "fp8kv_watch.json").write_text("{}")
     one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (fp8kv_watch: ")

@@ -137,13 +137,20 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     # they stay so in vLLM's next format; SGLang has no such choice, and a checkpoint without scales no need
     assert config_of(convert(out, "vllm", tmp_path / "same"))["kv_cache_dtype_skip_layers"] == [0, 2]
     done = ran("convert", out, "--to", "sglang", "-o", tmp_path / "sglang")
-    assert "layers 0, 2 of the checkpoint stay in 16 bits; SGLang holds them in FP8 too" in done.stdout
+    assert "layers 0, 2 of the checkpoint: 16 bits in vLLM, FP8 as all others in SGLang" in done.stdout
+    done = ran("generate", out, "Hi", "--max-new-tokens", "1", "--json")
+    size = json.loads(done.stdout)
+    assert size["bytes_per_token"] / size["bytes_per_token_16bit"] == pytest.approx((1 + 2 * 2) / 6)
+    edit_json(out / "config.json", kv_cache_dtype_skip_layers=["1"])
+    one_line_error(fp8kv("apply", measured, out, "-o", tmp_path / "no"), "is ['1']; it is a list of layer")
+    edit_json(out / "config.json", kv_cache_dtype_skip_layers=[0, 2])
     ran("strip", out, "-o", tmp_path / "plain")
     for name in ("sglang", "plain"):
         assert "kv_cache_dtype_skip_layers" not in config_of(tmp_path / name)
     for to, layers, words in (
         ("vllm", "3", "--skip-layers is [3]; it is a list of layer indices, 0 to 2"),
         ("vllm", "all", "--skip-layers is ['all']"),
+        ("vllm", "0,1, 2", "--skip-layers names every layer"),
         ("sglang", "1", "--skip-layers: SGLang has one type of cache for all layers; convert to vllm"),
     ):
         done = fp8kv("convert", measured, "--to", to, "--skip-layers", layers, "-o", tmp_path / "no")
