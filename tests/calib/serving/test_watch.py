@@ -71,11 +71,10 @@ def engine(monkeypatch, tmp_path):
     }.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(values)
-    monkeypatch.setattr(harvest, "MOST_COUNTED", 10**6)
-    monkeypatch.setattr(harvest, "_SHARE", 1e9)
-    monkeypatch.setenv("FP8KV_WATCH", str(tmp_path / "watch"))
-    monkeypatch.setenv("FP8KV_WATCH_SECONDS", "1000")
-    monkeypatch.setattr(harvest, "MOST_WRITTEN", 40)
+    for name, value in {"MOST_COUNTED": 10**6, "_SHARE": 1e9, "MOST_WRITTEN": 40}.items():
+        monkeypatch.setattr(harvest, name, value)
+    for name, value in {"FP8KV_WATCH": str(tmp_path / "watch"), "FP8KV_WATCH_SECONDS": "1000"}.items():
+        monkeypatch.setenv(name, value)
 
     def make(dtype=torch.uint8, number=0, ranks=1, seed=0):
         class GPUModelRunner:
@@ -241,8 +240,7 @@ def test_ranks_of_another_run_are_not_joined(engine, tmp_path, caplog):
 
 
 def test_other_scales_begin_anew_and_sleep_forgets(engine):
-    runner = engine()
-    counts = runner.fp8kv_harvest
+    counts = (runner := engine()).fp8kv_harvest
     for step in steps(9, 0):
         runner.execute_model(step)
     counts.check_scales()
@@ -263,8 +261,7 @@ def test_other_scales_begin_anew_and_sleep_forgets(engine):
 def test_of_an_fp8_cache_a_sample_is_read(engine, monkeypatch):
     monkeypatch.setattr(harvest, "MOST_COUNTED", 7)
     monkeypatch.setattr(harvest, "_SHARE", 1e-9)
-    runner = engine()
-    counts = runner.fp8kv_harvest
+    counts = (runner := engine()).fp8kv_harvest
     serve(runner)
     assert 0 < counts.counts[0].tokens <= 7  # and then nothing for a long time
     assert counts.tokens == sum(map(len, runner.written[0])) > 200
@@ -433,7 +430,6 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
         ({"clipped": [256, 0]}, "more tokens are clipped than were counted"),
         ({"zero": [9999, 0]}, "more values are zero or saturated than were counted"),
         ({"tokens": [10**400, 255]}, "less than 9007199254740992"),
-        ({"zero": [0]}, "counts are of different heads"),
     ):
         path = write(tmp_path / "few", watched(x[:255], 2 / 448)) / "fp8kv_watch.json"
         document = json.loads(path.read_text())
