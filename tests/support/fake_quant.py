@@ -35,14 +35,14 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
 def fake_quantized(model, scales, *, quantize_query=False):
     """Inside the block `model`, run without a cache, attends to K and V rounded to FP8."""
     by_index = {layer.layer_idx: layer for layer in scales.layers.values()}
-    owners = {id(None): None}
-    dtype = FP8_DTYPES[scales.fp8_dtype]
+    owners, dtype = {}, FP8_DTYPES[scales.fp8_dtype]
 
     def attend(original, module, query, key, value, *args, **kwargs):
-        layer = by_index.get(module.layer_idx) or owners.get(id(key))
+        layer = by_index.get(module.layer_idx) or owners.get(id(key), (None,))[0]
         if layer is None:
             return original(module, query, key, value, *args, **kwargs)
-        owners[id(key)] = layer  # modules that share another's K and V are given the same tensor
+        # modules that share another's K and V get the same tensor; it is kept, or the next would have its id
+        owners[id(key)] = layer, key
         if quantize_query:
             query = rounded(query, layer.q, dtype)
         centre = 0.0 if layer.k_center is None else layer.k_center.unsqueeze(1)
