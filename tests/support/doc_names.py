@@ -80,8 +80,8 @@ class Names:
             path.symlink_to(sources.builtin_model("builtin:smollm2"))
         elif name == "TRAFFIC":  # that a running engine wrote
             shutil.copytree(self.made("OUTPUT"), path)
-            head = {"clipped": [0], "saturated": [0], "zero": [0]}
-            layer = {"layer": 0, "tokens": 500, "values": 8000, "k": head, "v": head}
+            head = {"tokens": [500], "clipped": [0], "saturated": [0], "zero": [0]}
+            layer = {"layer": 0, "tokens": 500, "channels": 16, "k": head, "v": head}
             facts = {"fp8kv_watch": 1, "engine": "vLLM 0.32.0", "model": "DIR", "fingerprint": "7"}
             facts |= {"since": "now", "written": "now", "tokens": 500, "layers": [layer]}
             (path / "fp8kv_watch.json").write_text(json.dumps(facts))
