@@ -36,7 +36,7 @@ from calib.serving.push import push_scales
 LENGTH, CALIBRATED, CLEAN, DOCUMENTS = 512, 24, 20, 6
 ALARM = parse_condition("clipped>0.01", METRICS)
 RECIPE = load_recipe(None, {"device": "cpu"})
-TURNS, REQUESTS, PROMPT, WRITTEN = 14, 6, 32, 100
+TURNS, REQUESTS, PROMPT, WRITTEN = 24, 6, 32, 100
 LAST_CODE = 0x7E  # E4M3: 448; values from 432 round to it
 
 
@@ -123,7 +123,7 @@ def _first_clipped(engine: Engine, watch: harvest.Harvest) -> float:
 
 def _cost(engine: Engine, rows: list[list[int]]) -> str:
     """Return tokens per second with watching over those without, turn by turn."""
-    watch, seconds = engine.runner.fp8kv_harvest, {True: list[float](), False: list[float]()}
+    watch, seconds = engine.begin(), {True: list[float](), False: list[float]()}
     for turn in range(TURNS):
         is_on = bool(turn % 2)
         watch.forget()

@@ -108,8 +108,11 @@ class WatchedLayer:
     @property
     def is_beyond(self) -> Tensor:
         """Heads that clip more than one token in a thousand, which chance does not do: [2, H] bool."""
-        shares = [poisson_interval(int(count))[0] for count in self.clipped.flatten()]
-        return torch.tensor(shares).view_as(self.clipped) > _RARE * self.tokens
+        is_more = self.clipped > _RARE * self.tokens
+        for part, head in is_more.nonzero().tolist():
+            low, _ = poisson_interval(int(self.clipped[part, head]))
+            is_more[part, head] = low > _RARE * self.tokens[part, head]
+        return is_more
 
     @property
     def amax(self) -> Tensor:

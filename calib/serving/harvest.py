@@ -34,7 +34,7 @@ from calib.serving.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read
-_SHARE = 0.005  # of the time, for reading an FP8 cache
+_SHARE = 0.005  # of the time, for reading an FP8 cache, and for writing files
 _SECONDS = 10.0  # between two writes
 _KEY = "fp8kv_rank"  # of the metadata in a rank's file
 _PARTS = ("amax", "codes", "largest", "scales")
@@ -169,8 +169,10 @@ class Harvest:
         if self._slots.tokens >= most or start >= self._next_write:
             self.read()
         if start >= self._next_write:
-            self._next_write = start + self._seconds
+            written = time.monotonic()
             self.write()
+            end = time.monotonic()
+            self._next_write = max(start + self._seconds, end + (end - written) / _SHARE)
 
     def read(self) -> None:
         """Count what the noted slots hold, of an FP8 cache a part, and forget them."""
@@ -265,7 +267,7 @@ class Harvest:
         ranks = [read_rank(file) for file in files]
         if (
             any(facts["run"] != self._run for facts, _ in ranks)
-            or time.time() - oldest > 10 * self._seconds + 60
+            or time.time() - oldest > 10 * self._seconds + 600
         ):
             raise ValueError("the file of another rank is old, or of another run")
         heads = self._runner.model_config.get_total_num_kv_heads()
