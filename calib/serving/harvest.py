@@ -79,10 +79,10 @@ def _watch(worker: Any, harvest: "Harvest") -> None:
     # its cache is discarded in sleep, and gone when it ends
     for name, action in (("sleep", harvest.forget), ("shutdown", harvest.finish)):
         if method := getattr(worker, name, None):
-            setattr(worker, name, _after(action, method))
+            setattr(worker, name, _act_first(action, method))
 
 
-def _after(action: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _act_first(action: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def act_and_call(*args: Any, **kwargs: Any) -> Any:
         action()
@@ -233,7 +233,9 @@ class Harvest:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        line = f"fp8kv: cannot write to {self._directory}: {type(error).__name__}: {error}"
+        line = (
+            f"fp8kv: what the cache held is not written to {self._directory}: {type(error).__name__}: {error}"
+        )
         if line != self._failure:
             _logger.warning(line)
         self._failure = line
@@ -300,6 +302,7 @@ def prepare(directory: Path, parallel: Any) -> tuple[Path, FileLock]:
     Engines of data parallelism have a directory each. A ValueError where another engine writes there.
     """
     if parallel.data_parallel_size > 1:
+        _remove_files(directory)  # of an engine alone, which the route would show
         directory = directory / f"dp-{parallel.data_parallel_rank}"
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / ".lock")
@@ -307,9 +310,13 @@ def prepare(directory: Path, parallel: Any) -> tuple[Path, FileLock]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"another engine writes to {directory}; give each a directory of its own") from None
-    for file in (STATS_FILE, WATCH_FILE, *(path.name for path in directory.glob("rank-*.safetensors"))):
-        (directory / file).unlink(missing_ok=True)
+    _remove_files(directory)
     return directory, lock
+
+
+def _remove_files(directory: Path) -> None:
+    for file in (directory / STATS_FILE, directory / WATCH_FILE, *directory.glob("rank-*.safetensors")):
+        file.unlink(missing_ok=True)
 
 
 def read_rank(path: Path) -> tuple[dict[str, Any], dict[str, WatchedLayer]]:
