@@ -233,9 +233,7 @@ class Harvest:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        line = (
-            f"fp8kv: what the cache held is not written to {self._directory}: {type(error).__name__}: {error}"
-        )
+        line = f"fp8kv: nothing is written to {self._directory}: {type(error).__name__}: {error}"
         if line != self._failure:
             _logger.warning(line)
         self._failure = line

@@ -131,27 +131,28 @@ class Server:
 
     def scales(self) -> ServedScales:
         """Start the clock. Return what the plugin in the server says of its scales."""
-        self._start = time.monotonic()
-        try:
-            scales: ServedScales = self._send("fp8kv/scales", None, ServedScales)
-        except _UnknownPathError:
-            raise InputError(
-                f"{self._url} does not say which scales it uses; serve with vLLM 0.32 or newer and "
-                "VLLM_PLUGINS=fp8kv, with fp8kv installed there"
-            ) from None
+        advice = (
+            "does not say which scales it uses; serve with vLLM 0.32 or newer and VLLM_PLUGINS=fp8kv, with "
+            "fp8kv installed there"
+        )
+        scales: ServedScales = self._ask_plugin("scales", ServedScales, advice)
         return scales
 
     def watched(self) -> Watched:
         """Start the clock. Return what the plugin in the server has seen in its cache."""
+        advice = (
+            "does not watch its cache; serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and "
+            "FP8KV_WATCH=DIR, and wait until it has read some text"
+        )
+        watched: Watched = self._ask_plugin("watch", Watched, advice)
+        return watched
+
+    def _ask_plugin(self, path: str, answer_type: type[BaseModel], advice: str) -> Any:
         self._start = time.monotonic()
         try:
-            watched: Watched = self._send("fp8kv/watch", None, Watched)
+            return self._send(f"fp8kv/{path}", None, answer_type)
         except _UnknownPathError:
-            raise InputError(
-                f"{self._url} does not watch its cache; serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv "
-                "and FP8KV_WATCH=DIR, and wait until it has read some text"
-            ) from None
-        return watched
+            raise InputError(f"{self._url} {advice}") from None
 
     def ask(self, model: str, texts: Sequence[list[int]]) -> Answers:
         """Ask for each text twice; where time runs out, for fewer texts, but two at least."""
