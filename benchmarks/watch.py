@@ -54,10 +54,10 @@ def main() -> None:
     push_scales(engine.llm, by_name(good))
     alarms, runs = Counter[tuple[int, str]](), []
     for row in documentation[1::2][:CLEAN]:
-        watch = engine.begin()
-        watch._next_write = float("inf")  # the first step is not all that is read
+        engine.begin()
+        engine.files._next = engine.files._next_if_idle = float("inf")  # all is read at once
         engine.write_text([row])
-        watch.finish()
+        engine.files.write()
         report = report_on(read_watched(engine.out), ALARM, expected_shares(stats, good))
         alarms += Counter((alarm.layer, alarm.letter) for alarm in report.alarms)
         runs.append((max(row.clipped for row in report.rows), bool(report.alarms)))
@@ -81,7 +81,7 @@ def _print_counts(engine: Engine, scales: KVScales, rows: list[list[int]]) -> No
     with patch.multiple(harvest, MOST_COUNTED=10**6, _SHARE=1e9):
         for row in rows:
             engine.write_text([row])
-        watch.finish()
+        engine.files.write()
     share = _first_clipped(engine, watch) / 448 * (1 - 2**-9)  # in bfloat16 many equal the largest
     layers = {
         name: replace(layer, k=layer.k * share, v=layer.v * share) for name, layer in scales.layers.items()

@@ -67,13 +67,19 @@ class Engine:
         plugin.register_vllm()
         self.directory, self.out, self.llm = directory, out, start(directory, **SMALL | options)
         (self.runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
-        self.watch, self.writes = getattr(self.runner, "fp8kv_harvest", None), Writes()
+        self.core, self.writes = self.llm.llm_engine.engine_core.engine_core, Writes()
+        self.watch: harvest.Harvest | None = getattr(self.runner, "fp8kv_harvest", None)
+
+    @property
+    def files(self) -> harvest.WatchFiles:
+        """What the engine's core writes."""
+        return self.core.fp8kv_watch
 
     def begin(self) -> harvest.Harvest:
         """Count anew, as in an engine that has just started."""
         watch = self.runner.fp8kv_harvest = self.watch
         watch._begin()
-        watch._next_note = watch._next_write = 0.0
+        watch._next_note = self.files._next = self.files._next_if_idle = 0.0
         self.writes.begin()
         return watch
 

@@ -4,16 +4,23 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from calib.engines.loaded_scales import ScalesInForce
 from calib.files.names import WATCH_FILE
-from calib.serving.vllm_engine import whole_model
+from calib.files.text import parse_condition
+from calib.serving.plugin import wrap
+from calib.serving.vllm_engine import STATE, WRITE
 
 ROUTES = "/v1/fp8kv"
 ROUTE = f"{ROUTES}/scales"
 _CHANGING = ("collective_rpc", "wake_up", "finish_weight_update")
+_SHARES = {
+    "clipped": "Share of counted tokens with a value at the end of the FP8 range",
+    "saturated": "Share of counted values at the end of the FP8 range",
+    "zero": "Share of counted values that are 0 in FP8",
+}
 
 
 class ScalesEndpoint:
@@ -21,19 +28,22 @@ class ScalesEndpoint:
 
     name = "fp8kv"
     required_tasks = ("generate",)
+    _report: ScalesInForce | None = None
 
     def attach_router(self, app: Any) -> None:
-        """Add the route."""
-
+        """Add the routes."""
         from fastapi import HTTPException  # type: ignore[import-not-found]
 
         async def scales() -> dict[str, Any]:
             try:
-                return await self._ask()
+                report = await self._ask()
             except Exception as error:
                 raise HTTPException(503, str(error)) from error
+            return {**_numbers(report), "fingerprint": report.fingerprint, "problems": report.problems}
 
         async def watch() -> Any:
+            with suppress(Exception):  # an engine that is idle has not written its last seconds
+                await self._call(WRITE)
             if document := _watched():
                 return document
             raise HTTPException(404, "FP8KV_WATCH names no directory, or nothing was read yet")
@@ -42,79 +52,65 @@ class ScalesEndpoint:
         app.add_api_route(f"{ROUTES}/watch", watch, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Set the metrics, now and after every call that may change scales."""
-        from prometheus_client import REGISTRY, Gauge  # type: ignore[import-not-found]
+        """Tell the metrics, and ask again after every call that may change scales."""
+        from prometheus_client import REGISTRY  # type: ignore[import-not-found]
 
-        if os.environ.get("FP8KV_WATCH"):
-            REGISTRY.register(_WatchMetrics())
-        texts = {"in_use": "KV scales in use", "total": "KV scales", "problems": "Problems with KV scales"}
-        self._gauges = {name: Gauge(f"fp8kv_scales_{name}", text) for name, text in texts.items()}
-        self._info = Gauge("fp8kv_scales_info", "Fingerprint of the KV scales in force", ["fingerprint"])
         self._call = engine_client.collective_rpc
         for name in _CHANGING:
-            if method := getattr(engine_client, name, None):
-                setattr(engine_client, name, self._wrap(method))
-        await self._set_metrics()
-
-    def _wrap(self, method: Any) -> Any:
-        @wraps(method)
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return await method(*args, **kwargs)
-            finally:
-                await self._set_metrics()
-
-        return call
-
-    async def _set_metrics(self) -> None:
-        # the call has done what it should, whether or not scales can be read now
+            if hasattr(engine_client, name):
+                wrap(engine_client, name)(self._call_and_ask)
         with suppress(Exception):
             await self._ask()
+        REGISTRY.register(self)
 
-    async def _ask(self) -> dict[str, Any]:
-        report = whole_model(await self._call("fp8kv_state"))
-        numbers = {"in_use": report.used, "total": report.total, "problems": len(report.problems)}
-        for name, number in numbers.items():
-            self._gauges[name].set(number)
-        self._info.clear()
-        self._info.labels(report.fingerprint).set(1)
-        return {**numbers, "fingerprint": report.fingerprint, "problems": report.problems}
+    async def _call_and_ask(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await call(*args, **kwargs)
+        finally:  # the call has done what it should, whether or not scales can be read now
+            with suppress(Exception):
+                await self._ask()
 
-
-class _WatchMetrics:
-    """Metrics of what the cache held, read from the workers' file whenever they are asked for."""
+    async def _ask(self) -> ScalesInForce:
+        (state,) = await self._call(STATE)
+        self._report = ScalesInForce(**state)
+        return self._report
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics; of each layer the head that clips most, or has most zeros."""
+        """Yield the metrics: of the scales, and of the traffic for each layer's worst head."""
         from prometheus_client.core import (  # type: ignore[import-not-found]
             CounterMetricFamily,
             GaugeMetricFamily,
         )
 
+        if report := self._report:
+            for name, number in _numbers(report).items():
+                yield GaugeMetricFamily(f"fp8kv_scales_{name}", f"KV scales: {name}", number)
+            text = "Fingerprint of the KV scales in force"
+            info = GaugeMetricFamily("fp8kv_scales_info", text, labels=["fingerprint"])
+            info.add_metric([report.fingerprint], 1)
+            yield info
         from calib.evaluate.served.watch_report import Watched, report_on
-        from calib.files.text import parse_condition
 
         try:
             watched = Watched.model_validate(_watched())
-            rows = report_on(watched, parse_condition("clipped>0", ("clipped",)), {}).rows
         except ValueError:  # nothing was written yet, or by another version
             return
-        tokens = CounterMetricFamily("fp8kv_tokens", "Tokens that were written to the KV cache")
-        tokens.add_metric([], watched.tokens)
-        yield tokens
-        for name, text in (
-            ("clipped", "Share of counted tokens with a value at the end of the FP8 range"),
-            ("zero", "Share of counted values that are 0 in FP8"),
-        ):
-            family = GaugeMetricFamily(f"fp8kv_{name}_ratio", text, labels=["layer", "tensor"])
+        yield CounterMetricFamily("fp8kv_tokens", "Tokens written to the KV cache", watched.tokens)
+        rows = report_on(watched, parse_condition("clipped>0", ("clipped",)), {}).rows
+        for name, text in _SHARES.items():
+            shares = GaugeMetricFamily(f"fp8kv_{name}_ratio", text, labels=["layer", "tensor"])
             for row in rows:
-                family.add_metric([str(row.layer), row.letter.lower()], getattr(row, name))
-            yield family
+                shares.add_metric([str(row.layer), row.letter.lower()], getattr(row, name))
+            yield shares
+
+
+def _numbers(report: ScalesInForce) -> dict[str, int]:
+    return {"in_use": report.used, "total": report.total, "problems": len(report.problems)}
 
 
 def _watched() -> dict[str, Any]:
-    """Return what the workers have written; nothing where they have not, or do not watch."""
-    directory = os.environ.get("FP8KV_WATCH", "")
+    """Return what the engine has written; nothing where it has not, or is not watched."""
+    directory = os.environ.get("FP8KV_WATCH")
     try:
         document: dict[str, Any] = json.loads(Path(directory, WATCH_FILE).read_bytes()) if directory else {}
     except (OSError, ValueError):

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from calib.engines.catalogue import Engine, find_engine
+from calib.engines.loaded_scales import EngineLayer, expected_values
 from calib.engines.outcome import Place
 from calib.errors import NoScalesError
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
-from calib.serving.loaded_scales import EngineLayer, expected_values
 
 # caches whose scales come from files; other quantised caches make their own
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")

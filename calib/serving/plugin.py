@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calib.serving.loaded_scales import ScalesInForce
+    from calib.engines.loaded_scales import ScalesInForce
 
 # vLLM's runners, which hold a worker's model
 _RUNNERS = {
@@ -31,7 +31,6 @@ _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1."
 # other parts of vLLM, and the function of `vllm_engine` that changes each
 _PARTS = {
     "vllm.engine.arg_utils": "watch_arguments",
-    "vllm.v1.worker.worker_base": "watch_workers",
     "vllm.v1.worker.gpu_worker": "watch_reload",
     "vllm.v1.engine.core": "watch_core",
     "vllm.v1.core.kv_cache_utils": "watch_block_hashes",
@@ -104,18 +103,29 @@ def _watch(module: ModuleType) -> None:
     module.fp8kv = True  # type: ignore[attr-defined]
 
 
-def _watch_runner(runner: type[Any]) -> None:
-    load = runner.load_model
+def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Put the decorated function in the place of one of `owner`'s, which it gets as its first argument."""
+    original = getattr(owner, name)
 
-    @wraps(load)
-    def load_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replace(function: Callable[..., Any]) -> None:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, call)
+
+    return replace
+
+
+def _watch_runner(runner: type[Any]) -> None:
+    @wrap(runner, "load_model")
+    def load_and_check(load: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(self, *args, **kwargs)
         # with dummy weights the real ones, and their scales, come from another worker
         if not (args[:1] == (True,) or kwargs.get("load_dummy_weights")):
             guard("vllm", lambda: _check("vllm", self))
         return result
 
-    runner.load_model = load_and_check
     if os.environ.get("FP8KV_WATCH") and "execute_model" in vars(runner):
         import_module("calib.serving.harvest").watch_steps(runner)
 

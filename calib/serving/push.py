@@ -1,15 +1,16 @@
 """New scales for an engine that runs: in every copy of every worker, and compared afterwards."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from calib.engines.loaded_scales import ScalesInForce
 from calib.errors import InputError
 from calib.files.names import parse_scale_name
 from calib.files.stored_scales import is_usable
-from calib.serving.vllm_engine import whole_model
+from calib.serving.vllm_engine import SET
 
 
 class ScalesNotDeliveredError(RuntimeError):
@@ -36,21 +37,21 @@ def push_scales(engine: Any, scales: Mapping[str, Tensor]) -> Any:
         for letter in parsed.letters:
             layers.setdefault(str(parsed.layer), {})[letter] = values
     try:
-        states = engine.collective_rpc("fp8kv_set_scales", args=(layers,))
+        answer = engine.collective_rpc(SET, args=(layers,))
     except (AttributeError, NotImplementedError) as error:
         raise InputError(
             f"{type(engine).__name__} takes no scales ({error}): give a vllm.LLM or AsyncLLM, with fp8kv "
             "installed where it runs; if VLLM_PLUGINS is set, it must name fp8kv"
         ) from error
-    return _checked_later(states) if inspect.isawaitable(states) else _checked(states)
+    return _check_later(answer) if inspect.isawaitable(answer) else _check(*answer)
 
 
-async def _checked_later(states: Any) -> str:
-    return _checked(await states)
+async def _check_later(answer: Any) -> str:
+    return _check(*await answer)
 
 
-def _checked(states: Sequence[dict[str, Any]]) -> str:
-    report = whole_model(states)
+def _check(state: dict[str, Any]) -> str:
+    report = ScalesInForce(**state)
     if report.problems or not report.total:
         raise ScalesNotDeliveredError(str(report))
     return report.fingerprint

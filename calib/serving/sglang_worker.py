@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from calib.engines.loaded_scales import ScalesInForce, compare, layers_of_files
 from calib.engines.outcome import Place
+from calib.engines.scale_fingerprint import fingerprint, stored_scales
 from calib.serving.engine_layers import read_files, sglang_layers
-from calib.serving.loaded_scales import ScalesInForce, compare, layers_of_files
-from calib.serving.scale_fingerprint import fingerprint, stored_scales
 
 
 def check_loaded(runner: Any) -> ScalesInForce:

@@ -1,6 +1,6 @@
 """Which slots of vLLM's cache were written since they were last read, and where in a block a slot lies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,40 +19,31 @@ class WrittenSlots:
 
     def __init__(self, block_sizes: Sequence[int]) -> None:
         self._block_sizes = block_sizes
-        self._requests: dict[str, list[list[int]]] = {}  # the blocks of each group
+        self._blocks: dict[str, list[list[int]]] = {}  # of each request, by group
         self._written: list[dict[int, list[int]]] = [{} for _ in block_sizes]  # block -> [first, end)
         self.tokens = 0  # that were written, of the first group
 
     def is_overwritten(self, step: Any) -> bool:
         """Return whether a step may write into slots that nobody has read, because their request is over."""
         return any(
-            not self._written[group].keys().isdisjoint(blocks)
-            for blocks_by_group in _new_blocks(step)
-            for group, blocks in enumerate(blocks_by_group)
+            not written.keys().isdisjoint(blocks)
+            for _, new, _, _ in _requests(step)
+            for written, blocks in zip(self._written, new, strict=False)
         )
 
     def note(self, step: Any, *, with_slots: bool = True) -> None:
         """Note the blocks of a step's requests, and the slots that it writes."""
         for name in step.finished_req_ids:
-            self._requests.pop(name, None)
-        starts = {}
-        for request in step.scheduled_new_reqs:
-            self._requests[request.req_id] = [[*blocks] for blocks in request.block_ids]
-            starts[request.req_id] = request.num_computed_tokens
-        cached = step.scheduled_cached_reqs
-        for name, new, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            starts[name] = start
-            if name in cached.resumed_req_ids:
-                self._requests[name] = [[*blocks] for blocks in new or ()]
-            elif new and name in self._requests:
-                for blocks, added in zip(self._requests[name], new, strict=True):
-                    blocks.extend(added)
-        for name, count in step.num_scheduled_tokens.items() if with_slots else ():
-            if count and name in starts and name in self._requests:
+            self._blocks.pop(name, None)
+        for name, new, start, is_new in _requests(step):
+            if is_new:
+                self._blocks[name] = [[] for _ in self._block_sizes]
+            for blocks, added in zip(self._blocks.get(name, ()), new, strict=False):
+                blocks.extend(added)
+            count = step.num_scheduled_tokens.get(name, 0)
+            if with_slots and count and name in self._blocks:
                 self.tokens += count
-                self._add(self._requests[name], starts[name], starts[name] + count)
+                self._add(self._blocks[name], start, start + count)
 
     def _add(self, blocks_by_group: list[list[int]], start: int, end: int) -> None:
         for size, blocks, written in zip(self._block_sizes, blocks_by_group, self._written, strict=True):
@@ -83,9 +74,14 @@ class WrittenSlots:
             written.clear()
 
 
-def _new_blocks(step: Any) -> Iterable[Sequence[Blocks]]:
-    yield from (request.block_ids for request in step.scheduled_new_reqs)
-    yield from filter(None, step.scheduled_cached_reqs.new_block_ids)
+def _requests(step: Any) -> Iterator[tuple[str, Sequence[Blocks], int, bool]]:
+    """Yield requests: name, new blocks by group, tokens computed before, whether these are all its blocks."""
+    for request in step.scheduled_new_reqs:
+        yield request.req_id, request.block_ids, request.num_computed_tokens, True
+    cached = step.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for name, new, start in rows:
+        yield name, new or (), start, name in cached.resumed_req_ids
 
 
 class BlockMap:

@@ -2,17 +2,16 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from calib.engines.loaded_scales import EngineLayer, ScalesInForce, compare, layers_of_files
 from calib.engines.outcome import Place
+from calib.engines.scale_fingerprint import Stored, fingerprint, stored_scales
 from calib.errors import Fp8kvError
 from calib.files.stored_scales import StoredLayer
 from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_attention, vllm_layers
-from calib.serving.loaded_scales import EngineLayer, ScalesInForce, compare, layers_of_files
-from calib.serving.plugin import guard
-from calib.serving.scale_fingerprint import fingerprint, stored_scales
+from calib.serving.plugin import guard, wrap
 
 Files = dict[int, StoredLayer]
 _DRAFT = 10**6
@@ -44,20 +43,17 @@ def watch_loading(runner: Any) -> None:
 
     Steps cost nothing for it: the check is in the way of one step alone.
     """
-    model = runner.get_model()
-    load, step = model.load_weights, runner.execute_model
+    step = runner.execute_model
 
     def check_and_step(*args: Any, **kwargs: Any) -> Any:
         guard("vllm", lambda: check(runner))  # where it raises, the next step is checked again
         forget_check(runner)
         return step(*args, **kwargs)
 
-    @wraps(load)
-    def load_and_mark(*args: Any, **kwargs: Any) -> Any:
+    @wrap(runner.get_model(), "load_weights")
+    def load_and_mark(load: Any, *args: Any, **kwargs: Any) -> Any:
         runner.execute_model, runner.fp8kv_from_memory = check_and_step, True
         return load(*args, **kwargs)
-
-    model.load_weights = load_and_mark
 
 
 def forget_check(runner: Any) -> None:
@@ -72,29 +68,29 @@ def note_source(runner: Any, *, from_memory: bool) -> None:
         runner.fp8kv_scales = None
 
 
-def state(worker: Any) -> dict[str, Any]:
-    """Return what a worker computes with, and what is wrong with it: plain data, for the engine's core."""
+@dataclass(frozen=True)
+class WorkerState:
+    """What a worker computes with, and what is wrong with it."""
+
+    report: ScalesInForce = field(default_factory=ScalesInForce)
+    stored: Stored = field(default_factory=dict)
+    unreadable: str = ""  # why nothing can be said now
+
+
+def state(worker: Any) -> WorkerState:
+    """Return what a worker computes with, for the engine's core."""
     runner = worker.model_runner
     modules = vllm_attention(runner.get_model()).values()
     if getattr(worker, "_weight_update_active", False) or any(module._k_scale.is_meta for module in modules):
-        return {"unreadable": "weights are being updated"}
+        return WorkerState(unreadable="weights are being updated")
     forget_check(runner)
     try:
-        report = check(runner)
+        return WorkerState(check(runner), stored_scales([*all_layers(runner)]))
     except (ValueError, OSError, Fp8kvError) as error:
-        return {"unreadable": str(error)}
-    return {
-        "used": report.used,
-        "total": report.total,
-        "problems": report.problems,
-        "notes": report.notes,
-        "ranks": runner.vllm_config.parallel_config.tensor_parallel_size,
-        "kv_heads": runner.model_config.get_total_num_kv_heads(),
-        "stored": {str(i): list(scales) for i, scales in stored_scales([*all_layers(runner)]).items()},
-    }
+        return WorkerState(unreadable=str(error))
 
 
-def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
+def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> None:
     """Give every copy of a worker's scales new values: by layer, of K, V or Q, one or one per head.
 
     From now on they count as the files'.
@@ -106,11 +102,6 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
         layer = StoredLayer(int(index), values.get("k"), values.get("v"), values.get("q"))
         files[layer.layer] = layer
     fill_scales(runner.get_model(), files, *_place(runner))
-    answer = state(worker)
-    is_captured = not getattr(runner.model_config, "enforce_eager", True)
-    if is_captured and any("_k_scale_float" in layer.read for layer in all_layers(runner)) and _is_gpu():
-        answer["problems"] += ["captured graphs keep the numbers of before: start with --enforce-eager"]
-    return answer
 
 
 def _compare(runner: Any) -> ScalesInForce:
@@ -123,7 +114,12 @@ def _compare(runner: Any) -> ScalesInForce:
         part = compare([*vllm_layers(draft, _version())], files, place, rank, stages)
         # a draft that nobody calibrated works at 1.0: fewer of its tokens are accepted, none is wrong
         (report.problems if files else report.notes).extend(f"draft: {problem}" for problem in part.problems)
-    report.fingerprint = fingerprint(stored_scales([*all_layers(runner)]))
+    layers = [*all_layers(runner)]
+    is_captured = not getattr(runner.model_config, "enforce_eager", True) and _is_gpu()
+    is_pushed = getattr(runner, "fp8kv_scales", None) is not None
+    if is_pushed and is_captured and any("_k_scale_float" in layer.read for layer in layers):
+        report.problems.append("captured graphs keep the numbers of before: start with --enforce-eager")
+    report.fingerprint = fingerprint(stored_scales(layers))
     return report
 
 

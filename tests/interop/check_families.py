@@ -14,11 +14,11 @@ from engine import installed_engine, tell
 from engine import load as load_vllm
 
 from calib.engines.catalogue import find_engine
+from calib.engines.loaded_scales import compare, layers_of_files
 from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
 from calib.serving.engine_layers import sglang_layers, vllm_layers
-from calib.serving.loaded_scales import compare, layers_of_files
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 

@@ -36,9 +36,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import calib
+from calib.engines.loaded_scales import ScalesInForce
 from calib.serving import plugin
 from calib.serving.push import push_scales
-from calib.serving.vllm_engine import whole_model
 
 PROMPT = (
     "Rome was built on seven hills, and its empire lasted for centuries. Its roads, its laws and its "
@@ -77,7 +77,8 @@ def nats(one: Answer, other: Answer) -> float:
 
 def state_of(llm: object) -> object:
     """What all ranks compute with."""
-    return whole_model(llm.collective_rpc("fp8kv_state"))
+    (state,) = llm.collective_rpc("fp8kv_state")
+    return ScalesInForce(**state)
 
 
 def floats_at_1(llm: object) -> None:

@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM
 from watched_engine import DOCUMENTATION, LOG, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate as measure
+from calib.engines.scale_fingerprint import fingerprint
 from calib.evaluate.served.watch_report import read_watched
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales, load_stats
 from calib.serving import harvest
 from calib.serving.push import push_scales
-from calib.serving.scale_fingerprint import fingerprint
 
 NEAR = {"bfloat16": 0.03, "float32": 0.01}  # to what transformers computes
 
@@ -54,7 +54,7 @@ def check_exact(directory: Path, dtype: Path) -> Iterator[Check]:
         cache.zero_()
     for row in rows[:4]:
         engine.write_text([row])
-    watch.finish()
+    engine.files.write()
     stats = load_stats(engine.out / STATS_FILE).layers
     watched = {name: torch.stack([layer.k.amax, layer.v.amax]) for name, layer in stats.items()}
     is_equal = all(torch.equal(watched[name], amax) for name, amax in engine.writes.amax.items())
@@ -81,7 +81,7 @@ def check_codes(directory: Path, fp8kv: Path) -> Iterator[Check]:
     named = [line for line in LOG if line.startswith(start)]
     yield "a file in the way: named once, and the text is written", len(named) == 1 and bool(text), named
     out.unlink()
-    harvest.watch_engine(engine.llm.llm_engine.engine_core.engine_core, str(out), "fp8kv_watch")
+    harvest.watch_engine(engine.core, str(out))
     engine.watch = engine.runner.fp8kv_harvest
     is_watched = engine.text() == text and engine.runner.fp8kv_harvest
     yield "watched, the same text", bool(is_watched), text
@@ -99,7 +99,7 @@ def check_counts(engine: Engine, rows: list[list[int]]) -> Iterator[Check]:
     right, seen = engine.is_counted()
     is_right = right and (watch.tokens, min(writes.calls.values())) == (512 + 8, 2 + 8)
     yield "a prompt in parts: each code counted once", is_right, seen
-    watch.write()
+    engine.files.write()
     ratios, scales = [], load_scales(engine.directory).layers
     for name, layer in load_stats(engine.out / STATS_FILE).layers.items():
         largest, end = writes.amax[name], 448 * torch.stack([scales[name].k, scales[name].v])[..., None]
@@ -128,7 +128,7 @@ def check_scales(engine: Engine, fp8kv: Path, rows: list[list[int]]) -> Iterator
     yield "pushed scales: counting begins anew", is_new and before == 512, planted
     watch = engine.begin()
     engine.write_text([row[:128] for row in rows[:4]], 120)
-    watch.finish()
+    engine.files.write()
     done = subprocess.run([fp8kv, "watch", engine.out, "--json"], stdout=subprocess.PIPE, text=True)
     said = json.loads(done.stdout)
     is_right = (done.returncode, said["fingerprint"]) == (1, planted) and 7 in said["alarm"]
@@ -141,31 +141,29 @@ def check_faults(engine: Engine, text: str) -> Iterator[Check]:
     """A full disk, and a process that is killed as it writes."""
     watch, files = engine.begin(), [engine.out / WATCH_FILE, engine.out / STATS_FILE]
     before = [path.read_bytes() for path in files]
-    with full_disk(watch):
+    with full_disk(engine.files):
         is_same = engine.text() == text
-        watch.finish()
+        engine.files.write()
     is_right = is_same and "No space left on device" in LOG[-1]
     yield "a full disk: named, the text is written", is_right, LOG[-1]
     yield "and the files are those of before", before == [path.read_bytes() for path in files], ""
-    watch.finish()
+    engine.files.write()
     yield "room again: written", read_watched(engine.out).tokens == watch.tokens > 0, watch.tokens
-    states, rank = set(), engine.out / "rank-0.safetensors"
+    states = set()
     for _ in range(30):
         child = os.fork()
         while not child:
-            watch.write()
+            engine.files.write()
         time.sleep(random.uniform(0.05, 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        _, layers = harvest.read_rank(rank)
-        whole = read_watched(engine.out).layers, load_stats(files[1]).layers, layers
-        states.add((*map(len, whole),))
-    is_right = len(states) == 1 and time.time() - rank.stat().st_mtime < 60
+        states.add((len(read_watched(engine.out).layers), len(load_stats(files[1]).layers)))
+    is_right = len(states) == 1 and time.time() - files[0].stat().st_mtime < 60
     yield "killed as it writes, 30 times: whole files", is_right, states
 
 
 @contextmanager
-def full_disk(watch: harvest.Harvest) -> Iterator[None]:
+def full_disk(files: harvest.WatchFiles) -> Iterator[None]:
     """A file system without room, where one can be mounted; else what it says."""
     small, error = Path(tempfile.mkdtemp()), OSError(28, "No space left on device")
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", small]
@@ -173,7 +171,7 @@ def full_disk(watch: harvest.Harvest) -> Iterator[None]:
         with patch.object(os, "replace", side_effect=error):
             yield
     else:
-        with patch.object(watch, "_directory", small):
+        with patch.object(files, "directory", small):
             yield
         subprocess.run(["umount", small], check=True)
 
@@ -183,7 +181,7 @@ def check_served(directory: Path, fp8kv: Path, wheel: Path) -> Iterator[Check]:
     packages, out = install(Path(tempfile.mkdtemp(), "packages"), str(wheel)), Path(tempfile.mkdtemp())
     variables = {"VLLM_PLUGINS": "fp8kv,interop_helper", "FP8KV_WATCH": str(out), "FP8KV_WATCH_SECONDS": "1"}
     options, model = ["--max-model-len", "512", "--num-gpu-blocks-override", "64"], str(directory.resolve())
-    options += ["--shutdown-timeout", "60"]  # else vLLM kills its workers
+    options += ["--shutdown-timeout", "60"]  # else vLLM kills its engine
     with serving(model, packages, *options, **variables) as (url, log):
         if url is None:
             sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
@@ -193,25 +191,30 @@ def check_served(directory: Path, fp8kv: Path, wheel: Path) -> Iterator[Check]:
             with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
                 return answer.read().decode()
 
-        written = 0
-        for number in range(60):
+        def complete(number: int) -> int:
             prompt = f"{number} times Rome was built on hills. " * 20
             body = {"model": model, "prompt": prompt, "max_tokens": 50, "ignore_eos": True}
-            written += json.loads(ask("/v1/completions", **body))["usage"]["total_tokens"] - 1
+            return json.loads(ask("/v1/completions", **body))["usage"]["total_tokens"] - 1
+
+        written = 0
+        for number in range(60):
+            written += complete(number)
             document = json.loads(ask("/v1/fp8kv/watch"))
             if min(document["layers"][0]["k"]["tokens"]) >= 256:  # of fewer nothing is said
                 break
+        document = json.loads(ask("/v1/fp8kv/watch"))
         metrics = ask("/metrics")
         done = subprocess.run([fp8kv, "watch", url, "--json"], stdout=subprocess.PIPE, text=True)
-    yield "the route", 0 < document["tokens"] <= written, (document["tokens"], written)
+        tokens = written + complete(60) + complete(61)
+    yield "the route", document["tokens"] == written, (document["tokens"], written)
     said = json.loads(done.stdout)
     yield "the command", said["fingerprint"] == document["fingerprint"], (done.returncode, said["alarm"])
-    each = product(("clipped", "zero"), range(30), "kv")
+    each = product(("clipped", "saturated", "zero"), range(30), "kv")
     names = [f'fp8kv_{name}_ratio{{layer="{layer}",tensor="{letter}"}} ' for name, layer, letter in each]
     missing = [name for name in [*names, "fp8kv_tokens_total "] if name not in metrics]
     yield "the metrics", not missing, missing
     last = read_watched(out).tokens
-    yield "at the end every token that was written", last == written, (last, written)
+    yield "at the end every token that was written", last == tokens, (last, tokens)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ class WatchRow:
     low: float  # of its exact 95 % interval, for independent tokens
     high: float
     zero: float  # share of the values of the head that has most zeros
+    saturated: float  # share of the values of the head that has most at the end of the range
     expected: float | None  # share of the calibration's own tokens
 
 
@@ -172,8 +173,11 @@ def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) ->
     heads = [*zip(counts.clipped, counts.tokens, strict=True)]
     clipped, tokens = max(heads, key=lambda head: head[0] / head[1])
     low, high = (min(1.0, end / tokens) for end in poisson_interval(clipped))
-    zero = max(x / n / layer.channels for x, n in zip(counts.zero, counts.tokens, strict=True))
-    return WatchRow(layer.layer, letter, tokens, clipped / tokens, low, high, zero, expected)
+    zero, saturated = (
+        max(x / n / layer.channels for x, n in zip(values, counts.tokens, strict=True))
+        for values in (counts.zero, counts.saturated)
+    )
+    return WatchRow(layer.layer, letter, tokens, clipped / tokens, low, high, zero, saturated, expected)
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:

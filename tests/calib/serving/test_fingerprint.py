@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from calib import push_scales
+from calib.engines.loaded_scales import EngineLayer, ScalesInForce
+from calib.engines.scale_fingerprint import fingerprint, join_ranks, stored_scales
 from calib.errors import InputError
-from calib.serving import vllm_engine
-from calib.serving.loaded_scales import EngineLayer
+from calib.serving import vllm_engine, vllm_worker
 from calib.serving.plugin import ScalesNotUsedError
 from calib.serving.push import ScalesNotDeliveredError
-from calib.serving.scale_fingerprint import fingerprint, join_ranks, stored_scales
+from calib.serving.vllm_worker import WorkerState
 
 K, V = (0.5, 0.25, 0.125, 0.75), (0.375,) * 4
 
@@ -51,28 +52,31 @@ def test_a_fingerprint_does_not_depend_on_how_many_gpus_a_model_is_split_over(ra
 
 def state(k=(0.5,), problems=()):
     """What a worker says, as the engine's core gets it."""
-    stored = {str(i): list(scales) for i, scales in engine(k, (0.25,)).items()}
-    counts = {"used": 4 - len(problems), "total": 4, "ranks": 1, "kv_heads": 4}
-    return {**counts, "problems": list(problems), "notes": [], "stored": stored}
+    report = ScalesInForce(4 - len(problems), 4, problems=[*problems])
+    return WorkerState(report, engine(k, (0.25,)))
 
 
 class Core:
     """vLLM's engine core, with workers that say `states`."""
 
     def __init__(self, *states, connector=True):
-        self.vllm_config = SimpleNamespace(kv_transfer_config="a connector" if connector else None)
+        self.vllm_config = SimpleNamespace(
+            kv_transfer_config="a connector" if connector else None,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4),
+        )
         self.model_executor = SimpleNamespace(collective_rpc=self._answer)
         self.states, self.calls = list(states), []
 
     def _answer(self, method, args=()):
-        self.calls.append((method, *args))
-        return [self.states.pop(0)] if method == "fp8kv_state" else None
+        self.calls.append((method.__name__, *args))
+        return [self.states.pop(0)] if method is vllm_worker.state else None
 
     def _initialize_kv_caches(self, config):
         return "caches"
 
-    def collective_rpc(self, method):
-        return method
+    def collective_rpc(self, method, timeout=None, args=()):
+        return method if isinstance(method, str) else self._answer(method, args)
 
     def wake_up(self):
         return True
@@ -93,21 +97,31 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     first, second = (fingerprint(engine(k, (0.25,))) for k in ((0.5,), (0.75,)))
     one = core(state(), state(), state((0.75,)), state((0.75,), ["K is bad"]))
     assert one._initialize_kv_caches(None) == "caches"
-    assert one.calls == [("fp8kv_state",), ("fp8kv_identify", first)]
+    assert one.calls == [("state",), ("_identify_worker", first)]
     assert one.collective_rpc("reload_weights") == "reload_weights"  # nothing has changed
     assert one.wake_up() is True
-    assert one.calls[-1] == ("fp8kv_identify", second)
+    assert one.calls[-1] == ("_identify_worker", second)
     one.collective_rpc("add_lora")
     good = "fp8kv: 4 of 4 KV scales in use, FP8 cache, fingerprint {}"
     bad = f"fp8kv: 3 of 4 KV scales in use, FP8 cache, fingerprint {second}; rank 0: K is bad"
     assert caplog.messages == [good.format(first), good.format(second), bad]
-    one.collective_rpc("fp8kv_state")  # says by itself what it finds
+    # a client asks the core, which logs nothing then
+    one.states = [state((0.75,))]
+    (answer,) = one.collective_rpc("fp8kv_state")
+    assert (answer["used"], answer["fingerprint"], len(caplog.messages)) == (4, second, 3)
+    one.states = [WorkerState(unreadable="weights are being updated")]
+    with pytest.raises(InputError, match="cannot be compared now: weights are being updated"):
+        one.collective_rpc("fp8kv_state")
+    one.model_executor.sleeping_tags = {"weights"}
+    for method in ("fp8kv_state", "fp8kv_set_scales"):
+        with pytest.raises(InputError, match="the engine sleeps: wake it up"):
+            one.collective_rpc(method)
     vllm_engine.identify("")
     without = core(state(), state((0.75,)), connector=False)
     without.wake_up()
-    assert without.calls == [("fp8kv_state",)]
+    assert without.calls == [("state",)]
     without.wake_up()  # its own prefix cache has blocks of before
-    assert without.calls[-1] == ("fp8kv_identify", second)
+    assert without.calls[-1] == ("_identify_worker", second)
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
@@ -165,15 +179,14 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     vllm_engine.identify("")
 
 
-def test_pushed_scales_reach_every_layer_or_are_named():
-    sent = []
-
+def test_pushed_scales_reach_every_layer_or_are_named(core):
     def engine_of(answer):
-        return SimpleNamespace(collective_rpc=lambda method, args: sent.append((method, *args)) or [answer])
+        return core(answer, answer)
 
+    one = engine_of(state())
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]).view(-1, 1, 1) for x in "kv"}
-    assert push_scales(engine_of(state()), scales) == fingerprint(engine((0.5,), (0.25,)))
-    assert sent == [("fp8kv_set_scales", {"0": {"k": [0.5], "v": [0.5]}})]
+    assert push_scales(one, scales) == fingerprint(engine((0.5,), (0.25,)))
+    assert one.calls[0] == ("set_scales", {"0": {"k": [0.5], "v": [0.5]}})
     with pytest.raises(ScalesNotDeliveredError, match="rank 0: K's copy _k_scale_float is at 1.0 in layer 3"):
         push_scales(engine_of(state(problems=["K's copy _k_scale_float is at 1.0 in layer 3"])), scales)
     for bad in (

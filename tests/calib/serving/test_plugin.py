@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from calib.engines import loaded_scales
+from calib.engines.loaded_scales import EngineLayer, ScalesInForce, layers_of_files
 from calib.engines.outcome import Place
 from calib.files.fingerprint import weights_digest
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales
-from calib.serving import loaded_scales, plugin, vllm_worker
+from calib.serving import plugin, vllm_worker
 from calib.serving.engine_layers import fill_scales, read_files, sglang_attention, sglang_layers, vllm_layers
-from calib.serving.loaded_scales import EngineLayer, ScalesInForce, layers_of_files
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 ONE = Place()
@@ -86,16 +87,6 @@ def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
     assert len(runner[1]) == 1
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-
-
-def test_workers_get_methods_that_the_core_calls(monkeypatch):
-    module = ModuleType("vllm.v1.worker.worker_base")
-    module.WorkerBase = type("WorkerBase", (), {})
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    plugin.register_vllm()
-    assert module.WorkerBase.fp8kv_state is vllm_worker.state
-    assert module.WorkerBase.fp8kv_set_scales is vllm_worker.set_scales
 
 
 def test_registering_imports_the_standard_library_alone_and_the_entry_points_lead_to_it():
@@ -339,17 +330,18 @@ def worker(monkeypatch, tmp_path):
 
 def test_a_worker_compares_its_draft_too_repairs_and_takes_new_scales(worker, monkeypatch):
     worker, layers = worker
-    good = vllm_worker.state(worker)
-    assert (good["problems"], good["notes"], good["used"]) == ([], [], 4)
+    good = vllm_worker.state(worker).report
+    assert (good.problems, good.notes, good.used) == ([], [], 4)
     layers[0]._k_scale_float = layers[2]._k_scale_float = 1.0
     copy = "K's copy _k_scale_float is twice the file's in layer {}"
     spoiled = [copy.format(0), f"draft: {copy.format(2)}"]
-    assert vllm_worker.state(worker)["problems"] == spoiled
+    assert vllm_worker.state(worker).report.problems == spoiled
     monkeypatch.setenv("FP8KV_REPAIR_SCALES", "1")
-    repaired = vllm_worker.state(worker)
-    assert (repaired["problems"], repaired["notes"]) == ([], [f"repaired: {problem}" for problem in spoiled])
-    state = vllm_worker.set_scales(worker, {str(i): {"k": [0.25], "v": [0.75]} for i in range(2)})
-    assert (state["problems"], state["stored"]["1"]) == ([], ["fp8", (0.25,), (0.75,)])
+    repaired = vllm_worker.state(worker).report
+    assert (repaired.problems, repaired.notes) == ([], [f"repaired: {problem}" for problem in spoiled])
+    vllm_worker.set_scales(worker, {str(i): {"k": [0.25], "v": [0.75]} for i in range(2)})
+    state = vllm_worker.state(worker)
+    assert (state.report.problems, state.stored[1]) == ([], ("fp8", (0.25,), (0.75,)))
     assert layers[0]._k_scale_float == 0.25
 
 

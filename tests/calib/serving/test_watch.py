@@ -61,22 +61,19 @@ class Layer(nn.Module):
 
 
 @pytest.fixture
-def engine(monkeypatch, tmp_path):
+def engine(monkeypatch):
     """Makes the runner of a rank, which serves random steps; `written` is all that it wrote."""
-    rank = SimpleNamespace(now=0)
     for name, values in {
         "vllm": {"__version__": "0.33.0"},
-        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: rank.now},
         "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
     }.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(values)
     for name, value in {"MOST_COUNTED": 10**6, "_SHARE": 1e9, "MOST_WRITTEN": 40}.items():
         monkeypatch.setattr(harvest, name, value)
-    for name, value in {"FP8KV_WATCH": str(tmp_path / "watch"), "FP8KV_WATCH_SECONDS": "1000"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FP8KV_WATCH", "where the core writes")
 
-    def make(dtype=torch.uint8, number=0, ranks=1, seed=0):
+    def make(dtype=torch.uint8, seed=0):
         class GPUModelRunner:
             def load_model(self):
                 pass
@@ -89,28 +86,48 @@ def engine(monkeypatch, tmp_path):
                     parts = layer.kv_cache[slots // SLOTS, :, slots % SLOTS].split(SIZE, -1)
                     written.append(torch.stack(parts, 1))
 
-        rank.now, module = number, ModuleType(RUNNER)
+        module = ModuleType(RUNNER)
         module.GPUModelRunner = GPUModelRunner
         plugin._watch(module)
         model, runner = nn.ModuleList(Layer(i, dtype) for i in range(LAYERS)), GPUModelRunner()
         group = SimpleNamespace(
             layer_names=[layer.layer_name for layer in model], kv_cache_spec=SimpleNamespace(block_size=SLOTS)
         )
-        parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1)
+        parallel = SimpleNamespace(pipeline_parallel_size=1)
         vars(runner).update(
             written=[[] for _ in model], random=torch.Generator().manual_seed(seed), get_model=lambda: model,
             vllm_config=SimpleNamespace(parallel_config=parallel), fp8kv_scales={},
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-            model_config=SimpleNamespace(
-                dtype=torch.float32, model="there", get_total_num_kv_heads=lambda: ranks * HEADS
-            ),
+            model_config=SimpleNamespace(dtype=torch.float32),
         )  # fmt: skip
-        watch = str(tmp_path / "watch")
-        os.makedirs(watch, exist_ok=True)
-        harvest.watch(SimpleNamespace(model_runner=runner), watch, f"run of {ranks}")
+        runner.worker = SimpleNamespace(model_runner=runner, sleep=lambda level: level)
+        harvest.watch(runner.worker)
         return runner
 
     return make
+
+
+class Core:
+    """vLLM's engine core, with the workers of some runners."""
+
+    def __init__(self, *runners, **parallel):
+        model = SimpleNamespace(model="there", get_total_num_kv_heads=lambda: len(runners) * HEADS)
+        parallel = SimpleNamespace(data_parallel_size=1, **parallel)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
+        self.model_executor = self
+        self.runners, self.scheduler, self.is_busy = runners, self, False
+
+    def has_unfinished_requests(self):
+        return self.is_busy
+
+    def collective_rpc(self, method):
+        return [method(runner.worker) for runner in self.runners if method is not harvest.watch]
+
+    def post_step(self, model_executed):
+        return model_executed
+
+    def shutdown(self):
+        return "shut down"
 
 
 def steps(count, seed):
@@ -153,10 +170,9 @@ def steps(count, seed):
 
 
 def serve(runner, seed=0, count=60):
-    counts = runner.fp8kv_harvest
     for step in steps(count, seed):
         runner.execute_model(step)
-    counts.finish()
+    runner.fp8kv_harvest.read()
     return [torch.cat(written) for written in runner.written]
 
 
@@ -176,7 +192,10 @@ def test_every_slot_that_a_step_wrote_is_counted_once(engine, seed):
 
 
 def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
-    ranks = [serve(engine(torch.bfloat16, number, 2, number)) for number in (1, 0)][::-1]
+    runners = [engine(torch.bfloat16, seed) for seed in range(2)]
+    harvest.watch_engine(core := Core(*runners), str(tmp_path / "watch"))
+    ranks = [serve(runner) for runner in runners]
+    assert core.post_step(True)
     stats = load_stats(tmp_path / "watch")
     for layer, tensors in enumerate(zip(*ranks, strict=True)):
         largest = torch.cat([x.abs().amax(0).float() for x in tensors], 1)
@@ -188,18 +207,38 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
         stats.scales(strategy="tensor", observer=AbsMax(), targets="qkv")
 
 
+def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, tmp_path, monkeypatch):
+    runner, now = engine(), SimpleNamespace(time=100.0)
+    monkeypatch.setattr(harvest.time, "monotonic", lambda: now.time)
+    harvest.watch_engine(core := Core(runner), str(tmp_path))
+    tokens = 0
+    turns = (0, True, True), (9, True, False), (0, False, True), (10, True, True)
+    for seconds, is_busy, is_written in turns:
+        now.time += seconds
+        for step in steps(5, 0):
+            runner.execute_model(step)
+        core.is_busy = is_busy
+        assert core.post_step(False) is False
+        tokens = runner.fp8kv_harvest.tokens if is_written else tokens
+        assert read_watched(tmp_path).tokens == tokens > 0
+    serve(runner)
+    assert core.shutdown() == "shut down"
+    assert read_watched(tmp_path).tokens == runner.fp8kv_harvest.tokens > tokens
+
+
 def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path, caplog, monkeypatch):
     first, directory = engine(), tmp_path / "watch"
-    counts = first.fp8kv_harvest
+    harvest.watch_engine(core := Core(first), str(directory))
     serve(first)
+    core.fp8kv_watch.write()
     whole = (directory / "fp8kv_watch.json").read_bytes()
 
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", no_space)
-    counts.write()
-    counts.write()
+    core.fp8kv_watch.write()
+    core.fp8kv_watch.write()
     assert caplog.text.count("No space left on device") == 1
     assert (directory / "fp8kv_watch.json").read_bytes() == whole
     assert not [file for file in directory.iterdir() if "partial" in file.name]
@@ -209,34 +248,22 @@ def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path
         second.execute_model(step)
     assert second.fp8kv_harvest is None
     assert "the cache is not watched: ValueError: the cache is not laid out" in caplog.text
+    core.runners = (first, second)  # a rank that does not count: no file says so little
+    core.fp8kv_watch.write()
+    assert caplog.text.count("nothing is written") == 1
 
 
 def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path, caplog):
     write(tmp_path, watched(torch.ones(1, 2, HEADS, SIZE), 1.0))
-    parallel = SimpleNamespace(data_parallel_size=1)
-    directory, lock = harvest.prepare(tmp_path, parallel)
-    assert [file.name for file in directory.iterdir()] == [".lock"]
-    core = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
-    harvest.watch_engine(core, str(tmp_path), "fp8kv_watch")
+    first, second, third = Core(), Core(), Core()
+    third.vllm_config.parallel_config = SimpleNamespace(data_parallel_size=2, data_parallel_rank=1)
+    harvest.watch_engine(first, str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    harvest.watch_engine(second, str(tmp_path))
     assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
-    lock.release()
-    calls = []
-    core.model_executor = SimpleNamespace(collective_rpc=lambda *args, **kwargs: calls.append((args, kwargs)))
-    harvest.watch_engine(core, str(tmp_path), "fp8kv_watch")
-    (((method,), options),) = calls
-    assert (method, options["args"][0]) == ("fp8kv_watch", str(tmp_path))
-    core.fp8kv_lock.release()
-    other, _ = harvest.prepare(tmp_path, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1))
-    assert other == tmp_path / "dp-1"
-
-
-def test_ranks_of_another_run_are_not_joined(engine, tmp_path, caplog):
-    serve(engine(number=1, ranks=2))
-    runner = engine(number=0, ranks=2)
-    runner.fp8kv_harvest._run = "another run"
-    serve(runner)
-    assert "the file of another rank is old, or of another run" in caplog.text
-    assert not (tmp_path / "watch" / "fp8kv_watch.json").exists()
+    assert not hasattr(second, "fp8kv_watch")
+    harvest.watch_engine(third, str(tmp_path))
+    assert third.fp8kv_watch.directory == tmp_path / "dp-1"
 
 
 def test_other_scales_begin_anew_and_sleep_forgets(engine):
@@ -249,7 +276,7 @@ def test_other_scales_begin_anew_and_sleep_forgets(engine):
     for step in steps(9, 1):
         runner.execute_model(step)
     before = counts.counts[0].tokens
-    counts.forget()
+    assert runner.worker.sleep(2) == 2
     counts.read()
     assert counts.counts[0].tokens == before
     for layer in runner.get_model():

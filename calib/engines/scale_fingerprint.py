@@ -4,8 +4,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
+from calib.engines.loaded_scales import EngineLayer
 from calib.files.stored_scales import Values
-from calib.serving.loaded_scales import EngineLayer
 
 # layer -> its cache type, and the scales of K and V that it stores with
 Stored = Mapping[int, tuple[str, Values, Values]]

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from calib.engines.outcome import Place
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable
@@ -40,6 +41,10 @@ class ScalesInForce:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # to be known, but not a problem
     fingerprint: str = ""  # of the scales that K and V are stored with; empty without an FP8 cache
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, which `ScalesInForce` takes again."""
+        return {name: value for name, value in vars(self).items() if name != "not_fp8"}
 
     def __str__(self) -> str:
         counts = [f"{self.used} of {self.total} KV scales in use, FP8 cache"] if self.total else []
