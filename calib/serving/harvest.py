@@ -42,7 +42,7 @@ _logger = logging.getLogger("vllm.fp8kv")
 
 @dataclass(frozen=True)
 class WorkerCounts:
-    """What one worker has counted of the tokens that its steps wrote."""
+    """Counts of the tokens that the steps of one worker wrote."""
 
     since: str
     tokens: int

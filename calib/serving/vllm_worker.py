@@ -70,7 +70,7 @@ def note_source(runner: Any, *, from_memory: bool) -> None:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker computes with, and what is wrong with it."""
+    """The scales that a worker computes with, and what is wrong with them."""
 
     report: ScalesInForce = field(default_factory=ScalesInForce)
     stored: Stored = field(default_factory=dict)

@@ -4,8 +4,7 @@ check_watch.py exact MODEL DTYPE        a cache in 16 bits, or 32: the largest v
 check_watch.py codes DIR FP8KV          an FP8 cache: counts, alarms, faults; DIR has one scale per layer
 check_watch.py served DIR FP8KV WHEEL   the route, the command and the metrics of a server
 
-A scratch cache, which the backend's own writer fills with the same K and V, tells what was written. FP8KV is
-the command, which may have an environment of its own.
+A scratch cache that the backend's writer fills with the same K and V tells what was written. FP8KV is a path.
 """
 
 import json

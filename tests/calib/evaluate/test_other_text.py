@@ -134,15 +134,6 @@ def test_the_tables_have_the_figures(report):
         variants = report.variants | {name: own.model_copy(update={"clipped": clipped})}
         table, *_ = other_text_tables(report.model_copy(update={"variants": variants}))
         assert table.lines[0][2] == said
-    document = report.to_json()  # an older report is read and written and says nothing of other text
-    del document["other_texts"]
-    for row in document["variants"].values():
-        row.pop("clipped", None)
-        for layer in row.get("layers", []):
-            del layer["exceedance"]
-    older = Report.model_validate(document)
-    assert older.to_json() == document
-    assert "Other text" not in render_html(older) + render_markdown(older)
 
 
 def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_is_clipped_more():

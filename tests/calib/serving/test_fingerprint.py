@@ -139,11 +139,8 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     hashes = ModuleType("kv_cache_utils")
     hashes.generate_block_hash_extra_keys = lambda request, start, end, place: (None, place)
     example, nixl = ModuleType("example_connector"), ModuleType("metadata")
-    example.ExampleConnector = type("ExampleConnector", (), {})
-    example.ExampleConnector._generate_foldername_debug = lambda self, tokens, hashes, make=False: (
-        tokens,
-        hashes,
-    )
+    folder_name = {"_generate_foldername_debug": lambda _, tokens, hashes, make=False: (tokens, hashes)}
+    example.ExampleConnector = type("ExampleConnector", (), folder_name)
     nixl.compute_nixl_compatibility_hash = lambda config: "abc"
     lmcache = ModuleType("multi_process_adapter")
 
@@ -180,20 +177,17 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
 
 
 def test_pushed_scales_reach_every_layer_or_are_named(core):
-    def engine_of(answer):
-        return core(answer, answer)
-
-    one = engine_of(state())
+    one = core(state(), state())
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]).view(-1, 1, 1) for x in "kv"}
     assert push_scales(one, scales) == fingerprint(engine((0.5,), (0.25,)))
     assert one.calls[0] == ("set_scales", {"0": {"k": [0.5], "v": [0.5]}})
     with pytest.raises(ScalesNotDeliveredError, match="rank 0: K's copy _k_scale_float is at 1.0 in layer 3"):
-        push_scales(engine_of(state(problems=["K's copy _k_scale_float is at 1.0 in layer 3"])), scales)
+        push_scales(core(*[state(problems=["K's copy _k_scale_float is at 1.0 in layer 3"])] * 2), scales)
     for bad in (
         {"model.layers.0.mlp.weight": torch.ones(1)},
         {"model.layers.0.self_attn.k_scale": torch.zeros(1)},
     ):
         with pytest.raises(InputError, match="is not a KV-cache scale"):
-            push_scales(engine_of(state()), bad)
+            push_scales(core(), bad)
     with pytest.raises(InputError, match="fp8kv installed where it runs"):
         push_scales(SimpleNamespace(), scales)

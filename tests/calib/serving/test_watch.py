@@ -49,11 +49,8 @@ class Layer(nn.Module):
 
     def __init__(self, index, dtype):
         super().__init__()
-        self.layer_name, self.num_kv_heads, self.head_size = (
-            f"model.layers.{index}.self_attn.attn",
-            HEADS,
-            SIZE,
-        )
+        self.layer_name = f"model.layers.{index}.self_attn.attn"
+        self.num_kv_heads, self.head_size = HEADS, SIZE
         self.kv_cache_dtype, self.impl = "fp8" if dtype == torch.uint8 else "auto", Writer()
         self.kv_cache = torch.full((BLOCKS, HEADS, SLOTS, 2 * SIZE), 0x35).to(dtype)
         for x in "kv":
@@ -90,9 +87,8 @@ def engine(monkeypatch):
         module.GPUModelRunner = GPUModelRunner
         plugin._watch(module)
         model, runner = nn.ModuleList(Layer(i, dtype) for i in range(LAYERS)), GPUModelRunner()
-        group = SimpleNamespace(
-            layer_names=[layer.layer_name for layer in model], kv_cache_spec=SimpleNamespace(block_size=SLOTS)
-        )
+        names, spec = [layer.layer_name for layer in model], SimpleNamespace(block_size=SLOTS)
+        group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
         parallel = SimpleNamespace(pipeline_parallel_size=1)
         vars(runner).update(
             written=[[] for _ in model], random=torch.Generator().manual_seed(seed), get_model=lambda: model,
@@ -115,19 +111,16 @@ class Core:
         parallel = SimpleNamespace(data_parallel_size=1, **parallel)
         self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
         self.model_executor = self
-        self.runners, self.scheduler, self.is_busy = runners, self, False
-
-    def has_unfinished_requests(self):
-        return self.is_busy
+        self.runners, self.is_busy = runners, False
+        self.scheduler = SimpleNamespace(has_unfinished_requests=lambda: self.is_busy)
 
     def collective_rpc(self, method):
         return [method(runner.worker) for runner in self.runners if method is not harvest.watch]
 
-    def post_step(self, model_executed):
+    def post_step(self, model_executed=True):
         return model_executed
 
-    def shutdown(self):
-        return "shut down"
+    shutdown = post_step
 
 
 def steps(count, seed):
@@ -153,9 +146,8 @@ def steps(count, seed):
             if name in running:
                 cached.append((name, (added,) if added else None, computed))
             else:
-                new.append(
-                    SimpleNamespace(req_id=name, block_ids=(blocks + added,), num_computed_tokens=computed)
-                )
+                request = {"req_id": name, "block_ids": (blocks + added,), "num_computed_tokens": computed}
+                new.append(SimpleNamespace(**request))
             blocks = blocks + added
             slots += [blocks[i // SLOTS] * SLOTS + i % SLOTS for i in range(computed, computed + tokens)]
             running[name], scheduled[name] = (blocks, computed + tokens), tokens
@@ -195,7 +187,7 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     runners = [engine(torch.bfloat16, seed) for seed in range(2)]
     harvest.watch_engine(core := Core(*runners), str(tmp_path / "watch"))
     ranks = [serve(runner) for runner in runners]
-    assert core.post_step(True)
+    assert core.post_step()
     stats = load_stats(tmp_path / "watch")
     for layer, tensors in enumerate(zip(*ranks, strict=True)):
         largest = torch.cat([x.abs().amax(0).float() for x in tensors], 1)
@@ -222,7 +214,7 @@ def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, 
         tokens = runner.fp8kv_harvest.tokens if is_written else tokens
         assert read_watched(tmp_path).tokens == tokens > 0
     serve(runner)
-    assert core.shutdown() == "shut down"
+    assert core.shutdown()
     assert read_watched(tmp_path).tokens == runner.fp8kv_harvest.tokens > tokens
 
 
@@ -363,23 +355,16 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
     assert exact.amax.max() == exact.scales[0, 0] * 448
     half = CacheCounts.of(torch.zeros(3, 2, HEADS, SIZE, dtype=torch.uint8))
     assert half.add(half).codes[0, 0, 0] == 6 * SIZE
-    assert (
-        WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero").tolist() == [[24] * HEADS] * 2
-    )
+    zeros = WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero")
+    assert zeros.tolist() == [[24] * HEADS] * 2
     all_clipped = watched(x * 1e6, 1.0)
     assert (all_clipped.amax.amax(-1) == 4 * 448).all()
 
 
 def write(directory, *layers):
     directory.mkdir(exist_ok=True)
-    facts = {
-        "fp8kv_watch": 1,
-        "engine": "vLLM 0.32.0",
-        "model": str(directory),
-        "fingerprint": "7",
-        "tokens": 999,
-    }
-    facts |= {"since": "2026-01-01T00:00:00+00:00", "written": "2026-01-01T00:01:00+00:00"}
+    facts = dict.fromkeys(("engine", "fingerprint", "since", "written"), "7")
+    facts |= {"fp8kv_watch": 1, "model": str(directory), "tokens": 999}
     (directory / "fp8kv_watch.json").write_text(json.dumps(facts | {"layers": [x.to_json() for x in layers]}))
     return directory
 
