@@ -155,8 +155,10 @@ interop-watch: interop-outputs ## what FP8KV_WATCH reads out of a running vLLM, 
 	$(INTEROP)/bin/python tests/interop/check_watch.py codes $(OUT)/tensor-kv/vllm $(BIN)/fp8kv
 	rm -rf $(OUT)/wheel
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
-	$(INTEROP)/bin/python tests/interop/check_watch.py served $(OUT)/tensor-kv/vllm $(BIN)/fp8kv \
-		$(OUT)/wheel/fp8kv-*.whl
+	for ranks in 1 3; do \
+		$(INTEROP)/bin/python tests/interop/check_watch.py served $(OUT)/tensor-kv/vllm $(BIN)/fp8kv \
+			$(OUT)/wheel/fp8kv-*.whl $$ranks || exit 1; \
+	done
 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check

@@ -2,9 +2,7 @@
 
 check_watch.py exact MODEL DTYPE        a cache in 16 bits, or 32: the largest values
 check_watch.py codes DIR FP8KV          an FP8 cache: counts, alarms, faults; DIR has one scale per layer
-check_watch.py served DIR FP8KV WHEEL   the route, the command and the metrics of a server
-
-A scratch cache that the backend's writer fills with the same K and V tells what was written. FP8KV is a path.
+check_watch.py served DIR FP8KV WHEEL RANKS   the route, the command and the metrics of a server
 """
 
 import json
@@ -175,12 +173,14 @@ def full_disk(files: harvest.WatchFiles) -> Iterator[None]:
         subprocess.run(["umount", small], check=True)
 
 
-def check_served(directory: Path, fp8kv: Path, wheel: Path) -> Iterator[Check]:
-    """A server, in processes of its own."""
+def check_served(directory: Path, fp8kv: Path, wheel: Path, ranks: Path) -> Iterator[Check]:
+    """A server, in processes of its own, split over so many."""
     packages, out = install(Path(tempfile.mkdtemp(), "packages"), str(wheel)), Path(tempfile.mkdtemp())
     variables = {"VLLM_PLUGINS": "fp8kv,interop_helper", "FP8KV_WATCH": str(out), "FP8KV_WATCH_SECONDS": "1"}
     options, model = ["--max-model-len", "512", "--num-gpu-blocks-override", "64"], str(directory.resolve())
-    options += ["--shutdown-timeout", "60"]  # else vLLM kills its engine
+    # without the time vLLM kills its engine
+    options += ["--shutdown-timeout", "60", "--tensor-parallel-size", str(ranks)]
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("0" * int(str(ranks)))
     with serving(model, packages, *options, **variables) as (url, log):
         if url is None:
             sys.exit(f"FAILED: vLLM does not serve: {log.read_text()[-2000:]}")
