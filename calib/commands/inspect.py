@@ -10,6 +10,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, job_command
 from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError, NoModelError, NoScalesError
+from calib.files.names import STATS_FILE
 from calib.files.text import show_interval, show_number
 
 if TYPE_CHECKING:
@@ -53,19 +54,23 @@ def inspect(
 def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | None]:
     """Read the scales, and where statistics say the largest values were, or why they cannot be read.
 
-    There may be statistics alone, as of format fp8kv.
+    There may be statistics alone: of format fp8kv, or of a running engine, which have no places: there the
+    scales are those that hold the largest values.
     """
     from calib.files.model_directory import open_model_directory
     from calib.files.stored_scales import StoredScales, read_scales
     from calib.scales.places import read_places
+    from calib.scales.stats_file import load_stats, smallest_scales
 
     try:
         scales = read_scales(directory, strict=False)
     except (NoModelError, NoScalesError):
-        if not (places := read_places(directory)):
+        if not (directory / STATS_FILE).is_file():
             raise
         opened = open_model_directory(directory, weights=False, or_statistics=True)
-        return StoredScales(opened, []), places, None
+        places = read_places(directory)
+        layers = [] if places else smallest_scales(load_stats(directory))
+        return StoredScales(opened, layers), places, None
     try:
         return scales, read_places(directory), None
     except InputError as error:
@@ -77,7 +82,7 @@ def _scales_blocks(
 ) -> Iterator[Block]:
     yield from _opening_lines(scales)
     if scales.layers:
-        yield TextTable(str(path), _HEADINGS, [_layer_row(layer) for layer in scales.layers])
+        yield TextTable(str(path), _HEADINGS, [_layer_row(x, scales) for x in scales.layers])
     if places:
         title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
         rows = []
@@ -94,6 +99,8 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
 
     if not scales.layers:
         return ["statistics, and no scales in the form of an engine"]
+    if not scales.formats:
+        return ["statistics of an engine's traffic: these are the smallest scales that hold it in E4M3"]
     directory, files = scales.directory, len(scales.directory.shards)
     index = "no index" if directory.index is None else "an index"
     nvfp4 = nvfp4_convention(directory)
@@ -104,11 +111,12 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
     ]
 
 
-def _layer_row(layer: "StoredLayer") -> tuple[str, ...]:
+def _layer_row(layer: "StoredLayer", scales: "StoredScales") -> tuple[str, ...]:
     return (
         str(layer.layer),
         *map(_show_scale, (layer.k, layer.v, layer.q)),
-        ", ".join(sorted({tensor.dtype for tensor in layer.tensors})) or "JSON",
+        ", ".join(sorted({tensor.dtype for tensor in layer.tensors}))
+        or ("JSON" if scales.directory.json else "-"),
         ", ".join(sorted({str([*tensor.shape]) for tensor in layer.tensors})) or "-",
     )
 

@@ -13,6 +13,7 @@ from calib.commands import flags
 from calib.commands.calibrate import result_blocks
 from calib.commands.running import Answer, job_command
 from calib.errors import InputError
+from calib.files.names import CALIBRATION_FILE
 from calib.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def apply(
 @job_command
 def merge(
     directories: list[Path] = typer.Argument(
-        ..., help="Two or more outputs of calibrate, of one model.", metavar="OUTPUT..."
+        ..., help="Two or more outputs of calibrate, or of FP8KV_WATCH, of one model.", metavar="OUTPUT..."
     ),
     output: Path = flags.OUTPUT,
     model: str | None = flags.option("Find the model here. Default: where the first calibration found it."),
@@ -74,9 +75,19 @@ def merge(
     overwrite: bool,
     progress: Progress,
 ) -> Answer:
-    """Merge the statistics of several calibrations, as if one run had read all their data."""
-    from calib.transfer.merge import merge as merge_runs
+    """Merge the statistics of several calibrations, as if one run had read all their data.
 
+    Those of running engines (FP8KV_WATCH) become statistics again, for `fp8kv repair --stats`.
+    """
+    from calib.transfer.merge import merge as merge_runs
+    from calib.transfer.merge import merge_statistics
+
+    if model is None and not any((path / CALIBRATION_FILE).exists() for path in directories):
+        stats = merge_statistics(directories, output, overwrite=overwrite)
+        line = (
+            f"{output}: statistics of {stats.tokens:,} tokens; new scales: fp8kv repair DIR --stats {output}"
+        )
+        return Answer({"output": str(output), "tokens": stats.tokens, "layers": len(stats.layers)}, [line])
     result = merge_runs(directories, output, model=model, overwrite=overwrite, progress=progress)
     return Answer(result.to_json(), result_blocks(result))
 

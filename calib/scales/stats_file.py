@@ -3,8 +3,8 @@
 Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
 of each module its layer index, the tokens it counted and those it read, which modules share
-another's cache, numbers of the text and a record of it. Version 1 has no `curve`, `positions`,
-`tail` and `read`; version 3 has `modalities`, and is written where pictures were read.
+another's cache, numbers of the text and a record of it. Version 3 has `modalities`, and is
+written where pictures were read.
 """
 
 import os
@@ -21,9 +21,11 @@ from torch import Tensor
 from calib.arguments import check_arguments, to_path
 from calib.errors import InputError, first_problem, one_line
 from calib.files.atomic import save_tensors
+from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import parse_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.pack import Pack, read_pack
+from calib.files.stored_scales import StoredLayer
 from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
@@ -135,6 +137,15 @@ def load_records(directory: Path) -> Records:
     return read_records(directory / TEXT_FILE) if (directory / TEXT_FILE).exists() else (None,)
 
 
+def smallest_scales(stats: KVStats) -> list[StoredLayer]:
+    """Return scales per head that hold the largest values in E4M3, unrounded and without headroom."""
+    layers = []
+    for layer in stats.layers.values():
+        k, v = (tuple((x.amax.amax(1) / FP8_MAX["e4m3fn"]).tolist()) for x in (layer.k, layer.v))
+        layers.append(StoredLayer(layer.layer_idx, k, v))
+    return layers
+
+
 def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
     """Read statistics and the `progress` saved with them; an InputError for a damaged file."""
     regular_size(path)
@@ -146,8 +157,8 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
     text = metadata.get(STATS_KEY, "{}")
     version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
-    if type(version) is not int or version not in (1, _VERSION, _VERSION_WITH_PICTURES):
-        raise InputError(f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads: 1, 2 or 3")
+    if type(version) is not int or version not in (_VERSION, _VERSION_WITH_PICTURES):
+        raise InputError(f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads: 2 or 3")
     try:
         facts = _StatsFacts.model_validate_json(text, strict=True)
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.files.atomic import claimed
+from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
+from calib.files.names import STATS_FILE
 from calib.formats.directory import check_output
 from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
@@ -18,7 +19,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.stats import KVStats, derive_scales
-from calib.scales.stats_file import Calibration, open_calibration
+from calib.scales.stats_file import Calibration, load_stats, open_calibration, save_stats
 from calib.scales.summary import TEXT_ALONE, warnings_for
 
 
@@ -64,6 +65,19 @@ def merge(
             name, checkpoint, first.recipe(), stats, dataset, warnings, threads=threads
         )
         return write_output(record, destination)
+
+
+def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bool = False) -> KVStats:
+    """Merge statistics alone, as FP8KV_WATCH writes them, into a directory of such.
+
+    InputError if they are of different models.
+    """
+    for path in directories:
+        check_output(output, path, overwrite=overwrite, kind="calibration")
+    stats = reduce(KVStats.join, map(load_stats, directories))
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        save_stats(stats, scratch / STATS_FILE)
+    return stats
 
 
 def _open_run(path: Path) -> Calibration:

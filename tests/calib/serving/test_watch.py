@@ -197,6 +197,11 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     assert read_watched(tmp_path / "watch").layers[0].k is None
     with pytest.raises(InputError, match="which holds no queries"):
         stats.scales(strategy="tensor", observer=AbsMax(), targets="qkv")
+    # the statistics of two engines are one's
+    done = fp8kv("merge", tmp_path / "watch", tmp_path / "watch", "-o", tmp_path / "both")
+    assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair" in done.stdout
+    shown = json.loads(fp8kv("inspect", tmp_path / "both", "--json").stdout)["layers"]
+    assert shown[1]["v"] == pytest.approx((part.v.amax.amax(1) / 448).tolist())
 
 
 def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, tmp_path, monkeypatch):
