@@ -37,6 +37,8 @@ _PARTS = {
     f"{_CONNECTORS}example_connector": "watch_example_connector",
     f"{_CONNECTORS}nixl.metadata": "watch_nixl",
     f"{_CONNECTORS}lmcache_integration.multi_process_adapter": "watch_lmcache",
+    "lmcache.integration.vllm.vllm_multi_process_adapter": "watch_lmcache",
+    "lmcache.v1.metadata": "watch_lmcache",
 }
 # called once the weights are loaded
 _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype"

@@ -197,12 +197,13 @@ def watch_nixl(module: ModuleType) -> None:
 
 
 def watch_lmcache(module: ModuleType) -> None:
-    """LMCache: the name of the model is in all of its keys."""
+    """LMCache: the name of the model is in all of its keys, which `@` takes apart."""
 
     def add_scales(start: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature(start).bind(*args, **kwargs)
-        bound.arguments["model_name"] += f"@{_identity}" if _identity else ""
+        bound.arguments["model_name"] += f"-fp8kv-{_identity}" if _identity else ""
         start(*bound.args, **bound.kwargs)
 
-    for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter"):
-        wrap(getattr(module, name), "__init__")(add_scales)
+    for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LMCacheMetadata"):
+        if hasattr(module, name):
+            wrap(getattr(module, name), "__init__")(add_scales)

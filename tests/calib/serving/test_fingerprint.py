@@ -147,7 +147,7 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     def start(self, url, context, model_name):
         self.model_name = model_name
 
-    for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter"):
+    for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LMCacheMetadata"):
         setattr(lmcache, name, type(name, (), {"__init__": start}))
     vllm_engine.watch_block_hashes(hashes)
     vllm_engine.watch_example_connector(example)
@@ -161,14 +161,15 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
             nixl.compute_nixl_compatibility_hash("config"),
             lmcache.LMCacheMPWorkerAdapter("url", "context", model_name="llama").model_name,
             lmcache.LMCacheMPSchedulerAdapter("url", "context", "llama").model_name,
+            lmcache.LMCacheMetadata("url", "context", "llama").model_name,
         )
 
     vllm_engine.identify("")
-    assert keys() == ((None, 0), ([1], ["picture"]), "abc", "llama", "llama")
+    assert keys() == ((None, 0), ([1], ["picture"]), "abc", "llama", "llama", "llama")
     vllm_engine.identify("cafe")
     block, folder, nixl_hash, *names = keys()
     assert block == ((("fp8kv", "cafe"),), 0)
-    assert (folder, names) == (([1], ["picture", "cafe"]), ["llama@cafe"] * 2)
+    assert (folder, names) == (([1], ["picture", "cafe"]), ["llama-fp8kv-cafe"] * 3)
     assert len(nixl_hash) == 64
     assert hashes.generate_block_hash_extra_keys("request", 16, 32, 0) == (None, 0)
     vllm_engine.identify("beef")
