@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from calib.formats.output import (
 from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
-from calib.models.config import explain_nonsense, fit_seq_len, load_config, takes_pictures
+from calib.models.config import explain_nonsense, fit_seq_len, load_config
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
@@ -159,8 +159,7 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    sees = takes_pictures(checkpoint.config)
-    reader = partial(PictureReader.load, checkpoint, config, recipe.trust_remote_code) if sees else None
+    reader = PictureReader.loader(checkpoint, config, recipe.trust_remote_code)
     data = load_data(data_recipe, tokenizer, model, reader)
     _check_data(data, recipe, by_layer=by_layer)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())

@@ -53,3 +53,11 @@ def test_files_and_functions_stay_small():
 def test_names_and_docstrings_are_plain():
     assert [f"{file}:{line}: {text}" for file in sources() for line, text in offences(file)] == []
     assert {name: files for name, files in class_homes(sources()).items() if len(files) > 1} == {}
+
+
+def test_only_one_place_writes_json():
+    """`json.dumps` writes NaN, which no other reader takes."""
+    for file in sources():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump", "dumps"):
+                assert "allow_nan=False" in ast.unparse(node), file

@@ -24,7 +24,7 @@ class CountedTokens:
     read: int  # real tokens, counted or not
     buckets: Tensor  # [N] int64, by index in the run
     positions: Tensor  # [N] int64, by position in the sample
-    modalities: Tensor | None = None  # [N] int64: 0 is text, 1 a part of a picture
+    modalities: Tensor | None = None  # [N] int64, index in MODALITIES
 
     def to(self, device: torch.device) -> "CountedTokens":
         """Return the same on `device`."""
@@ -45,7 +45,7 @@ def count_tokens(batch: Batch) -> CountedTokens:
     buckets = bucket_indices(indices[counted])
     modalities = None
     if batch.pictures is not None:
-        modalities = batch.pictures.positions.to(real.device)[None][counted].long()
+        modalities = batch.pictures.modalities.to(real.device)[None][counted]
     return CountedTokens(rows, batch.num_tokens, buckets, position_buckets, modalities)
 
 

@@ -43,11 +43,7 @@ def calibrate(
         "Read this text: a Hub dataset, a file or directory (.jsonl, .json, .parquet, .txt), builtin:NAME, "
         "`self` (the model's own) or `random`."
     ),
-    images: str | None = flags.option(
-        "Read the pictures in this column too, with a model that takes pictures. See also the dataset "
-        "builtin:pictures.",
-        metavar="COLUMN",
-    ),
+    images: str | None = flags.IMAGES,
     samples: int | None = flags.option("Read this many samples. Default: 512."),
     seq_len: int | None = flags.option(
         "Cut samples to this many tokens; a long document is several. Default: 2048."

@@ -62,6 +62,7 @@ def evaluate(
     also: list[str] | None = flags.option(
         "Also measure on this dataset, or on `all` built-in texts. Repeatable.", metavar="DATASET"
     ),
+    images: str | None = flags.IMAGES,
     device: choices.Device | None = flags.DEVICE,
     samples: int | None = _SAMPLES,
     seq_len: int | None = _SEQ_LEN,

@@ -40,6 +40,11 @@ ALLOW_FEW_TOKENS = data(
     "--allow-few-tokens",
     default=False,
 )
+IMAGES = option(
+    "Read the pictures in this column too, with a model that takes pictures. See also the datasets "
+    "builtin:pictures and builtin:more-pictures.",
+    metavar="COLUMN",
+)
 SEED = data("Choose the text at random with this seed. Default: 42.")
 TRUST_REMOTE_CODE = resources(
     "Run Python code that comes with the model.", "--trust-remote-code", default=False

@@ -2,6 +2,7 @@
 
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from calib.recipe import DataRecipe
 BUILTIN_PREFIX = "builtin:"
 PYTHON_DOCS = "builtin:python-docs"
 LONG = "builtin:long"
-PICTURES = "builtin:pictures"
+PICTURES, MORE_PICTURES = "builtin:pictures", "builtin:more-pictures"
 # the Python documentation has about 4; a third more so that nearly every piece fills a sample
 CHARACTERS_PER_TOKEN = 6
 # fewer than most tokenizers need for one of these scripts, whose texts are short
@@ -78,10 +79,10 @@ def _scripts(seq_len: int) -> Iterator[str]:
             yield from _cut(file.read_text(encoding="utf-8"), seq_len * SCRIPT_CHARACTERS_PER_TOKEN)
 
 
-def _pictures(seq_len: int) -> Iterator[Row]:
+def _pictures(numbers: range, seq_len: int) -> Iterator[Row]:
     from calib.data.builtin_pictures import picture_rows
 
-    return picture_rows(_documentation(seq_len * CHARACTERS_PER_TOKEN))
+    return picture_rows(_documentation(seq_len * CHARACTERS_PER_TOKEN), numbers)
 
 
 # rows of each dataset, for samples of so many tokens
@@ -90,7 +91,8 @@ BUILTIN: dict[str, Callable[[int], Iterable[Row]]] = {
     "builtin:code": _code,
     "builtin:chat": _chats,
     "builtin:script": _scripts,
-    PICTURES: _pictures,
+    PICTURES: partial(_pictures, range(32)),
+    MORE_PICTURES: partial(_pictures, range(32, 64)),
     LONG: lambda seq_len: _documentation(max(LONG_CHARACTERS, seq_len * CHARACTERS_PER_TOKEN)),
 }
 

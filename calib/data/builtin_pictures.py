@@ -7,13 +7,12 @@ from numpy.random import Generator
 from PIL import Image, ImageDraw
 from PIL.Image import Image as Picture
 
-PICTURE_COUNT = 32
 _SIZES = (224, 336, 448)  # of each side: processors cut pictures into tiles by their shape
 
 
-def picture_rows(passages: list[str]) -> Iterator[dict[str, object]]:
+def picture_rows(passages: list[str], numbers: range) -> Iterator[dict[str, object]]:
     """Yield a picture and a question for each of a few passages, with the passage as the answer."""
-    for number in range(PICTURE_COUNT):
+    for number in numbers:
         draw, question = _KINDS[number % len(_KINDS)]
         passage = passages[number % len(passages)]
         generator = np.random.default_rng(number)

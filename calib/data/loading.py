@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset
 
 from calib.arguments import to_path
 from calib.data.batches import Batch, make_batches
-from calib.data.builtin import BUILTIN_PREFIX, PICTURES, builtin_rows, check_builtin
+from calib.data.builtin import BUILTIN_PREFIX, MORE_PICTURES, PICTURES, builtin_rows, check_builtin
 from calib.data.generated import GENERATED
 from calib.data.hub_rows import find_split, stream_rows
 from calib.data.local_rows import READERS, find_files, looks_local, open_rows
@@ -71,7 +71,7 @@ class CalibrationData:
     def pictures(self) -> dict[str, int]:
         """Numbers of pictures and of their tokens; empty if no processor has read the data."""
         samples = [piece.pictures for piece in self.pieces if piece.pictures]
-        tokens = sum(int(sample.positions.sum()) for sample in samples)
+        tokens = sum(int((sample.modalities > 0).sum()) for sample in samples)
         return {"pictures": sum(x.count for x in samples), "picture_tokens": tokens} if samples else {}
 
     @property
@@ -96,7 +96,7 @@ class CalibrationData:
         """
         text = self.samples
         if self.pictures:
-            places = [x.positions.tolist() if x else [] for *_, x in self.pieces]
+            places = [x.modalities.tolist() if x else [] for *_, x in self.pieces]
             text = [
                 [i for at, i in enumerate(ids) if at < skip_first or not is_picture[at]]
                 for ids, is_picture in zip(text, places, strict=True)
@@ -130,11 +130,11 @@ def load_data(
     read with `load_reader`, where the recipe or one of the first rows names any; without it, text alone is.
     """
     reader = None
-    if recipe.images is not None or recipe.dataset == PICTURES:
+    if recipe.images is not None or recipe.dataset in (PICTURES, MORE_PICTURES):
         if load_reader is None or recipe.dataset in GENERATED:
             raise InputError(
-                "pictures are read by fp8kv-calibrate alone, with a model that takes them, of data that has "
-                "them: leave out --images, and choose a dataset of text"
+                "pictures are read with a model that takes them, of data that has them: leave out --images, "
+                "and choose a dataset of text"
             )
         reader = load_reader()
     if recipe.dataset in GENERATED:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,7 @@ from calib.data.samples import (
 )
 from calib.errors import InputError, one_line
 from calib.files.model_directory import ModelDirectory
-from calib.models.config import image_token_id, model_positions
+from calib.models.config import image_token_id, model_positions, takes_pictures
 from calib.models.load import load_processor
 from calib.recipe import DataRecipe
 
@@ -66,10 +67,17 @@ class PictureReader:
     max_tokens: int | None  # positions of the model
 
     @classmethod
-    def load(cls, checkpoint: ModelDirectory, config: PreTrainedConfig, trust_code: bool) -> PictureReader:
-        """Load the model's processor."""
-        processor = load_processor(checkpoint, trust_code)
-        return cls(processor, image_token_id(config), model_positions(config))
+    def loader(
+        cls, checkpoint: ModelDirectory, config: PreTrainedConfig, trust_code: bool
+    ) -> Callable[[], PictureReader] | None:
+        """Return a function that loads the model's processor, once; None for a model of text alone."""
+
+        @cache
+        def load() -> PictureReader:
+            processor = load_processor(checkpoint, trust_code)
+            return cls(processor, image_token_id(config), model_positions(config))
+
+        return load if takes_pictures(checkpoint.config) else None
 
     def read(self, rows: Iterable[LocatedRow], recipe: DataRecipe, folder: Path | None) -> Tokenized:
         """Make samples of rows until there are `recipe.samples`; paths of pictures are relative to `folder`.
@@ -152,7 +160,7 @@ class PictureReader:
         def arguments() -> dict[str, Tensor]:
             return self._arguments(self._process(request, folder), length)
 
-        sample = PictureSample(len(request.pictures), positions[:length], digest.digest(), arguments)
+        sample = PictureSample(len(request.pictures), positions[:length].long(), digest.digest(), arguments)
         return len(ids), ids[:length].tolist(), sample
 
     def _process(self, request: Request, folder: Path | None) -> dict[str, Tensor]:

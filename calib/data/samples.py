@@ -52,7 +52,7 @@ class PictureSample:
     """The pictures of a sample, and where they are among its tokens."""
 
     count: int
-    positions: Tensor  # [T] bool, True where a token stands for a part of a picture
+    modalities: Tensor  # [T] int64, index in MODALITIES of what each token is a part of
     digest: bytes  # of the model's arguments
     arguments: Callable[[], dict[str, Tensor]]  # of the model's forward, beside input_ids and attention_mask
 

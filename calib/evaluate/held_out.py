@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from calib.data import CalibrationData
+import torch
+from torch import Tensor
+
+from calib.data import CalibrationData, Piece
 from calib.errors import InputError
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import open_model_directory
@@ -23,8 +26,13 @@ class HeldOut(NamedTuple):
     """Loaded samples, and documents among them that nobody has read."""
 
     data: CalibrationData
-    documents: list[list[int]]
+    pieces: list[Piece]
     warnings: list[str]
+
+    @property
+    def documents(self) -> list[Tensor]:
+        """Token ids [T] of each."""
+        return [torch.tensor(piece.ids) for piece in self.pieces]
 
 
 def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str]]:
@@ -59,7 +67,7 @@ def hold_out(
     """
     count = own + documents
     data = load(count)
-    warnings, search = data.warnings, _search(data.samples, own, documents, readers)
+    warnings, search = data.warnings, _search(data.pieces, own, documents, readers)
     for _ in range(_MORE_LOADS):
         if len(search.documents) == documents or len(data.samples) < count:
             break
@@ -68,7 +76,7 @@ def hold_out(
         seq_len = max(map(len, data.samples))
         count = 2 * count + sum(record.samples + record.tokens // seq_len for record in records)
         data = replace(load(count), warnings=warnings)
-        search = _search(data.samples, own, documents, readers)
+        search = _search(data.pieces, own, documents, readers)
     needed = documents if least is None else least
     if len(search.documents) < needed:
         raise InputError(search.refusal(data, own, needed))
@@ -78,7 +86,7 @@ def hold_out(
 class _Search(NamedTuple):
     """Documents that nobody has read, and how many were left out before there were enough."""
 
-    documents: list[list[int]]
+    documents: list[Piece]
     left_out: Counter[str]  # by the reader
     short: int  # of which a reader cannot tell
 
@@ -114,22 +122,22 @@ class _Search(NamedTuple):
         )
 
 
-def _search(samples: Sequence[list[int]], own: int, documents: int, readers: Readers) -> _Search:
+def _search(pieces: Sequence[Piece], own: int, documents: int, readers: Readers) -> _Search:
     """Look for `documents` that are new to `readers` and to the first `own` samples."""
-    readers = add_own_samples(readers, samples[:own])
-    new: list[list[int]] = []
+    readers = add_own_samples(readers, [piece.ids for piece in pieces[:own]])
+    new: list[Piece] = []
     left_out: Counter[str] = Counter()
     short = 0
-    for sample in samples[own:]:
+    for piece in pieces[own:]:
         if len(new) == documents:
             break
-        answers = {name: _has_read(records, sample) for name, records in readers.items()}
+        answers = {name: _has_read(records, piece.ids) for name, records in readers.items()}
         if reader := next((name for name, answer in answers.items() if answer), None):
             left_out[reader] += 1
         elif None in answers.values():
             short += 1
         else:
-            new.append(sample)
+            new.append(piece)
     return _Search(new, left_out, short)
 
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from calib.capture.directory_scales import ScalesForModel, open_scales
 from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
-from calib.data.builtin import PICTURES, PYTHON_DOCS
+from calib.data.builtin import BUILTIN, MORE_PICTURES, PICTURES, PYTHON_DOCS
+from calib.data.generated import GENERATED
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names
 from calib.evaluate.held_out import Readers, hold_out
@@ -73,19 +74,29 @@ def whole_text_only(suite: Suite) -> Suite:
     return replace(suite, prompts=0, new_tokens=0, passkey_tokens=(), layer_documents=0, long_tokens=0)
 
 
-def complete_recipe(recipe: Recipe, suite: Suite) -> Recipe:
-    """Add the suite's lengths, and all statistics that a variant may need."""
-    data, dataset = recipe.data.model_copy(update={"images": None}), recipe.evaluation.dataset
-    if dataset is None:
-        # text that goes with pictures is short
-        has_pictures = recipe.data.images is not None or data.dataset == PICTURES
-        dataset = PYTHON_DOCS if has_pictures else data.dataset
+def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = True) -> Recipe:
+    """Add the suite's lengths, and all statistics that a variant may need.
+
+    Pictures, of the calibration or else of the evaluation, are read as other text: theirs is short.
+    """
+    data, settings, built_in = recipe.data, recipe.evaluation, (*BUILTIN, *GENERATED)
+    dataset, images = settings.dataset or data.dataset, data.images
+    has_column = images is not None and {*settings.also} <= {*built_in, "all"}
+    for seen in (data.dataset, dataset):
+        if seen in (PICTURES, MORE_PICTURES) or (has_column and seen not in built_in):
+            also = dict.fromkeys((MORE_PICTURES if seen == PICTURES else seen, *settings.also))
+            settings = settings.model_copy(
+                update={"dataset": None, "also": [*also] if with_other_text else []}
+            )
+            dataset = PYTHON_DOCS if dataset == seen else dataset
+            break
     if dataset != data.dataset:
-        data = DataRecipe(dataset=dataset, seed=data.seed, allow_few_tokens=data.allow_few_tokens)
+        few = data.allow_few_tokens
+        data = DataRecipe(dataset=dataset, images=images, seed=data.seed, allow_few_tokens=few)
     samples = suite.calibration_samples + suite.documents
     data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     observer = ObserverRecipe(name="mse")  # its histogram is for a variant
-    changes = {"data": data, "means": True, "targets": "qkv", "observer": observer}
+    changes = {"data": data, "means": True, "targets": "qkv", "observer": observer, "evaluation": settings}
     if recipe.dtype == "auto" and (recipe.device == "cpu" or not torch.cuda.is_available()):
         # rounding activations to bfloat16 would hide most of what the cache changes
         changes["dtype"] = "float32"
@@ -115,10 +126,10 @@ def load_text(
     setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
 ) -> tuple[EvaluationText, list[str]]:
     """Load the text that `suite` needs, without documents that `readers` know; and warnings."""
-    data, held_out, warnings = hold_out(
+    held_out = hold_out(
         sample_loader(setup, recipe.data), readers, suite.calibration_samples, suite.documents
     )
-    documents = [torch.tensor(sample) for sample in held_out]
+    data, documents, warnings = held_out.data, held_out.documents, held_out.warnings
     positions = model_positions(setup.model.config) or suite.long_tokens
     long_document = torch.cat(documents)[: min(suite.long_tokens, positions)]
     prompt_len = max(1, suite.seq_len // 8)
@@ -145,9 +156,9 @@ def load_text(
 
 
 def sample_loader(setup: Setup, recipe: DataRecipe) -> Callable[[int], CalibrationData]:
-    """Return a function that loads as many samples as it is told, or all there are."""
+    """Return a function that loads as many samples as it is told, or all there are; of text alone."""
     return lambda samples: load_data(
-        recipe.model_copy(update={"samples": samples}), setup.tokenizer, lambda: setup.model
+        recipe.model_copy(update={"samples": samples, "images": None}), setup.tokenizer, lambda: setup.model
     )
 
 

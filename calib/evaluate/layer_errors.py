@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from calib.capture.attention import map_attention
+from calib.capture.loop import picture_arguments
+from calib.data import PictureSample
 from calib.evaluate.report import (
     ClippedLayer,
     Events,
@@ -69,9 +72,14 @@ class LayerValues:
 
 @torch.inference_mode()
 def read_layers(
-    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant], *, with_errors: bool = True
+    setup: Setup,
+    documents: Sequence[Tensor],
+    variants: Sequence[Variant],
+    pictures: Sequence[PictureSample | None] = (),
+    *,
+    with_errors: bool = True,
 ) -> tuple[dict[str, dict[int, Any]], dict[int, LayerValues]]:
-    """Read `documents` [T] each with the reference, and round its K and V as each variant does.
+    """Read `documents` [T] and their `pictures` with the reference, and round its K and V as variants do.
 
     Return a `LayerError` by variant and layer_idx, and K and V by layer_idx; without errors, a `Clipping` and
     nothing. Each layer is given the reference's input; those that read another's cache are left out.
@@ -107,8 +115,8 @@ def read_layers(
 
     stage = "per-layer errors" if with_errors else "clipped values"
     with swap_attention(model, attend):
-        for token_ids in setup.progress.each(stage, documents, "documents"):
-            attention.read(model, token_ids[None].to(model.device))
+        for token_ids, sample in setup.progress.each(stage, [*zip_longest(documents, pictures)], "documents"):
+            attention.read(model, token_ids[None].to(model.device), **picture_arguments(model, sample))
     joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _join(parts) for idx, parts in values.items()}
 

@@ -1,14 +1,16 @@
 """The measurement: every variant beside the reference, on the same tokens; and `--search KL`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
 
+from calib.capture.loop import picture_arguments
 from calib.choices import REFERENCE
+from calib.data import PictureSample
 from calib.divergence import ReferenceLogits
 from calib.errors import InputError
 from calib.evaluate.inputs import EvaluationText, Passkey
@@ -65,16 +67,22 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     return measured
 
 
-def compare_variants(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
-    """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them."""
+def compare_variants(
+    setup: Setup, token_ids: Tensor, variants: Sequence[Variant], pictures: PictureSample | None = None
+) -> dict[str, Divergence]:
+    """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them.
+
+    A model takes `pictures` with all the tokens that stand for them: these are read at once.
+    """
+    arguments = picture_arguments(setup.model, pictures)
     config = setup.model.config
     caches = [(variant, DynamicCache(config=config)) for variant in (UNCHANGED, *variants)]
     parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
-    for rows in chunks(len(token_ids), _tokens_at_once(config)):
+    for rows in chunks(len(token_ids), len(token_ids) if pictures else _tokens_at_once(config)):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
         reference = None
         for variant, cache in caches:
-            logits = _read(setup, variant, chunk, cache)
+            logits = _read(setup, variant, chunk, cache, arguments)
             reference = reference or ReferenceLogits(logits)
             parts[variant.name].append(compare(reference, logits, following))
     return {name: join(each) for name, each in parts.items()}
@@ -86,11 +94,13 @@ def _tokens_at_once(config: PreTrainedConfig) -> int:
     return max(1, min(_TOKENS, _LOGITS // vocabulary))
 
 
-def _read(setup: Setup, variant: Variant, token_ids: Tensor, cache: Cache) -> Tensor:
+def _read(
+    setup: Setup, variant: Variant, token_ids: Tensor, cache: Cache, arguments: Mapping[str, Tensor]
+) -> Tensor:
     """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in `cache`."""
     ids = token_ids[None].to(setup.model.device)
     with variant.apply(setup):
-        logits: Tensor = setup.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = setup.model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments).logits
     return logits[0]
 
 

@@ -1,7 +1,7 @@
 """`--also`: text of other kinds than the evaluation's own, read with the same scales."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from calib.choices import REFERENCE
-from calib.data import CalibrationData, check_dataset, dataset_key, load_data
-from calib.data.builtin import BUILTIN, LONG, PICTURES
+from calib.data import CalibrationData, PictureReader, PictureSample, check_dataset, dataset_key, load_data
+from calib.data.builtin import BUILTIN, LONG, MORE_PICTURES, PICTURES
+from calib.data.generated import GENERATED
 from calib.errors import InputError
 from calib.evaluate.held_out import Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
@@ -21,6 +22,7 @@ from calib.evaluate.report import (
     Differs,
     Events,
     Figure,
+    ModalityRow,
     OtherRow,
     OtherText,
     Row,
@@ -29,17 +31,20 @@ from calib.evaluate.report import (
 )
 from calib.evaluate.statistics import Divergence, difference, estimate, perplexity, to_numpy
 from calib.evaluate.variants import Setup, Variant
+from calib.files.text import show_number
 from calib.models.config import model_positions
 from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, Recipe
+from calib.scales.stats import MODALITIES
 
 ALL = "all"
-_DOMAINS = (*(name for name in BUILTIN if name != PICTURES), "random")
+_DOMAINS = (*(name for name in BUILTIN if name not in (PICTURES, MORE_PICTURES)), "random")
 _LEAST = 2  # documents: an interval needs them
 _LONGER = 4  # times the suite's length, of half as many documents
 # the verdict names a text where more than this share of its tokens is clipped, and more than of our own
 _CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
 _NAMED = 3  # texts in the verdict
+LoadReader = Callable[[], PictureReader] | None
 
 
 class OtherDocuments(NamedTuple):
@@ -47,6 +52,7 @@ class OtherDocuments(NamedTuple):
 
     data: CalibrationData
     documents: Sequence[Tensor]  # [T] each
+    pictures: Sequence[PictureSample | None]  # of each; None: a tokenizer has read it
 
 
 class MeasuredElsewhere(NamedTuple):
@@ -75,7 +81,7 @@ def other_datasets(recipe: Recipe) -> dict[str, bool]:
 
 
 def load_other_texts(
-    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
+    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers, load_reader: LoadReader
 ) -> tuple[list[OtherDocuments], list[str]]:
     """Load the texts of `evaluation.also`, without the documents that `readers` know; warnings as well.
 
@@ -84,7 +90,7 @@ def load_other_texts(
     texts, warnings = [], []
     for dataset, is_named in other_datasets(recipe).items():
         try:
-            text, notes = _load_text(setup, recipe, dataset, suite, readers)
+            text, notes = _load_text(setup, recipe, dataset, suite, readers, load_reader)
         except InputError as error:
             if is_named:
                 raise InputError(f"--also '{dataset}': {error}") from None
@@ -96,7 +102,7 @@ def load_other_texts(
 
 
 def _load_text(
-    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers
+    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers, load_reader: LoadReader
 ) -> tuple[OtherDocuments, list[str]]:
     seq_len, documents = suite.seq_len, suite.documents
     if dataset == LONG:
@@ -104,15 +110,20 @@ def _load_text(
         seq_len, documents = min(_LONGER * seq_len, positions), max(_LEAST, documents // 2)
 
     def load(samples: int) -> CalibrationData:
-        data = DataRecipe(dataset=dataset, seed=recipe.data.seed, seq_len=seq_len, samples=samples)
-        return load_data(data, setup.tokenizer, lambda: setup.model)
+        images = None if dataset in (*BUILTIN, *GENERATED) else recipe.data.images
+        data = DataRecipe(
+            dataset=dataset, images=images, seed=recipe.data.seed, seq_len=seq_len, samples=samples
+        )
+        return load_data(data, setup.tokenizer, lambda: setup.model, load_reader)
 
     # the variant of that name has read the first
     own = RANDOM_SAMPLES if dataset == "random" else 0
-    data, samples, warnings = hold_out(load, readers, own, documents, _LEAST)
-    check_token_ids(chain(*samples), setup.tokenizer, setup.model)
-    warnings += [line for line in data.warnings if dataset not in ("random", "self")]
-    return OtherDocuments(data, [torch.tensor(sample) for sample in samples]), warnings
+    held_out = hold_out(load, readers, own, documents, _LEAST)
+    data, pieces = held_out.data, held_out.pieces
+    check_token_ids(chain.from_iterable(piece.ids for piece in pieces), setup.tokenizer, setup.model)
+    warnings = [line for line in data.warnings if dataset not in GENERATED]
+    text = OtherDocuments(data, held_out.documents, [piece.pictures for piece in pieces])
+    return text, [*held_out.warnings, *warnings]
 
 
 def can_be_measured(variant: Variant) -> bool:
@@ -135,10 +146,11 @@ def measure_other_texts(
     measured = []
     for text in texts:
         divergences: dict[str, list[Divergence]] = {}
-        for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
-            for name, divergence in compare_variants(setup, token_ids, variants).items():
+        reads = [*zip(text.documents, text.pictures, strict=True)]
+        for token_ids, pictures in setup.progress.each(text.data.source, reads, "documents"):
+            for name, divergence in compare_variants(setup, token_ids, variants, pictures).items():
                 divergences.setdefault(name, []).append(divergence)
-        clipped, _ = read_layers(setup, text.documents, variants, with_errors=False)
+        clipped, _ = read_layers(setup, text.documents, variants, text.pictures, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 
@@ -171,7 +183,24 @@ def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -
         clipped=count_events((layer for _, layer in layers), tensors),
         layers=[clipped_layer(idx, layer, tensors) for idx, layer in layers],
         **({"not_finite": reason} if reason else {}),
+        **({"modalities": modalities} if (modalities := _modality_rows(elsewhere, name)) else {}),
     )
+
+
+def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, ModalityRow]:
+    """Return the figures of the tokens of text, and of those of pictures; nothing where all are of text."""
+    rows: dict[str, ModalityRow] = {}
+    for number, modality in enumerate(MODALITIES):
+        kl, top1 = [], []
+        for sample, each in zip(elsewhere.text.pictures, elsewhere.divergences[name], strict=True):
+            is_it = None if sample is None else sample.modalities == number
+            if is_it is not None and is_it.any():
+                kl.append(each.kl[is_it])
+                top1.append(each.agrees[is_it])
+        if kl:
+            figures = {"kl": estimate(to_numpy(kl)), "top1": estimate(to_numpy(top1))}
+            rows[modality] = ModalityRow(tokens=sum(map(len, kl)), **figures)
+    return rows
 
 
 def judge_difference(distance: Figure, largest: float, floor: float) -> Differs:
@@ -190,6 +219,17 @@ def is_clipped(text: Events, own: Events) -> bool:
     alone: such scales clip every text.
     """
     return text.share > _MOSTLY_CLIPPED or (text.share > _CLIPPED and text.low > own.high)
+
+
+def name_modalities(texts: Sequence[OtherText], subject: str) -> str:
+    """Say in a sentence what the KL is of each modality where there are pictures; "" where there are none."""
+    parts = [
+        f"{show_number(row.kl.value)} on the {modality} of {text.dataset}"
+        for text in texts
+        if subject in text.variants
+        for modality, row in text.variants[subject].modalities.items()
+    ]
+    return f"the KL is {', '.join(parts)}" if parts else ""
 
 
 def name_clipped_texts(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:

@@ -76,6 +76,14 @@ class ClippedLayer(ReportPart):
     exceedance: Exceedance
 
 
+class ModalityRow(ReportPart):
+    """Figures of the tokens of text, or of pictures, where a text has both."""
+
+    tokens: int
+    kl: Figure
+    top1: Figure
+
+
 class OtherRow(ReportPart):
     """Figures of one cache on other text."""
 
@@ -85,6 +93,7 @@ class OtherRow(ReportPart):
     clipped: Events  # in any layer
     layers: list[ClippedLayer]
     not_finite: str | None = None  # why figures are null
+    modalities: dict[str, ModalityRow] = Field({})  # where there are pictures
 
 
 class OtherText(ReportPart):

@@ -8,6 +8,7 @@ from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
+from calib.data import PictureReader
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
@@ -43,7 +44,7 @@ from calib.evaluate.variants import (
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
-from calib.models.config import load_config, takes_pictures
+from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
@@ -52,7 +53,10 @@ from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
 from fp8kv_runtime.errors import AttentionError
 
-_TEXT_ALONE = "this model takes pictures, and is measured on text alone here: figures say nothing of pictures"
+_TEXT_ALONE = (
+    "this model takes pictures, and is measured on text alone here: figures say nothing of pictures; measure "
+    "them, too, with --also builtin:more-pictures"
+)
 
 
 def evaluate(
@@ -92,7 +96,7 @@ def _open_inputs(
         model_name=model_name,
         checkpoint=checkpoint,
         config=config,
-        recipe=inputs.complete_recipe(recipe, suite),
+        recipe=inputs.complete_recipe(recipe, suite, with_other_text=wish is None),
         suite=suite,
         wish=wish,
         tasks=tasks,
@@ -100,7 +104,6 @@ def _open_inputs(
         readers=readers,
         warnings=[
             *warnings,
-            *[_TEXT_ALONE] * takes_pictures(checkpoint.config),
             *quantization_notes(checkpoint),
             *weight_warnings(scales, checkpoint),
             *unknown,
@@ -122,7 +125,10 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     ]
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
-    evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers)
+    reader = PictureReader.loader(checkpoint, evaluation.config, trust_code)
+    evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers, reader)
+    is_text = not any(text.data.pictures for text in evaluation.other_documents)
+    other_warnings += [_TEXT_ALONE] * (reader is not None and is_text)
     evaluation.shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, evaluation.shapes)
     check_fp8_cache(model)

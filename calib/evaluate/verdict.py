@@ -12,8 +12,8 @@ from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import name_clipped_texts
-from calib.evaluate.report import Figure, LayerRow, OtherText, Report, Row, Search
+from calib.evaluate.other_text import name_clipped_texts, name_modalities
+from calib.evaluate.report import Figure, LayerRow, ModalityRow, OtherText, Report, Row, Search
 from calib.evaluate.statistics import ratio
 from calib.files.text import Condition, show_number
 
@@ -103,6 +103,7 @@ class Judgement:
         label, row = self._label(name), self.rows[name]
         sentences = [
             f"FP8 KV cache, {label}: {_figures(row, self.floor)}",
+            name_modalities(texts, name),
             name_clipped_texts(texts, name, row, label),
             *self._comparison(name),
         ]
@@ -208,7 +209,10 @@ def check_variant(condition: Condition, variants: Iterable[str]) -> None:
 
 
 def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
-    """List, in a line each, the variants that meet the condition: the one it names, or `subjects`."""
+    """List, in a line each, the variants that meet the condition: the one it names, or `subjects`.
+
+    Where pictures were read, it is also met by a modality alone.
+    """
     check_variant(condition, report.variants)
     names = subjects if condition.variant is None else [condition.variant]
     if not names:
@@ -220,9 +224,16 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
             raise InputError(
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
-        # a figure that is not finite meets every condition
-        is_finite = math.isfinite(figure.value)
-        if not is_finite or condition.compare(figure.value, condition.limit):
-            value = f"{figure.value:.4g}" if is_finite else "not a finite number"
-            lines.append(f"{name}: {condition.metric} is {value} ({condition.text})")
+        figures = {"": figure} | {
+            f" on the {modality} of {text.dataset}": getattr(row, condition.metric)
+            for text in report.other_texts
+            if name in text.variants and condition.metric in ModalityRow.model_fields
+            for modality, row in text.variants[name].modalities.items()
+        }
+        for place, each in figures.items():
+            # a figure that is not finite meets every condition
+            is_finite = math.isfinite(each.value)
+            if not is_finite or condition.compare(each.value, condition.limit):
+                value = f"{each.value:.4g}" if is_finite else "not a finite number"
+                lines.append(f"{name}: {condition.metric}{place} is {value} ({condition.text})")
     return lines

@@ -6,17 +6,26 @@ import json
 import pyarrow
 import pytest
 import torch
+from evaluations import plain_comparison
+from fake_quant import fake_quantized
 from families import save_model, tiny_model
 from PIL import Image
 from pyarrow import parquet
-from seeing import IMAGE, PLACES, save_seeing, seeing_model, write_rows
+from seeing import IMAGE, PLACES, save_seeing, seeing_model, seeing_smollm2, write_rows
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from calib.capture.attention import map_attention
+from calib.data.builtin import MORE_PICTURES, PICTURES, PYTHON_DOCS
 from calib.errors import Fp8kvError
-from calib.evaluate.run import run_evaluation
+from calib.evaluate.inputs import SUITES, complete_recipe
+from calib.evaluate.report import Suite
+from calib.evaluate.run import evaluate
+from calib.evaluate.summarize import summarize
+from calib.evaluate.verdict import failures
+from calib.files.text import parse_condition
 from calib.job import run
 from calib.models import load
-from calib.recipe import load_recipe
+from calib.recipe import Recipe, load_recipe
 from calib.scales.stats_file import load_stats
 from calib.scales.summary import TEXT_ALONE
 from calib.transfer.merge import merge
@@ -28,6 +37,11 @@ ASKED = "Which colour is this, and why?"
 
 def calibrated(model, output, **settings):
     return run(str(model), load_recipe(None, FEW | settings), output, overwrite=True)
+
+
+def evaluated(model, settings, *scales):
+    suite = Suite(1, 3, 96, 0, 0, (), (), 1)
+    return summarize(evaluate(str(model), load_recipe(None, FEW | settings), scales=scales, suite=suite))
 
 
 def report(home):
@@ -47,8 +61,8 @@ def llava(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", PLACES)
-def test_amax_by_modality_is_that_of_the_whole_models_own_cache(family, tmp_path):
-    model, expected = save_seeing(family, tmp_path / "model"), {}
+def test_amax_and_kl_by_modality_are_those_of_the_whole_model(family, tmp_path):
+    model, expected, kl = save_seeing(family, tmp_path / "model"), {}, ([], [])
     whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(model)
     for row in write_rows(tmp_path):
@@ -58,6 +72,9 @@ def test_amax_by_modality_is_that_of_the_whole_models_own_cache(family, tmp_path
         is_picture = inputs["input_ids"][0] == IMAGE
         with torch.inference_mode():
             layers = whole(**inputs, use_cache=True).past_key_values.layers
+        pair = plain_comparison(whole, fake_quantized(whole, map_attention(whole).unit_scales()), **inputs)
+        for place, tokens in zip(kl, (~is_picture, is_picture), strict=True):
+            place.append(torch.stack(pair)[:, tokens])
         for i, layer in enumerate(layers):
             tokens = torch.stack([layer.keys[0], layer.values[0]]).abs().amax(-1)
             table = torch.stack([tokens[..., ~is_picture].amax(-1), tokens[..., is_picture].amax(-1)], -1)
@@ -69,29 +86,44 @@ def test_amax_by_modality_is_that_of_the_whole_models_own_cache(family, tmp_path
     assert [x["pictures"] for x in said["modalities"][2:4]] == expected[1][..., 1].tolist()
     tokens = {"llava": 4, "gemma3": 1, "idefics3": 5}[family]
     assert [said["dataset"][x] for x in ("pictures", "picture_tokens")] == [4, 4 * tokens]
+    measured = evaluated(model, of_rows(tmp_path) | {"evaluation.variants": ["none"]})
+    for row, parts in zip(measured.other_texts[0].variants["none"].modalities.values(), kl, strict=True):
+        figures = torch.cat(parts, 1)
+        assert row.tokens == figures.shape[1]
+        assert [row.kl.value, row.top1.value] == pytest.approx(figures.mean(1).tolist(), rel=1e-4)
+    alone = evaluated(model, TEXT | {"evaluation.variants": ["none"]})
+    warned = [any("measured on text alone" in line for line in x.warnings) for x in (measured, alone)]
+    assert (alone.other_texts, warned) == ([], [False, True])
 
 
-def test_text_alone_misses_what_pictures_do_and_says_so(tmp_path):
-    model = seeing_model("llava")
-    first = model.get_decoder().layers[0]
-    model.get_decoder().embed_tokens.weight.data[:, 7] = 0  # a channel of pictures alone
-    model.model.multi_modal_projector.linear_2.bias.data[7] = 1e4
-    saved = save_seeing("llava", tmp_path / "model", model)
-    for factor in (0, 16):
-        wanted = calibrated(saved, tmp_path / "text", **TEXT).layers[0].v_amax
-        norm = 8 * first.input_layernorm.weight.data[7]  # of a vector with one channel alone
-        first.self_attn.v_proj.weight.data[:, 7] = factor * wanted / norm
-        model.save_pretrained(saved)
-    text = calibrated(saved, tmp_path / "text", **TEXT)
-    pictures = calibrated(saved, tmp_path / "out", **TEXT | {"data.dataset": "builtin:pictures"})
-    assert pictures.layers[0].v_amax / text.layers[0].v_amax == pytest.approx(16, rel=0.2)
-    assert any(note.startswith("pictures raise V of layer 0 1") for note in pictures.notes)
-    both = merge([tmp_path / "text", tmp_path / "out"], tmp_path / "both")
+def test_scales_of_text_alone_are_warned_of_and_fail_a_gate(smollm2_directory, tmp_path):
+    model = save_seeing("idefics3", tmp_path / "model", *seeing_smollm2(smollm2_directory))
+    text = calibrated(model, tmp_path / "text", **TEXT)
+    pictures = calibrated(model, tmp_path / "out", **TEXT | {"data.dataset": PICTURES, "data.samples": 4})
+    both = merge([text.output, pictures.output], tmp_path / "both")
     assert [TEXT_ALONE in result.warnings for result in (text, pictures, both)] == [True, False, False]
-    stats = [load_stats(tmp_path / name).layers.values() for name in ("text", "out", "both")]
-    of_text, of_out, of_both = (next(iter(layers)).v for layers in stats)
-    text_amax = torch.maximum(of_text.amax.amax(1), of_out.modalities[:, 0])
-    assert torch.equal(of_both.modalities, torch.stack([text_amax, of_out.modalities[:, 1]], 1))
+    assert any(note.startswith("pictures raise V of layer 3 ") for note in pictures.notes)
+    stats = [[*load_stats(result.output).layers.values()][3].v for result in (text, pictures, both)]
+    text_amax = torch.maximum(stats[0].amax.amax(1), stats[1].modalities[:, 0])
+    assert torch.equal(stats[2].modalities, torch.stack([text_amax, stats[1].modalities[:, 1]], 1))
+    few = {"data.dataset": PICTURES, "evaluation.variants": []}
+    measured = evaluated(model, few, text.output, both.output)
+    lines = failures(parse_condition("kl>0.05"), measured, measured.subjects)
+    failed = [f"text: kl on the {x} of {MORE_PICTURES}" for x in ("text", "pictures")]
+    assert [line.split(" is ")[0] for line in lines] == failed
+
+
+def test_pictures_are_read_beside_text():
+    shown = {"dataset": "a.json", "images": "x"}
+    for data, evaluation, text, also in (
+        ({"dataset": PICTURES}, {}, PYTHON_DOCS, [MORE_PICTURES]),
+        (shown, {"also": ["all"]}, PYTHON_DOCS, ["a.json", "all"]),
+        (shown, {"dataset": "a.txt"}, "a.txt", ["a.json"]),
+        ({"dataset": PYTHON_DOCS, "images": "x"}, {"dataset": "a.json"}, PYTHON_DOCS, ["a.json"]),
+        ({"images": "x"}, {"dataset": "a.txt", "also": ["a.json"]}, "a.txt", ["a.json"]),
+    ):
+        recipe = complete_recipe(Recipe(data=data, evaluation=evaluation), SUITES["quick"])
+        assert (recipe.data.dataset, [*recipe.evaluation.also]) == (text, also)
 
 
 def test_forms_of_rows_are_one_request(tmp_path):
@@ -153,9 +185,3 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(load, "find_spec", lambda name: None)
     refused(llava / "model", "pictures need Pillow, which is not installed: pip install pillow")
-
-
-def test_an_evaluation_measures_text_and_says_so(llava, tmp_path):
-    recipe = load_recipe(None, FEW | of_rows(llava) | {"evaluation.variants": ["none"]})
-    warnings = run_evaluation(str(llava / "model"), recipe, output=tmp_path / "report")[0].warnings
-    assert any("measured on text alone" in warning for warning in warnings)

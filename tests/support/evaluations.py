@@ -11,7 +11,6 @@ from calib.evaluate.variants import build_variants
 from calib.models.load import load_tokenizer
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
-from fp8kv_runtime.hf import swap_attention
 
 
 def with_measured(evaluation, measured):
@@ -42,9 +41,9 @@ def plain_inputs(evaluation):
 
 
 @torch.inference_mode()
-def plain_comparison(model, ids, attend):
-    """Return the KL [T] that other attention makes, and how often the likeliest token is the same."""
-    p = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
-    with swap_attention(model, attend):
-        q = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1), int((p.argmax(-1) == q.argmax(-1)).sum())
+def plain_comparison(model, altered, *ids, **inputs):
+    """Return the KL [T] that `altered` attention makes, and where the likeliest token is the same."""
+    p = model(*ids, **inputs, use_cache=False).logits[0].double().log_softmax(-1)
+    with altered:
+        q = model(*ids, **inputs, use_cache=False).logits[0].double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)

@@ -32,8 +32,8 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
 
 
 @contextmanager
-def fake_quantized(model, scales, *, quantize_query=False):
-    """Inside the block `model`, run without a cache, attends to K and V rounded to FP8."""
+def fake_quantized(model, scales, *, quantize_query=False, tensors="kv"):
+    """Inside the block `model`, run without a cache, attends to K and V, or one of them, rounded to FP8."""
     by_index = {layer.layer_idx: layer for layer in scales.layers.values()}
     owners, dtype = {}, FP8_DTYPES[scales.fp8_dtype]
 
@@ -46,8 +46,8 @@ def fake_quantized(model, scales, *, quantize_query=False):
         if quantize_query:
             query = rounded(query, layer.q, dtype)
         centre = 0.0 if layer.k_center is None else layer.k_center.unsqueeze(1)
-        key = rounded(key - centre, layer.k, dtype) + centre
-        value = rounded(value, layer.v, dtype)
+        key = rounded(key - centre, layer.k, dtype) + centre if "k" in tensors else key
+        value = rounded(value, layer.v, dtype) if "v" in tensors else value
         return original(module, query, key, value, *args, **kwargs)
 
     with swap_attention(model, attend):

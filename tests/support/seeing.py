@@ -3,12 +3,14 @@
 import json
 
 import numpy as np
-import transformers.models as classes
+import torch
+import transformers
 from families import tiny_vision_language_model
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3Processor, Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+classes = transformers.models
 _SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<boi>", "<eoi>", "<fake_token_around_image>"]
 _SPECIAL += ["<end_of_utterance>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))]
 _NAMES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -29,26 +31,43 @@ def seeing_model(family):
     return model
 
 
-def save_seeing(family, directory, model=None):
-    """Save a model with a processor whose tokenizer has a token for each byte, after the special ones."""
+def seeing_smollm2(source):
+    """SmolLM2 behind a random tower, whose projector has a direction that V of layer 3 is largest for."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"extra_special_tokens": _SPECIAL[3:]})
+    text, config = AutoModelForCausalLM.from_pretrained(source), seeing_model("idefics3").config
+    text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    config.image_token_id, config.text_config = tokenizer.convert_tokens_to_ids("<image>"), text.config
+    config.tie_word_embeddings = True
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.model.text_model, model.lm_head = text.model, text.lm_head
+    layer, projector = text.model.layers[3], model.model.connector.modality_projection.proj.weight.data
+    rows = layer.self_attn.v_proj.weight.data * layer.input_layernorm.weight.data
+    planted = torch.outer(rows[rows.norm(dim=1).argmax()], projector[0])
+    projector += 1000 * planted / planted.norm()
+    return model, tokenizer
+
+
+def save_seeing(family, directory, model=None, tokenizer=None):
+    """Save a model with a processor; its tokenizer has a token for each byte, after the special ones."""
     tokens = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bare = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     bare.pre_tokenizer, bare.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    own = {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=bare, **_NAMES)}
+    own = {"tokenizer": tokenizer or PreTrainedTokenizerFast(tokenizer_object=bare, **_NAMES)}
     own["chat_template"] = _TEMPLATE.replace("PLACE", PLACES[family])
     if family == "gemma3":
         pictures = classes.gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil(size=_SIZE)
-        processor = Gemma3Processor(pictures, image_seq_length=1, **own)
+        processor = transformers.Gemma3Processor(pictures, image_seq_length=1, **own)
     elif family == "idefics3":  # up to four tiles and the whole, one token each
         sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
         pictures = classes.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(**sizes)
-        processor = Idefics3Processor(pictures, image_seq_len=1, **own)
+        processor = transformers.Idefics3Processor(pictures, image_seq_len=1, **own)
     else:
         own |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         sizes = {"size": {"shortest_edge": 28}, "crop_size": _SIZE}
         pictures = classes.clip.image_processing_pil_clip.CLIPImageProcessorPil(**sizes)
-        processor = LlavaProcessor(pictures, patch_size=14, **own)
+        processor = transformers.LlavaProcessor(pictures, patch_size=14, **own)
     (model or seeing_model(family)).save_pretrained(directory)
     processor.save_pretrained(directory)
     return directory

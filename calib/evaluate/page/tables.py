@@ -115,6 +115,9 @@ def _text_rows(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
         other_row = text.variants[name]
         counts = (Cell(str(text.documents)), Cell(f"{text.tokens:,}"))
         yield (Cell(text.dataset), *counts, *_text_figures(other_row, other_row.differs))
+        for modality, each in other_row.modalities.items():
+            kl = Cell(show_number(each.kl.value), show_interval(each.kl.low, each.kl.high))
+            yield (Cell(f"its {modality}"), counts[0], Cell(f"{each.tokens:,}"), kl, Cell(), Cell(), Cell())
 
 
 def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:

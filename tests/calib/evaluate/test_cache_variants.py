@@ -30,7 +30,7 @@ from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
-from fp8kv_runtime.hf import is_latent
+from fp8kv_runtime.hf import is_latent, swap_attention
 
 pytestmark = pytest.mark.xdist_group("caches")
 SMALL = Suite(4, 3, 32, 0, 0, (), (), 2)
@@ -84,7 +84,7 @@ def test_a_cache_is_the_rounding_of_what_it_holds(caches_evaluation, evaluation)
                 return original(module, query, *rounded(module.layer_idx, *pair[:2]), *pair[2:], **kwargs)
 
             for ids, found in zip(documents, of.measured[name].documents, strict=True):
-                kl, _ = plain_comparison(model, ids, attend)
+                kl, _ = plain_comparison(model, swap_attention(model, attend), ids)
                 # the logits are float32's
                 torch.testing.assert_close(found.kl.double(), kl, rtol=0.02, atol=1e-8)
                 assert kl.max() > 1e-7, name

@@ -166,7 +166,7 @@ def test_names_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
     Path("link.jsonl").symlink_to("q.jsonl")
     for own, *also, phrase in (
         ("self", "builtin:wiki", "no built-in dataset 'builtin:wiki'"),
-        ("self", "./gone.txt", "no file or directory './gone.txt'"),
+        ("self", "./gone.txt", r"no file or directory '\./gone\.txt'; give a \.jsonl, "),
         ("self", "random", "random", "--also 'random' is given twice;"),
         ("self", "", "the dataset's name is empty; give a .*.jsonl"),
         ("self", "self", "--also 'self' is what is evaluated on already; give another"),
