@@ -33,6 +33,7 @@ MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read
 _SHARE = 0.005  # of the time, for reading an FP8 cache, and for writing files
 _SECONDS = 10.0  # between two writes of an engine that is busy
+_PATIENCE = 60.0  # seconds, for the answers of workers
 
 _logger = logging.getLogger("vllm.fp8kv")
 
@@ -218,12 +219,11 @@ def _fp8_type(module: Any) -> torch.dtype | None:
 def watch_engine(core: Any, directory: str) -> None:
     """Let all workers of an engine count, and its core write what they have counted."""
     try:
-        files = WatchFiles(core, Path(directory))
+        files = core.fp8kv_watch = WatchFiles(core, Path(directory))
+        core.model_executor.collective_rpc(watch)
     except Exception as error:  # noqa: BLE001  a server goes on
         _warn("the cache is not watched", error)
         return
-    core.fp8kv_watch = files
-    core.model_executor.collective_rpc(watch)
 
     @wrap(core, "post_step")
     def write_after(after: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ class WatchFiles:
     def write(self) -> None:
         """Write what all workers have counted; an engine goes on where that fails."""
         try:
-            ranks = self._core.model_executor.collective_rpc(count)
+            ranks = self._core.model_executor.collective_rpc(count, timeout=_PATIENCE)
             if all(ranks):
                 self._write(ranks)
         except Exception as error:  # noqa: BLE001

@@ -55,7 +55,8 @@ def watch_core(module: ModuleType) -> None:
     @wrap(core, "collective_rpc")
     def call_and_refresh(call: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == WRITE:
-            return [self.fp8kv_watch.write()]
+            files = getattr(self, "fp8kv_watch", None)
+            return [files and files.write()]
         if method == SET and _is_asleep(self):
             raise InputError(_ASLEEP)
         if method != STATE:

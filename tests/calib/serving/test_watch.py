@@ -114,7 +114,7 @@ class Core:
         self.runners, self.is_busy = runners, False
         self.scheduler = SimpleNamespace(has_unfinished_requests=lambda: self.is_busy)
 
-    def collective_rpc(self, method):
+    def collective_rpc(self, method, timeout=None):
         return [method(runner.worker) for runner in self.runners if method is not harvest.watch]
 
     def post_step(self, model_executed=True):
