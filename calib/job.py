@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
+from calib.capture.draft import add_draft_layer
 from calib.capture.loop import picture_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (
@@ -95,7 +96,7 @@ def run(
         with _claimed_output(destination, world) as claim:
             prepared = world.together(lambda: _prepare(checkpoint, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
-            stats, data, notes = _measure(checkpoint, prepared, path, world, progress, resume=resume)
+            (stats, draft), data, notes = _measure(checkpoint, prepared, path, world, progress, resume=resume)
             measured = time.perf_counter()
             progress.stage("write")
 
@@ -103,7 +104,7 @@ def run(
                 if world.is_first:
                     record = CalibrationRecord(
                         name, checkpoint, prepared.recipe, stats, dataset_facts(data), data.warnings, notes,
-                        torch.get_num_threads(),
+                        torch.get_num_threads(), draft=draft,
                     )  # fmt: skip
                     return write_output(record, replace(destination, claim=claim))
                 return None
@@ -166,6 +167,7 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else _map_attention(model(), data)
+    attention = attention if layers else add_draft_layer(attention, model(), checkpoint)
     # an export that must fail should do so before hours of calibration
     units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
     make_exports(units, checkpoint, recipe.export)
@@ -215,8 +217,11 @@ def _measure(
     progress: Progress,
     *,
     resume: bool,
-) -> tuple[KVStats, CalibrationData, list[str]]:
-    """Run this process's batches; return statistics of all processes, the data that they read, and notes."""
+) -> tuple[tuple[KVStats, KVStats | None], CalibrationData, list[str]]:
+    """Run this process's batches; return statistics of all processes, the data that they read, and notes.
+
+    Statistics of a draft come second.
+    """
     recipe, data = prepared.recipe, prepared.data
     size, skip_first, until = int(recipe.data.batch_size), recipe.data.skip_first, recipe.data.until
     batches = data.batches(size, recipe.data)
@@ -247,7 +252,15 @@ def _measure(
         data = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
         notes = [stop.line(stats, sum(batch.num_tokens for batch in batches), until)]
     # counted here, and not where batches run: every process has all data, resumed or not
-    return replace(stats, text=data.summary(skip_first)), data, [data.line, *notes]
+    stats = replace(stats, text=data.summary(skip_first))
+    return _split_draft(stats, prepared.attention), data, [data.line, *notes]
+
+
+def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVStats | None]:
+    if attention.draft is None:
+        return stats, None
+    own, name = dict(stats.layers), attention.draft.module.name
+    return replace(stats, layers=own), KVStats({name: own.pop(name)}, {})
 
 
 def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:

@@ -31,6 +31,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
+# in vLLM the embedding at position 0 is zero for MTP layers of these; in SGLang it is not
+_ZERO_AT_FIRST = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # errors of a model that misses an image, or a field of its config that says where images are
 NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
 
@@ -60,6 +62,29 @@ class CachedAttention:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A layer that predicts extra tokens (MTP), without its experts, of which K and V do not depend."""
+
+    model: PreTrainedModel  # transformers' model of MTP layers, with the embeddings of the whole model
+    inner: str  # the attention module in `model`
+    module: CachedAttention  # the same, by its name and number in the checkpoint
+
+    def read(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """Run the layer on token ids [B, T] and the model's last hidden states [B, T, D], as engines do.
+
+        The embedding of token j > 0 is joined with the hidden state of token j - 1, at its position. In the
+        place of token 0 is what vLLM reads at position 0.
+        """
+        model: Any = self.model
+        before = (torch.arange(token_ids.shape[1], device=hidden.device) - 1).clamp(min=0)[None]
+        embedded = model.embed_tokens(token_ids).to(hidden.device, copy=True)
+        is_zero = model.config.model_type in _ZERO_AT_FIRST
+        embedded[:, 0] = 0 if is_zero else embedded[:, :2][:, -1].clone()
+        angles = model.rotary_emb(embedded, position_ids=before)
+        model.layers[0](embedded, hidden[:, before[0]], angles, None, before, None)
+
+
+@dataclass(frozen=True)
 class AttentionMap:
     """The cached attention modules of a model, and those that read another layer's cache."""
 
@@ -67,12 +92,13 @@ class AttentionMap:
     shared: dict[str, SharedAttention]
     reader: str  # the module that is given token ids
     note: str = ""  # why that is the decoder, where the whole model may cache something else
+    draft: Draft | None = None  # measured besides
 
     def read(
         self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **pictures: Tensor
-    ) -> None:
-        """Run `model` on token ids [B, T], as far as what it caches needs."""
-        _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **pictures)
+    ) -> Any:
+        """Run `model` on token ids [B, T], as far as what it caches needs; return its output."""
+        return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **pictures)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Return scale 1.0 for every module, which engines use where they have no other."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.arguments import check_arguments
-from calib.capture.attention import AttentionMap, map_attention, observe_qkv
+from calib.capture.attention import AttentionMap, Draft, map_attention, observe_qkv
 from calib.capture.running_amax import RunningLayer, count_tokens
 from calib.data import Batch, PictureSample, make_batches
 from calib.errors import CalibrationError, InputError, one_line
@@ -74,7 +74,8 @@ def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Running
     histogram = {"histogram"} if recipe.observer.needs_histogram else set()
     fields = {*PER_TOKEN, *histogram, *(("total", "low", "high") if recipe.collects_means else ())}
     query_fields = histogram if recipe.targets == "qkv" else set()
-    return {name: RunningLayer(module, fields, query_fields) for name, module in attention.cached.items()}
+    modules = [*attention.cached.values(), *((attention.draft.module,) if attention.draft else ())]
+    return {module.name: RunningLayer(module, fields, query_fields) for module in modules}
 
 
 def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
@@ -95,9 +96,19 @@ def _observe(
     batch = to_device(batch, input_device(model))
     # accelerate takes weights off the device again when a module returns, so each one must
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    with observing(model, batch, layers, last=None if is_offloaded else [*layers][-1]):
+    last = None if is_offloaded or attention.draft else [*layers][-1]
+    with observing(model, batch, layers, last=last):
         pictures = picture_arguments(model, batch.pictures)
-        attention.read(model, batch.input_ids, batch.attention_mask, **pictures)
+        output = attention.read(model, batch.input_ids, batch.attention_mask, **pictures)
+    if attention.draft:
+        observe_draft(attention.draft, batch, output.last_hidden_state, layers)
+
+
+def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, RunningLayer]) -> None:
+    """Add what a draft caches of `batch` to `layers`, from the model's last hidden states."""
+    own = {draft.inner: layers[draft.module.name]}
+    with observing(draft.model, batch, own, last=draft.inner):
+        draft.read(batch.input_ids, hidden)
 
 
 def picture_arguments(model: PreTrainedModel, sample: PictureSample | None) -> dict[str, Tensor]:

@@ -241,6 +241,8 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
     reasons += [outcome.reason for outcome in simulation.outcomes if outcome.status != "default"]
     reasons = [*filter(None, [*dict.fromkeys(reasons), simulation.problem])]
     yield from (f"{title}: {reason}" for reason in reasons[:4])
+    if simulation.draft:
+        yield f"{title}: {simulation.draft}"
     if flag and flag in (simulation.flag or ""):
         yield f"{title}: this holds with {flag} alone"
 

@@ -94,16 +94,14 @@ def layers_of_files(
 ) -> dict[int, StoredLayer]:
     """Return the layers that the files have scales for: the model's own, or those of its draft.
 
-    Draft layers in the model's own checkpoint have the numbers after the model's. If the model was baked, all
-    of `layers_of_engine` are right at 1.0.
+    Those of a draft get the numbers of `layers_of_engine`, which may count from 0. If the model was baked,
+    all of these are right at 1.0.
     """
+    if stored and is_draft:
+        return dict(zip(sorted({*layers_of_engine}), stored.drafts, strict=False))
     if stored and not stored.layers:
         return {i: StoredLayer(i, (1.0,), (1.0,), is_baked=True) for i in layers_of_engine}
-    count = stored.directory.text_config.get("num_hidden_layers") if stored else None
-    layers = {layer.layer: layer for layer in (stored.layers if stored else ())}
-    if not isinstance(count, int):
-        return {} if is_draft else layers
-    return {i: layer for i, layer in layers.items() if (i >= count) == is_draft}
+    return {layer.layer: layer for layer in (stored.layers if stored else ())}
 
 
 def expected_values(file: StoredLayer | None, letter: str, place: Place, rank: int) -> Values:

@@ -79,6 +79,7 @@ class Simulation:
     fates: set[Outcome] = field(default_factory=set)  # where the model's class settles them
     problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
+    draft: str = ""  # the fate of scales of a layer that drafts tokens (MTP), in words
 
     @property
     def fate(self) -> str:

@@ -136,6 +136,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
         fates = backend
         simulation.flag = " ".join(filter(None, [engine.transformers_flag, simulation.flag]))
     tensors = _loaded_tensors(directory, method, fates, simulation)
+    simulation.draft = _draft_fate(directory, engine, method)
     for module in sorted(directory.modules, key=_layer_order):
         simulation.outcomes += layer_scales(directory, module, tensors, method, place)
     if place.fnuz and method and not method.doubles_fnuz and simulation.is_good:
@@ -149,14 +150,28 @@ def _class_fates(directory: ModelDirectory, engine: Engine, method: Method | Non
     """Return what the model's class does with each name; None where the class does not matter."""
     if (method and method.kind == "none") or not directory.tensors:
         return None
-    kind = "" if method is None else method_name(directory)
-    scheme = (directory.quantization or {}).get("kv_cache_scheme")
-    if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
-        kind += " attn_head"
-    fates = engine.fates(directory.config, kind, sorted(directory.modules, key=_layer_order))
+    modules = sorted(directory.modules, key=_layer_order)
+    fates = engine.fates(directory.config, _config_kind(directory, method), modules)
     if isinstance(fates, str):
         raise NotKnown(fates)
     return fates
+
+
+def _config_kind(directory: ModelDirectory, method: Method | None) -> str:
+    """Return the kind of quantization config, as tables of classes call it."""
+    kind = "" if method is None else method_name(directory)
+    scheme = (directory.quantization or {}).get("kv_cache_scheme")
+    return kind + " attn_head" * (isinstance(scheme, dict) and scheme.get("strategy") == "attn_head")
+
+
+def _draft_fate(directory: ModelDirectory, engine: Engine, method: Method | None) -> str:
+    """Say whether the class of a layer that drafts tokens (MTP) loads its scales; empty where it has none."""
+    if not (tensors := directory.draft_tensors):
+        return ""
+    names = {split_name(tensor, directory.draft_modules)[1] for tensor in tensors}
+    if names == {engine.draft_name(directory.config, _config_kind(directory, method))}:
+        return "the layer that drafts tokens (MTP) loads its scales"
+    return f"'{tensors[0].name}', of a layer that drafts tokens (MTP), is not known to load: it works at 1.0"
 
 
 def _loaded_tensors(

@@ -69,6 +69,7 @@ class Verification:
                     "fate": simulation.fate or None,
                     "problem": simulation.problem,
                     "flag": simulation.flag,
+                    "draft": simulation.draft or None,
                     "ignored": dict(simulation.ignored),
                     "layers": [asdict(outcome) for outcome in simulation.outcomes],
                 }

@@ -40,6 +40,7 @@ _MODULE_PARTS = 3
 _DECODER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks)\.")  # what stacks of decoders are called
 # layers after the model's own that predict extra tokens (MTP) have these beside what all have
 _EXTRA_TOKENS = re.compile(r"(?:eh_proj|enorm|hnorm|shared_head)\b")
+_STACK_OF_DRAFT = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")  # or such layers have a stack of their own
 
 FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -104,6 +105,10 @@ class ModelDirectory:
             return False
         return count <= layer < count + extra
 
+    def is_of_draft(self, name: str) -> bool:
+        """Return whether a tensor or module is of a layer that predicts extra tokens (MTP)."""
+        return bool(_STACK_OF_DRAFT.search(name)) or self.predicts_extra_tokens(layer_of(name))
+
     @property
     def quantization(self) -> dict[str, Any] | None:
         """The quantization config, from where engines look for it, in their order."""
@@ -130,7 +135,16 @@ class ModelDirectory:
 
     @cached_property
     def tensors(self) -> list[ScaleTensor]:
-        """The scale tensors of the indexed files."""
+        """The scale tensors of the indexed files, but those of drafts."""
+        return [tensor for tensor in self._all_tensors if not self.is_of_draft(tensor.name)]
+
+    @property
+    def draft_tensors(self) -> list[ScaleTensor]:
+        """The scale tensors of layers that predict extra tokens (MTP), of the indexed files."""
+        return [tensor for tensor in self._all_tensors if self.is_of_draft(tensor.name)]
+
+    @cached_property
+    def _all_tensors(self) -> list[ScaleTensor]:
         return self._scale_tensors(self.indexed_shards)
 
     @cached_property
@@ -150,9 +164,13 @@ class ModelDirectory:
 
     @cached_property
     def modules(self) -> set[str]:
-        """Attention modules with a cache, by the names of their weights."""
-        modules = attention_modules(self._names)
-        return {module for module in modules if not self.predicts_extra_tokens(layer_of(module))}
+        """Attention modules with a cache, by the names of their weights; those of drafts are out."""
+        return {module for module in attention_modules(self._names) if not self.is_of_draft(module)}
+
+    @cached_property
+    def draft_modules(self) -> list[str]:
+        """Attention modules of layers that predict extra tokens (MTP), sorted."""
+        return sorted(filter(self.is_of_draft, attention_modules(self._names)))
 
     @cached_property
     def layers(self) -> set[int]:

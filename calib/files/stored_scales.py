@@ -57,6 +57,12 @@ class StoredScales:
     layers: list[StoredLayer]
 
     @property
+    def drafts(self) -> list[StoredLayer]:
+        """The scales of layers that predict extra tokens (MTP), by their numbers in the checkpoint."""
+        layers = _group_by_layer(self.directory, self.directory.draft_tensors)
+        return [layers[index] for index in sorted(layers)]
+
+    @property
     def fp8_dtype(self) -> FP8Name:
         """The FP8 type they are for; an InputError where the files name another, or several."""
         return fp8_type(self.directory)

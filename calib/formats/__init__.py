@@ -12,6 +12,7 @@ from calib.files.names import JSON_FILE, layer_of
 from calib.files.skipped_layers import skipped_layers
 from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, sglang
+from calib.formats.draft import add_draft
 from calib.formats.modelopt import modelopt, trtllm
 from calib.formats.nvfp4 import nvfp4
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
@@ -76,8 +77,11 @@ def export(
     *,
     reduce: Reduce = "none",
     tp_size: int = 1,
+    draft: KVScales | None = None,
 ) -> Export:
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
+
+    Those of its `draft`, the layer that predicts extra tokens (MTP), are added where the engine loads them.
 
     Raises:
         FormatRefusal: the format, or its engine, cannot hold them.
@@ -106,8 +110,10 @@ def export(
             *(WayOut("format", ("fp8kv",)), BAKE),
             name=name,
         )
-    scales = scales.reduce_max() if reduce == "max" else scales
-    return target.build(ScaledModel(scales, checkpoint, target.rules, tp_size))
+    if reduce == "max":
+        scales, draft = scales.reduce_max(), draft and draft.reduce_max()
+    built = target.build(ScaledModel(scales, checkpoint, target.rules, tp_size))
+    return add_draft(built, ScaledModel(draft, checkpoint, target.rules)) if draft else built
 
 
 def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Engine, **fields: Any) -> Format:

@@ -65,6 +65,7 @@ class CalibrationRecord:
     notes: Sequence[str] = ()  # on the data
     threads: int | None = None  # of a CPU in each process; None: not known, or not the same in all runs
     origin: Mapping[str, Any] | None = None  # facts about the model that was measured, where it is another
+    draft: KVStats | None = None  # of the layer that predicts extra tokens (MTP)
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,12 @@ def check_in_place(model_name: str, options: ExportRecipe) -> Path:
     return path
 
 
-def make_exports(scales: KVScales, source: ModelDirectory, options: ExportRecipe) -> dict[FormatName, Export]:
+def make_exports(
+    scales: KVScales, source: ModelDirectory, options: ExportRecipe, draft: KVScales | None = None
+) -> dict[FormatName, Export]:
     """Return what each of the recipe's formats adds; refuse what one cannot hold."""
     return {
-        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size, draft=draft)
         for name in options.formats
     }
 
@@ -150,21 +153,21 @@ def make_exports(scales: KVScales, source: ModelDirectory, options: ExportRecipe
 def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     """Derive the scales that the recipe asks for and write them, all or nothing."""
     recipe, stats, checkpoint = record.recipe, record.stats, record.checkpoint
-    scales = derive_scales(stats, recipe)
-    exports = make_exports(scales, checkpoint, recipe.export)
+    scales, (drafts, rows) = derive_scales(stats, recipe), _draft_scales(record)
+    exports = make_exports(scales, checkpoint, recipe.export, drafts)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
     is_text = bool(stats.places()) and not stats.amax_by_modality()
     warnings += [TEXT_ALONE] * (is_text and takes_pictures(checkpoint.config))
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]
-    layers, notes = summarize(stats, scales), [*record.notes]
+    layers, notes = summarize(stats, scales), [*record.notes, *map(_draft_line, rows)]
     if line := modality_line(stats, recipe.strategy):
         notes.append(line)
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
         notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
-    report = _report(record) | {
+    report = _report(record, rows) | {
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
         "expected": notes,
@@ -190,7 +193,18 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     )
 
 
-def _report(record: CalibrationRecord) -> dict[str, Any]:
+def _draft_scales(record: CalibrationRecord) -> tuple[KVScales | None, list[LayerSummary]]:
+    if record.draft is None:
+        return None, []
+    scales = derive_scales(record.draft, record.recipe)
+    return scales, summarize(record.draft, scales)
+
+
+def _draft_line(row: LayerSummary) -> str:
+    return f"{row.module} drafts tokens: K amax {row.k_amax:.4g}, V amax {row.v_amax:.4g}"
+
+
+def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[str, Any]:
     """Return what the saved report says of the run; its recipe gives the same scales."""
     text, modalities = record.stats.text, record.stats.amax_by_modality()
     return {
@@ -204,6 +218,7 @@ def _report(record: CalibrationRecord) -> dict[str, Any]:
         "versions": versions(),
         "threads": record.threads,
         **({"modalities": modalities} if modalities else {}),
+        **({"drafts": [asdict(row) for row in drafts]} if drafts else {}),
     }
 
 

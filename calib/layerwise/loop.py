@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from calib.capture import loop
+from calib.capture.draft import add_draft_layer
 from calib.capture.running_amax import RunningLayer
 from calib.data import Batch
 from calib.errors import InputError
@@ -56,6 +57,8 @@ def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Reci
             f"{show_size((in_use + layer) * 5 // 4)} or more"
         )
     parts = probe_layers(model, device)
+    attention = add_draft_layer(parts.attention, model, checkpoint, device, is_cut=bool(parts.unused))
+    parts = replace(parts, attention=attention)
     mapping = get_model_conversion_mapping(model)
     sources = weight_sources(checkpoint, model.config, recipe.dtype)
     stages = plan_stages(model, parts.layers, parts.unused, sources, mapping)
@@ -139,6 +142,13 @@ def _run_layers(
                 progress.advance(batch.num_tokens / len(names))
             if not batches:
                 break
+        if draft := source.parts.attention.draft:
+            stack.enter_context(source.loader.loaded(source.stages.embeddings))
+            for i, batch in enumerate(batches):
+                _run_layer(source, replay, hidden, len(names), i, batch, shapes[i])
+                loop.observe_draft(draft, batch, hidden.take(("hidden", i), source.device), running)
+                if place := loop.first_non_finite({draft.module.name: running[draft.module.name]}):
+                    return i, place
     return failure
 
 

@@ -73,6 +73,7 @@ class Replay:
     def run_layer(self, index: int, batch: Batch, previous: Output | None, embedded: Output) -> Output:
         """Run layer `index` on the output `previous` of the layer before it; return its output.
 
+        The index after the last stands for the rest of the model, whose output is its last hidden state.
         `embedded` is what `run_embeddings` returned; zeros stand in for meta tensors, for a layer
         that depends on the layer before it alone.
         """
@@ -86,7 +87,7 @@ class Replay:
     ) -> Output:
         self._index, self._previous, self._embedded = index, previous, embedded
         try:
-            self._attention.read(self._model, batch.input_ids, batch.attention_mask)
+            model_output = self._attention.read(self._model, batch.input_ids, batch.attention_mask)
         except _LayerDone as done:
             # its frames hold activations, and cycles would keep those through the next batch
             traceback.clear_frames(done.__traceback__)
@@ -94,6 +95,9 @@ class Replay:
             return output
         finally:
             self._index, self._previous, self._embedded = None, None, []
+        if index == len(self._layers):
+            output = model_output.last_hidden_state
+            return output
         raise UnsupportedModelError(
             f"{type(self._model).__name__} skips decoder layer {index or 0}; use --offload none"
         )

@@ -18,9 +18,9 @@ def check_loaded(runner: Any) -> ScalesInForce:
     layers = [*sglang_layers(runner.model, cache.startswith("float8"), cache)]
     stored = read_files(model.model_path, model.revision, runner.load_config)
     is_draft = bool(getattr(runner, "is_draft_worker", False))
-    # a draft in a checkpoint of its own has its layers' own numbers
+    is_in_checkpoint = is_draft and stored is not None and bool(stored.directory.draft_modules)
     numbers = [layer.layer for layer in layers]
-    files = (is_draft and layers_of_files(stored, is_draft=True)) or layers_of_files(stored, numbers)
+    files = layers_of_files(stored, numbers, is_draft=is_in_checkpoint)
     place = Place(parallel.tp_size, is_fp8_fnuz())
     report = compare(layers, files, place, parallel.tp_rank, parallel.pp_size)
     report.fingerprint = fingerprint(stored_scales(layers))

@@ -151,7 +151,8 @@ def _models(runner: Any) -> Iterator[tuple[Any, Files]]:
     yield runner.get_model(), files
     if (draft := _draft(runner)) is None:
         return
-    files = layers_of_files(own, is_draft=True)  # multi-token prediction: in the same checkpoint
+    # multi-token prediction: in the same checkpoint
+    files = layers_of_files(own, vllm_attention(draft), is_draft=True)
     draft_config = config.speculative_config.draft_model_config
     if draft_config.model != model.model:
         stored = read_files(draft_config.model, draft_config.revision, config.load_config)

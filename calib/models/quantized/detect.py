@@ -107,7 +107,7 @@ def check_unused_tensors(directory: ModelDirectory, names: Iterable[str], weight
     unused = {name for name in names if not _is_zero_bias(directory, name)}
     loaded = {*weights} - unused
     layers = {match[0] for match in map(_IN_LAYER.match, loaded) if match}
-    for name in sorted(name for name in unused if not is_of_cache(name)):
+    for name in sorted(name for name in unused if not (is_of_cache(name) or directory.is_of_draft(name))):
         if _SCALE_OR_CODE.search(name):
             raise InputError(
                 f"'{directory.path}' holds quantised weights: the loader has no use for '{name}', {ADVICE}"

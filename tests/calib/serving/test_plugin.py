@@ -304,7 +304,8 @@ def worker(monkeypatch, tmp_path):
     name = "model.layers.{}.self_attn.{}_scale"
     scales = {name.format(i, x): torch.tensor([0.5]) for i in range(3) for x in "kv"}
     save_file(scales, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     for module, values in {
         "vllm": {"__version__": "0.33.0"},
         "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
@@ -394,8 +395,6 @@ def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     assert compare([], found, ONE).problems == [missing.format("0, 1, 2")]
     report = compare([], found, ONE, stages=2)
     assert (str(report), report.problems) == ("fp8kv: no attention layer here", [])
-    found.directory.config["num_hidden_layers"] = 1  # the others are draft layers
-    assert compare(some, found, ONE).problems == []
     # files without scales
     assert len(problems(AT_1, AT_1, None)) == 2
     report = compare(held(K, V, is_fp8=False), None, ONE)
