@@ -163,6 +163,8 @@ interop-watch: interop-outputs ## what FP8KV_WATCH reads out of a running vLLM, 
 interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
+	$(INTEROP)/bin/python tools/engine_classes/draft_classes.py vllm
+	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tools/engine_classes/draft_classes.py sglang
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/python tests/interop/write_models.py families $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
@@ -229,6 +231,7 @@ engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of en
 engines-cuda: export HF_HUB_OFFLINE = 1
 engines-cuda: $(VENV)/.installed $(CUDA_BUILD)/.installed ## the same for a vLLM that is built for GPUs alone; none is needed
 	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_classes.py
+	$(CUDA_BUILD)/bin/python tools/engine_classes/draft_classes.py vllm
 	$(CUDA_BUILD)/bin/python tests/interop/check_backends.py
 	$(BIN)/python tools/engines_page.py
 

@@ -207,8 +207,8 @@ class Engine(Section):
     backends: dict[str, Backend] = {}
     up_to: dict[str, str] = {}  # version -> what it and those before do to scales in use
     classes: Classes | None = None  # what its model classes did with scales
-    # architecture -> kind of config, or `all` -> the name under which the class of its MTP layer loads scales
-    drafts: dict[str, dict[str, str]] = {}
+    # architecture -> kind of config, or `all` -> names under which the class of its MTP layer loads scales
+    drafts: dict[str, dict[str, tuple[str, ...]]] = {}
     version: str = ""  # the one that the user named
 
     @model_validator(mode="after")
@@ -301,10 +301,10 @@ class Engine(Section):
             f"the rules were read for {', '.join(self.architectures)}"
         )
 
-    def draft_name(self, config: Mapping[str, Any], quantization: str) -> str:
-        """Return the name under which scales of MTP layers are loaded with a kind of config; empty: none."""
+    def draft_names(self, config: Mapping[str, Any], quantization: str) -> tuple[str, ...]:
+        """Return names under which scales of MTP layers are loaded with a kind of config, ours first."""
         names = self.drafts.get(architecture(config) or "", {}) if self.is_run_version else {}
-        return names.get(quantization) or names.get("all", "")
+        return names.get(quantization) or names.get("all", ())
 
     def target(self, name: str, method: Method | None) -> str:
         """Return the name that the engine looks for, for the tensor called `name` on disk."""

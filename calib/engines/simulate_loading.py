@@ -169,7 +169,7 @@ def _draft_fate(directory: ModelDirectory, engine: Engine, method: Method | None
     if not (tensors := directory.draft_tensors):
         return ""
     names = {split_name(tensor, directory.draft_modules)[1] for tensor in tensors}
-    if names == {engine.draft_name(directory.config, _config_kind(directory, method))}:
+    if names <= {*engine.draft_names(directory.config, _config_kind(directory, method))}:
         return "the layer that drafts tokens (MTP) loads its scales"
     return f"'{tensors[0].name}', of a layer that drafts tokens (MTP), is not known to load: it works at 1.0"
 

@@ -11,15 +11,15 @@ def add_draft(export: Export, draft: ScaledModel) -> Export:
     config = export.config or {}
     quantization, engine = find_quantization_config(config) or {}, draft.engine
     kind = f"{quantization.get('quant_method')}{' attn_head' * (draft.scales.strategy == 'attn_head')}"
-    name, modules = engine.draft_name(config, kind), " and ".join(draft.layers)
-    if not name or quantization.get("kv_cache_quant_algo") == "NVFP4":
+    names, modules = engine.draft_names(config, kind), " and ".join(draft.layers)
+    if not names or quantization.get("kv_cache_quant_algo") == "NVFP4":
         note = (
             f"{engine.engine} is not known to load scales of {modules}, which drafts tokens: it works at 1.0"
         )
         return replace(export, notes=(*export.notes, note))
     shape = (1,) if draft.scales.strategy == "tensor" else (-1, 1, 1)
     tensors = {
-        name.format(module=module, x=letter): getattr(layer, letter).view(shape)
+        names[0].format(module=module, x=letter): getattr(layer, letter).view(shape)
         for module, layer in draft.layers.items()
         for letter in "kv"
     }

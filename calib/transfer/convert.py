@@ -67,6 +67,8 @@ def convert(
             f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
             "convert to vllm"
         )
+    if checkpoint.draft_tensors:
+        notes += ("scales of the layer that drafts tokens (MTP) are left out; calibrate again to have them",)
     if skip_layers and not FORMATS[to].skip_flag:
         legal = ", ".join(name for name, target in FORMATS.items() if target.skip_flag)
         raise UnsupportedExportError(

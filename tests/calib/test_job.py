@@ -3,16 +3,12 @@
 import json
 
 import pytest
-import torch
 from families import save_model, tiny_model, tiny_vision_language_model
-from safetensors.torch import load_file
 
 from calib.errors import Fp8kvError
 from calib.files.names import STATS_FILE
 from calib.job import default_output, run
-from calib.progress import Progress
 from calib.recipe import load_recipe
-from calib.scales.stats_file import load_scales, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
 SCALES = "model-fp8kv-scales.safetensors"
@@ -41,29 +37,6 @@ def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(model
         assert (result.output / name).read_bytes() == (again.output / name).read_bytes()
     other = run(str(model), recipe(observer__name="mse", data__seed=1), tmp_path / "other")
     assert (result.output / STATS_FILE).read_bytes() != (other.output / STATS_FILE).read_bytes()
-
-
-def test_written_scales_are_amax_over_448_and_an_output_calibrated_again_replaces_them(model, tmp_path):
-    steps, stages = [], []
-    progress = Progress(lambda *stage: stages.append(stage), steps.append)
-    asked = recipe(strategy="attn_head", data__batch_size=4)
-    first = run(str(model), asked, tmp_path / "first", progress=progress).output
-    assert stages == [("load", None, ""), ("calibrate", 192, "tokens"), ("write", None, "")]
-    assert steps == [128, 64]
-    written, layers = load_file(first / SCALES), load_stats(first).layers
-    assert len(written) == 6
-    for name, layer in layers.items():
-        for which in "kv":
-            expected = getattr(layer, which).amax.amax(-1) / 448
-            assert torch.equal(written[f"{name}.{which}_scale"].flatten(), expected)
-            assert torch.equal(getattr(load_scales(first).layers[name], which), expected)
-    again = run(str(first), recipe(strategy="attn_head", headroom=2.0), tmp_path / "again").output
-    replaced = load_file(again / SCALES)
-    assert written.keys() == replaced.keys()
-    assert all(torch.equal(replaced[name], 2 * scale) for name, scale in written.items())
-    index = "model.safetensors.index.json"
-    maps = [json.loads((out / index).read_text())["weight_map"] for out in (first, again)]
-    assert {*maps[0]} == {*maps[1]}
 
 
 def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):

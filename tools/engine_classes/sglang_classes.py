@@ -40,6 +40,7 @@ from torch import nn
 from calib.serving.engine_layers import sglang_attention
 
 CPU = torch.device("cpu")
+DRAFTS = {"are asked": False}  # for the class of the layer that drafts tokens (MTP)
 # what SGLang chooses on a CPU is refused for some models
 OPTIONS = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 WANT_TRITON = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
@@ -104,7 +105,7 @@ def built(directory: Path) -> nn.Module:
     args = arguments(directory)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
     join_group()
-    config, how = ModelConfig.from_server_args(args), LoadConfig()
+    config, how = ModelConfig.from_server_args(args, is_draft_model=DRAFTS["are asked"]), LoadConfig()
     quantization = loader._get_quantization_config(config, how)
     with loader.set_default_torch_dtype(config.dtype):
         return loader._initialize_model(config, how, quantization)

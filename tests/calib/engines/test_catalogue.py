@@ -21,7 +21,9 @@ DEEPSEEK = Shape(1, 512, 64, "sparse latents")
 LATENTS = DEEPSEEK._replace(attention="latents")
 ROOT = Path(__file__).parents[3]
 FP8 = "--kv-cache-dtype fp8"
-HEADS, OF_64 = [(1, 128, 128)], [(1, 64, 64)]
+HEADS, OF_64, UNEVEN = [(1, 128, 128)], [(1, 64, 64)], [(1, 128, 80), (1, 96, 128)]
+SIZES, OF_DEEPSEEK = "128, 256, 512 (vllm)", "on h100 with latents of 512 + 64 (vllm, sglang)"
+OTHER = DEEPSEEK._replace(k=576, v=192)
 
 
 def test_every_rule_file_is_read_and_an_engine_or_version_without_is_one_line(tmp_path):
@@ -92,23 +94,19 @@ def test_the_first_engine_that_serves_it():
 
 
 def test_why_nobody_serves_it():
-    assert find_offer("fp8_k_nvfp4_v", OF_64) == "no engine serves fp8_k_nvfp4_v yet"
-    said = "sglang does not have int8_per_token_head, which is in vllm"
-    assert find_offer("int8_per_token_head", OF_64, "sglang", "h100") == said
-    said = "nvfp4_4over6 is served on b200 (vllm), not on h100"
-    assert find_offer("nvfp4_4over6", HEADS, None, "h100") == said
-    said = "nvfp4_4over6 is served with heads of 64, 128, 256, 512 (vllm), not of 80"
-    assert find_offer("nvfp4_4over6", [(1, 80, 80)], "vllm") == said
-    said = "nvfp4 is served on h100 with heads of 128, 256, 512 (vllm), not of 80 and 96"
-    assert find_offer("nvfp4", [(1, 128, 80), (1, 96, 128)], "vllm", "h100") == said
-    said = "fp8_ds_mla is served for sparse latents (vllm, sglang), not for latents"
-    assert find_offer("fp8_ds_mla", [LATENTS]) == said
-    said = "fp8_ds_mla is served on h100 with latents of 512 + 64 (vllm, sglang), not of 576 + 192"
-    assert find_offer("fp8_ds_mla", [DEEPSEEK._replace(k=576, v=192)], None, "h100") == said
-    said = "vllm: not known to cache latents of minicpm3 models"
-    assert find_offer("fp8", [LATENTS], "vllm", None, "minicpm3") == said
-    said = "FP8 at scale 1.0 is measured up to 448, and on mi300x FP8 ends at 240"
-    assert find_offer("fp8", OF_64, "sglang", "mi300x") == said
+    at_1 = "FP8 at scale 1.0 is measured up to 448"
+    for name, layers, place, said in (
+        ("fp8_k_nvfp4_v", OF_64, (), "no engine serves fp8_k_nvfp4_v yet"),
+        ("int8_per_token_head", OF_64, ("sglang", "h100"), "sglang does not have {}, which is in vllm"),
+        ("nvfp4_4over6", HEADS, (None, "h100"), "{} is served on b200 (vllm), not on h100"),
+        ("nvfp4_4over6", [(1, 80, 80)], ("vllm",), f"{{}} is served with heads of 64, {SIZES}, not of 80"),
+        ("nvfp4", UNEVEN, (None, "h100"), f"{{}} is served on h100 with heads of {SIZES}, not of 80 and 96"),
+        ("fp8_ds_mla", [LATENTS], (), "{} is served for sparse latents (vllm, sglang), not for latents"),
+        ("fp8_ds_mla", [OTHER], (None, "h100"), f"{{}} is served {OF_DEEPSEEK}, not of 576 + 192"),
+        ("fp8", [LATENTS], ("vllm", None, "minicpm3"), "vllm: not known to cache latents of minicpm3 models"),
+        ("fp8", OF_64, ("sglang", "mi300x"), f"{at_1}, and on mi300x FP8 ends at 240"),
+    ):
+        assert find_offer(name, layers, *place) == said.format(name)
 
 
 def test_scales_of_a_checkpoint():

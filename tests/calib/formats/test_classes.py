@@ -9,6 +9,7 @@ from families import LATENT, save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
 FLAG = "--model-impl transformers"
+WAY_OUT = "fp8kv bake after fp8kv calibrate --format fp8kv, or --to"
 PLAIN, INNER = "self_attn.k_scale", "self_attn.attn.k_scale"
 
 
@@ -67,8 +68,10 @@ def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_
     out, again = tmp_path / "out", tmp_path / "again"
     done = succeeded(calibrate(deepseek, "-o", out, "--format", "modelopt"))
     command = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}"
-    assert command in " ".join(done.stdout.split())
-    assert command in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    for said, whom in ((" ".join(done.stdout.split()), "serve with vLLM:"), (card, "for vLLM; strategy")):
+        assert command in said
+        assert whom in said
     checked = ran("verify", out, "--engine", "vllm", "--json")
     (engine,) = json.loads(checked.stdout)["engines"]
     assert engine["flag"] == FLAG
@@ -78,7 +81,7 @@ def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_
     assert [o["values"][0] for o in engine["layers"] if o["letter"] == "k"] == expected
     assert fp8kv("verify", out, "--engine", "sglang").exit_code == 1
     # convert writes them for no other engine
-    one_line_error(fp8kv("convert", out, "--to", "vllm", "-o", again), "--to vllm:", "fp8kv bake")
+    one_line_error(fp8kv("convert", out, "--to", "vllm", "-o", again), "--to vllm:", f"Use {WAY_OUT}")
     ran("convert", out, "--to", "modelopt", "-o", again)
     assert f"vllm serve {again} --kv-cache-dtype fp8 {FLAG}\n" in (again / "README.md").read_text()
     ran("verify", again, "--engine", "vllm")

@@ -7,23 +7,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, edit_json, save_model, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, edit_json, tiny_model
 from families import tiny_vision_language_model as tiny_seeing_model
 from safetensors.torch import load_file, save_file
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.llava.modeling_llava import LlavaModel
 
 from calib.capture.attention import AttentionMap
 from calib.errors import CalibrationError, InputError, UnsupportedModelError
 from calib.files.tensors import StoredTensor
-from calib.job import run
 from calib.layerwise import loop, weights
 from calib.layerwise.memory import MemoryPlan
 from calib.layerwise.probe import find_layers, random_bytes, random_weights
 from calib.layerwise.weights import plan_stages
 from calib.progress import Progress
-from calib.recipe import load_recipe
 
 TINY = MemoryPlan(reads_ahead=True, hidden_bytes=0, ceiling=0)
 
@@ -188,24 +185,15 @@ def test_a_model_is_refused_where_its_decoder_alone_caches_something_else(save, 
         positions = torch.arange(1, input_ids.shape[1] + 1)[None]
         return forward(self, input_ids, attention_mask, position_ids=positions, **kwargs)
 
+    def needing_pictures(self, input_ids, **kwargs):
+        raise ValueError("pixel_values are missing")
+
+    monkeypatch.setattr(Idefics3Model, "forward", needing_pictures)
+    said = "the decoder alone was measured, as the whole model takes no text alone: pixel_values are missing"
+    assert saved.open(saved.recipe()).parts.attention.note == said
     monkeypatch.setattr(Idefics3Model, "forward", moved)
     with pytest.raises(UnsupportedModelError, match=r"other K or V than its decoder alone.*none"):
         saved.open(saved.recipe())
-
-
-@pytest.mark.parametrize("offload", ["none", "layerwise"])
-def test_a_note_says_that_the_decoder_alone_was_measured(offload, tmp_path, monkeypatch):
-    save_model(tiny_seeing_model("llava", model_type="llama"), tmp_path / "model")
-
-    def forward(self, input_ids, pixel_values=None, **kwargs):
-        raise ValueError("pixel_values are missing")
-
-    monkeypatch.setattr(LlavaModel, "forward", forward)
-    data = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32}
-    recipe = load_recipe(None, {**data, "device": "cpu", "offload": offload})
-    result = run(str(tmp_path / "model"), recipe, tmp_path / "out")
-    said = "the decoder alone was measured, as the whole model takes no text alone: pixel_values are missing"
-    assert said in result.warnings
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Reading single tensors, and keeping outputs in memory and on disk."""
 
 import resource
-from itertools import product
 
 import pytest
 import torch
@@ -56,28 +55,16 @@ def test_tensors_are_read_as_safetensors_reads_them_and_damage_is_one_line(check
         stored_tensors(open_model_directory(checkpoint.path))
 
 
-@pytest.mark.parametrize("room", [0, 100, 10_000])
+@pytest.mark.parametrize("room", [0, 10_000])
 def test_outputs_come_back_as_they_were(room, tmp_path):
-    outputs = {
-        ("hidden", 0): torch.randn(2, 3, 4).bfloat16(),
-        ("hidden", 1): (torch.randn(2, 5).T, None, torch.arange(3)),
-        ("hidden", 2): (torch.randn(4, 5)[:, 1:3], torch.ones(3).expand(2, 3)),
-        ("embedded", 0): (torch.tensor(1.5),),
-    }
+    output = (torch.randn(2, 5).T, None, torch.arange(3), torch.randn(4, 5)[:, 1:3].bfloat16())
     with HiddenStates(tmp_path, room) as store:
-        for key, output in outputs.items():
-            store.put(key, output)
-        for (key, output), _ in product(outputs.items(), range(2)):
-            found = store.get(key, CPU)
-            assert type(found) is type(output)
-            for x, y in zip(found, output, strict=True) if isinstance(found, tuple) else [(found, output)]:
+        store.put(("hidden", 0), output)
+        for give in (store.get, store.take):
+            for x, y in zip(give(("hidden", 0), CPU), output, strict=True):
                 assert (x is None) == (y is None)
                 assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
                 assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
-        if room == 0:
-            assert len(list(tmp_path.rglob("*-[0-9]"))) == 4
-        for key in outputs:
-            store.take(key, CPU)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert list(tmp_path.iterdir()) == []
 

@@ -1,18 +1,17 @@
 """When layers come one at a time, the command line, and the memory that a whole process takes."""
 
-import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import SMALL, calibrate, fp8kv, one_line_error, succeeded
+from command_line import calibrate, one_line_error
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.errors import InputError
-from calib.files.names import STATS_FILE
 from calib.files.text import parse_size, show_size
 from calib.layerwise import memory
 from calib.layerwise.loop import scratch_directory
@@ -38,7 +37,7 @@ def resolve(tiny_directory, monkeypatch):
     return resolve
 
 
-def test_auto_is_layerwise_where_weights_do_not_fit_and_what_must_stay_is_refused(resolve, tiny_directory):
+def test_auto_is_layerwise_where_weights_do_not_fit_or_it_is_refused(resolve, tiny_directory, tmp_path):
     for weights, changes, expected in (
         (5 * GIB, {}, "none"),
         (9.5 * GIB, {}, "layerwise"),
@@ -56,6 +55,8 @@ def test_auto_is_layerwise_where_weights_do_not_fit_and_what_must_stay_is_refuse
     config = load_config(find_model(str(tiny_directory)))
     config.quantization_config = {"quant_method": "fp8"}
     assert resolve(50 * GIB, config) == "none"
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--offload", "layerwise", "--resume")
+    one_line_error(done, "saves no progress; leave --resume away")
 
 
 def test_on_gpus_their_free_memory_counts(resolve, monkeypatch):
@@ -109,61 +110,31 @@ def test_hidden_states_go_to_tmpdir_or_beside_the_output(tmp_path, monkeypatch):
     assert str(scratch_directory(tmp_path)) == "/somewhere"
 
 
-def test_a_job_gives_the_same_statistics_and_says_how_it_ran(tiny_directory, tmp_path):
-    outs = {mode: tmp_path / mode for mode in ("none", "layerwise")}
-    for mode, out in outs.items():
-        limits = ["--max-memory", "64GiB"] if mode == "layerwise" else []
-        succeeded(calibrate(tiny_directory, "--offload", mode, "-o", out, *limits))
-        recipe = json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]
-        assert recipe["offload"] == mode
-    one, other = (out / STATS_FILE for out in outs.values())
-    assert one.read_bytes() == other.read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {*outs, tiny_directory.name}
-
-
-def test_mistakes_are_one_line(tiny_directory, tmp_path):
-    for arguments, phrase in (
-        (("--max-memory", "8 elephants"), "'8 elephants' is not an amount of memory"),
-        (("--max-memory", "10MiB"), "10MiB of memory is too little"),
-        (("--max-memory", "10MiB", "--offload", "none"), "use --offload layerwise"),
-        (("--offload", "layerwise", "--dataset", "self"), "builtin:python-docs"),
-        (("--offload", "layerwise", "--resume"), "saves no progress; leave --resume away"),
-    ):
-        one_line_error(fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *arguments), phrase)
-        assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
-
-
 # in a new process: a fork has free memory of its parent's, which is not counted
 MEASURE = """
 import sys
 from pathlib import Path
-from calib.data import make_batches
-from calib.models.sources import find_model
-from calib.models.config import load_config
-from calib.layerwise.loop import calibrate_layerwise, open_layers
+from conftest import Saved
+from calib.layerwise.loop import calibrate_layerwise
 from calib.layerwise.memory import resident_bytes
-from calib.layerwise.weights import load_skeleton
-from calib.recipe import load_recipe
 
-recipe = load_recipe(None, {"device": "cpu"})
-checkpoint = find_model(sys.argv[1])
-model = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
-source = open_layers(model, checkpoint, recipe)
-before = resident_bytes()
+saved = Saved(Path(sys.argv[1]), Path(sys.argv[1]))
+source, before = saved.open(saved.recipe()), resident_bytes()
 allowed, samples, tokens, size = map(int, sys.argv[2:])
-batches = make_batches([[7] * tokens] * samples, size, pad_id=0)
-limit = before + allowed
-calibrate_layerwise(source, batches, recipe, limit=limit, directory=Path(sys.argv[1]))
+batches = saved.batches([[7] * tokens] * samples, size)
+calibrate_layerwise(source, batches, saved.recipe(), limit=before + allowed, directory=saved.path)
 status = Path("/proc/self/status").read_text()
-peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-print(peak - before)
+print(int(status.partition("VmHWM:")[2].split()[0]) * 1024 - before)
 """
 
 
 def peak(directory, *numbers):
     """Bytes that a pass takes at most, beside what its process takes anyway."""
     command = [sys.executable, "-c", MEASURE, str(directory), *map(str, numbers)]
-    return int(subprocess.check_output(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return int(
+        subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
+    )
 
 
 def test_the_memory_limit_is_kept_by_weights(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from command_line import SMALL, calibrate, fp8kv, one_line_error, succeeded
 from families import FAMILIES, edit_json, save_model, tiny_model
 from huggingface_hub import errors
-from loaded import load, refused
+from loaded import refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers import modeling_gguf_pytorch_utils as gguf
@@ -32,15 +32,6 @@ def edit_tensors(directory, edit):
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-
-
-def test_a_model_loads_with_every_weight_in_its_dtype_or_the_users(tiny_directory, tiny_llama):
-    loaded = load(tiny_directory)
-    for name, tensor in tiny_llama.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
-    assert not loaded.training
-    assert loaded.dtype == torch.float32
-    assert load(tiny_directory, dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_what_is_no_directory():
@@ -212,12 +203,6 @@ def test_tokens_that_have_no_row_are_refused_before_the_model_runs(run, tmp_path
         done = run(*command, *output, rows=rows)
         one_line_error(done, "130 tokens", "128 rows", "token id")
         assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("offload", ["none", "layerwise"])
-def test_tokens_that_the_data_never_uses_do_no_harm(run, offload, tmp_path):
-    rows = ["w5 w6 w7", "w5 w127 w7"]
-    succeeded(run("calibrate", "-o", tmp_path / "out", *FLAGS, "--offload", offload, rows=rows))
 
 
 def test_samples_that_the_model_writes_need_a_row_for_bos_and_none_for_padding(tiny_directory, run, tmp_path):

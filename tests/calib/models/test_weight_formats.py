@@ -233,12 +233,6 @@ def test_scales_and_codes_that_the_loader_would_leave_over(tiny_directory, suffi
         load_config(find_model(str(tiny_directory)))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e5m2, "F8_E5M2"), (torch.uint8, "U8")])
-def test_weights_stored_as_codes_of_which_nothing_is_said(tiny_directory, dtype, name):
-    edit_tensors(tiny_directory, lambda m, w: {f"{m}.weight": (w * 100).to(dtype)})
-    refused(tiny_directory, f"holds 'model.layers.0.mlp.down_proj.weight' as {name}")
-
-
 def test_other_tensors_that_are_left_over_do_no_harm(tiny_directory):
     file = tiny_directory / "model.safetensors"
     extra = {"vision.blocks.0.layer_scale": torch.ones(2), "logit_scale": torch.ones(1)}

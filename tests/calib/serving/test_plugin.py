@@ -437,9 +437,8 @@ def test_a_rank_holds_its_own_heads_and_fnuz_the_doubled_scale():
     fnuz, said = Place(fnuz=True), "is not doubled for an FP8 type that ends at 240 in layers 0, 1, 2"
     assert problems(times(2, K), times(2, V), files(), fnuz) == []
     assert problems(K, V, files(), fnuz) == [f"K {said}", f"V {said}"]
-    # SGLang's layers write the doubled value back, and double it again when they are processed again
-    twice = problems(times(4, K), times(2, V), files(), fnuz)
-    assert twice == ["K is doubled twice in layers 0, 1, 2"]
+    # as SGLang's layers leave it that are processed again
+    assert problems(times(4, K), times(2, V), files(), fnuz) == ["K is doubled twice in layers 0, 1, 2"]
     found = files([(0.5, 0.25, 0.125, 1.5)], [(0.5,) * 4])
     for ranks, rank, k in ((2, 0, (0.5, 0.25)), (2, 1, (0.125, 1.5)), (8, 5, (0.125,))):
         v, other = (0.5,) * len(k), (rank + ranks // 2) % ranks
