@@ -94,7 +94,7 @@ def main(name: str) -> int:
         (architecture, kind, naming)
         for architecture, names in rules.drafts.items()
         for kind in KINDS
-        if kind in (*engine.quantizations, *engine.of_latents)
+        if kind in (*engine.quantizations, *(engine.of_latents if fixture_of(architecture)[0].is_mla else ()))
         for naming in names.get(kind.removesuffix(" transformers"), names.get("all", ()))
     ]
     for architecture, kind, naming in cases:

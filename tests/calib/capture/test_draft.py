@@ -43,13 +43,13 @@ class Drafting:
             nn.init.normal_(part.weight, 0.5, 0.5, generator=torch.Generator().manual_seed(i))
         change(model, self.joining)
         save_model(model, directory)
-        weights, changes = load_file(directory / "model.safetensors"), {"num_hidden_layers": count}
+        weights = load_file(directory / "model.safetensors")
         weights |= {f"{place}.{name}": x for name, x in self.joining.state_dict().items()}
+        changes = {"num_hidden_layers": count, "num_nextn_predict_layers": 1}
         if family == "qwen3_next":
             names = {f"{place}.{own}.weight": f"mtp.{name}.weight" for own, name in JOINING.items()}
             weights = {names.get(n, n).replace(place, "mtp.layers.0"): x for n, x in weights.items()}
-        else:
-            changes["num_nextn_predict_layers"] = 1
+            changes["num_nextn_predict_layers"] = None  # its config says nothing of them
         for key in ("layer_types", "mlp_layer_types"):
             changes |= {key: kinds[:count]} if (kinds := getattr(model.config, key, None)) else {}
         save_file(weights, directory / "model.safetensors", {"format": "pt"})
@@ -93,15 +93,12 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
             "(MTP) loads its scales" if engine in (form, "vllm") else "(MTP), is not known to load: it works"
         )
         assert loads in " ".join(fp8kv("verify", out, "--engine", engine).stdout.split())
-    # where no engine is known to load them
     edit_json(tmp_path / "model" / "config.json", architectures=["MyForCausalLM"])
     done = ran("calibrate", tmp_path / "model", "-o", tmp_path / "mine", *SMALL, "--format", "fp8kv")
     assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stdout.split())
 
 
-class Rounded(DynamicCache):
-    """In FP8, with a scale for K and one for V."""
-
+class Rounded(DynamicCache):  # in FP8, with a scale for K and one for V
     def update(self, k, v, layer, *_):
         k, v = (dequantize(quantize(x, s), s) for x, s in ((k, self.scales[0]), (v, self.scales[1])))
         return super().update(k, v, layer)
@@ -121,11 +118,9 @@ def plant(model, joining):
 
 
 def test_a_draft_with_a_planted_latent_keeps_its_acceptance_with_its_own_scale_and_loses_it_at_one(tmp_path):
-    more = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
-    drafting = Drafting("deepseek_v3", tmp_path / "model", plant, **more)
-    model, out = drafting.model, tmp_path / "out"
-    ran("calibrate", tmp_path / "model", "-o", out, *SMALL, "--samples", 64, "--format", "modelopt")
-    scales = load_file(out / SCALES_SHARD)
+    drafting = Drafting("deepseek_v3", tmp_path / "m", plant, num_hidden_layers=2, first_k_dense_replace=0)
+    ran("calibrate", tmp_path / "m", "-o", tmp_path / "out", *SMALL, "--samples", 64, "--format", "modelopt")
+    scales, model = load_file(tmp_path / "out" / SCALES_SHARD), drafting.model
     chosen, accepted = model(IDS).logits.argmax(-1), []
     own = [scales[f"model.layers.1.self_attn.{x}_proj.{x}_scale"] for x in "kv"]
     for cache, cache_scales in ((DynamicCache(), ()), (Rounded(), own), (Rounded(), [torch.ones(1)] * 2)):
