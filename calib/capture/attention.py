@@ -63,7 +63,7 @@ class CachedAttention:
 
 @dataclass(frozen=True)
 class Draft:
-    """A layer that predicts extra tokens (MTP), without its experts, of which K and V do not depend."""
+    """A layer that predicts extra tokens (MTP), without its experts, on which K and V do not depend."""
 
     model: PreTrainedModel  # transformers' model of MTP layers, with the embeddings of the whole model
     inner: str  # the attention module in `model`
