@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-watch interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-watch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-watch interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page families-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-watch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -243,14 +243,12 @@ $(CUDA_BUILD)/.installed: tests/interop/requirements.py
 	$(CUDA_BUILD)/bin/pip install -q torch==2.14.0 -r $(CUDA_BUILD)/requirements.txt
 	touch $@
 
-engines-page: $(VENV)/.installed ## write docs/engines.md from calib/engines/*.yaml
-	$(BIN)/python tools/engines_page.py
-
-formats-table: $(VENV)/.installed ## write the table in docs/formats.md from calib/formats
-	$(BIN)/python tools/formats_table.py
-
-caches-page: $(VENV)/.installed ## write docs/caches.md from calib/caches/types.yaml and calib/engines/*.yaml
-	$(BIN)/python tools/caches_page.py
+engines-page: ## write docs/engines.md from calib/engines/*.yaml
+formats-table: ## write the table in docs/formats.md from calib/formats
+caches-page: ## write docs/caches.md from calib/caches/types.yaml and calib/engines/*.yaml
+families-page: ## write docs/models.md by running a small model of every family, ten minutes
+engines-page formats-table caches-page families-page: $(VENV)/.installed
+	$(BIN)/python tools/$(subst -,_,$@).py
 
 $(INTEROP)/.installed: tests/interop/requirements.py
 	$(PYTHON) -m venv $(INTEROP)

@@ -127,7 +127,8 @@ def generate_text(
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
-    length = inputs["input_ids"].shape[1]
+    if not (length := inputs["input_ids"].shape[1]):
+        raise InputError("the model's tokenizer makes no token of this prompt; give it another text")
     check_positions(config, length + options.max_new_tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)

@@ -244,13 +244,13 @@ def _measure(
             prepared.layers, own, recipe, limit=limit, directory=scratch, progress=progress
         )
 
-    notes = []
+    notes = _left_alone(prepared.model.config, prepared.attention)
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:
         stats, stop = read_until(world.together(open_share), batches, world, recipe)
         data = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
-        notes = [stop.line(stats, sum(batch.num_tokens for batch in batches), until)]
+        notes += [stop.line(stats, sum(batch.num_tokens for batch in batches), until)]
     # counted here, and not where batches run: every process has all data, resumed or not
     stats = replace(stats, text=data.summary(skip_first))
     return _split_draft(stats, prepared.attention), data, [data.line, *notes]
@@ -261,6 +261,19 @@ def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVSt
         return stats, None
     own, name = dict(stats.layers), attention.draft.module.name
     return replace(stats, layers=own), KVStats({name: own.pop(name)}, {})
+
+
+def _left_alone(config: PreTrainedConfig, attention: AttentionMap) -> list[str]:
+    """Name the layers that cache no K and V, by the kinds that the config says they are of."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    caching = {module.layer_idx for module in attention.cached.values()}
+    caching |= {module.layer_idx for module in attention.shared.values()}
+    stateful = {str(i): kind for i, kind in enumerate(kinds) if i not in caching}
+    indices = {
+        name: ", ".join(i for i, kind in stateful.items() if kind == name) for name in stateful.values()
+    }
+    line = f"{len(stateful)} of {len(kinds)} layers cache no K and V and are left alone"
+    return [f"{line}: {'; '.join(f'{name} ({i})' for name, i in indices.items())}"] if stateful else []
 
 
 def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:

@@ -6,6 +6,7 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 `expand_kv` makes of them what it attends to.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -112,13 +113,17 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
     The query is the one that engines hand to attention.
     """
-    names = {module: name for name, module in model.named_modules()}
+    names = defaultdict(list)  # several for a block that layers share
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
 
     def watch(
         original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
+        own = names[module][:1]
+        own += [name for name in names[module][1:] if f".{module.layer_idx}." in name]
+        sink(own[-1], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
         return original(module, q, k, v, *args, **kwargs)
 
     return swap_attention(model, watch)
@@ -227,14 +232,11 @@ def _cached_attention(
     """Describe the module `name`, which was called with `qkv`; None if its layer stores nothing."""
     query, key, value = qkv
     module = model.get_submodule(name)
-    index = module.layer_idx  # None or -1 in a block that several layers share
+    # a block that several layers share has a name in each, and any index
+    index = next((i for i in stored if f".{i}." in name and _are_kept(qkv, stored[i])), module.layer_idx)
     if index not in stored and index is not None and index >= 0:
         return None
-    # a sliding-window layer keeps only its last tokens; a model with NaN is refused later
-    is_own = index in stored and all(
-        torch.equal(kept.nan_to_num(), x[:, :, -kept.shape[2] :].nan_to_num())
-        for x, kept in zip((key, value), stored[index], strict=True)
-    )
+    is_own = index in stored and _are_kept(qkv, stored[index])
     if not is_own and (
         index not in stored or any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != index)
     ):
@@ -260,6 +262,14 @@ def _cached_attention(
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     return CachedAttention(
         name, int(index), heads, kv_heads, repeat, key.shape[-1], value.shape[-1], attention
+    )
+
+
+def _are_kept(qkv: QKV, stored: tuple[Tensor, Tensor]) -> bool:
+    # a sliding-window layer keeps only its last tokens; a model with NaN is refused later
+    return all(
+        torch.equal(kept.nan_to_num(), x[:, :, -kept.shape[2] :].nan_to_num())
+        for x, kept in zip(qkv[1:], stored, strict=True)
     )
 
 

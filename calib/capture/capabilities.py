@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
 from calib.choices import FormatName
@@ -104,9 +104,7 @@ def _explain(model: PreTrainedModel, ids: torch.Tensor, error: Exception) -> str
     """Name what is special about `model`, or else the error that ended it."""
     name = type(model).__name__
     try:
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        model(input_ids=ids, use_cache=True)
     except _MISFITS:
         return f"{name} takes no text alone"
-    if type(cache) is not DynamicCache:
-        return f"{name} has a cache class of its own, {type(cache).__name__}"
     return f"the code of {name} fails there ({type(error).__name__}: {one_line(error, 200)})"

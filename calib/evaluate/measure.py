@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedConfig, PreTrainedTokenizerBase
 
 from calib.capture.loop import picture_arguments
 from calib.choices import REFERENCE
@@ -18,6 +18,7 @@ from calib.evaluate.layer_errors import LayerError, LayerValues, read_layers
 from calib.evaluate.report import Continuation, Search, Texts
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
+from fp8kv_runtime.hf import new_cache
 
 _TOKENS, _LOGITS = 512, 2**26  # at a time, at most
 _AT_ONCE = 8  # variants of a search, each with a cache of its own
@@ -76,7 +77,7 @@ def compare_variants(
     """
     arguments = picture_arguments(setup.model, pictures)
     config = setup.model.config
-    caches = [(variant, DynamicCache(config=config)) for variant in (UNCHANGED, *variants)]
+    caches = [(variant, new_cache(setup.model)) for variant in (UNCHANGED, *variants)]
     parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
     for rows in chunks(len(token_ids), len(token_ids) if pictures else _tokens_at_once(config)):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]

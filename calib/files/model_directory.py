@@ -207,7 +207,7 @@ class ModelDirectory:
         if best[0] < _MODULE_PARTS or len(names) > 1:
             why = f"{names[0]} and {names[1]} both may" if best[0] >= _MODULE_PARTS else "no names end so"
             raise UnsupportedExportError(
-                f"cannot tell which tensors of '{self.path}' belong to {module}: {why}"
+                f"cannot tell which tensors of '{self.path}' belong to {module}: {why}; use --format fp8kv"
             )
         return names[0]
 
@@ -292,7 +292,7 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
     """
     text = text_config(config)
     key = next((key for key in LAYER_KEYS if type(text.get(key)) is int), None)
-    if key is None or text[key] < 1:
+    if key is None or text[key] < 1 or "num_layers_per_stack" in text:  # whose layers run several times
         return
     weights = [match for match in matches_in_stacks(names) if not is_of_tower(match["stack"])]
     predicting = {weight.group("stack", "layer") for weight in weights if _EXTRA_TOKENS.match(weight["rest"])}

@@ -152,7 +152,8 @@ def activation_bytes(
     `layers` has each layer's weights by name, of any shape; the batch has `rows` samples of `columns` tokens.
     """
     text = config.get_text_config(decoder=True)
-    experts = max(n or 1 for n in layer_settings(config, "num_experts_per_tok"))
+    counts = layer_settings(config, "num_experts_per_tok")  # a list, where they differ in HunYuan's
+    experts = max(max(n) if isinstance(n, list) else n or 1 for n in counts)
     width = max(sum(_width(*weight, experts) for weight in layer.items()) for layer in layers)
     width = _COPIES * width + _RESIDUALS * int(text.hidden_size)
     activations = rows * columns * width * dtype.itemsize

@@ -22,7 +22,7 @@ from calib.capture.loop import to_device
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 from calib.layerwise.hidden import to_meta
-from calib.layerwise.replay import DecoderParts, Output, Replay
+from calib.layerwise.replay import DecoderParts, Output, Replay, find_embeddings
 from calib.layerwise.weights import meta_tensors, replace_tensor
 
 # one has rows of unequal length, so that the padding mask takes part
@@ -47,9 +47,12 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> DecoderParts:
         attention = map_attention(model)
         if attention.note:
             attention = _compare_whole(model, attention, probes, device)
-        decoder = find_layers(model, attention)
         expected = _record(model, partial(_run_whole, model, attention, probes))
-        for parts in (decoder, replace(decoder, keeps_embeddings=True)):
+        # what is around the decoder may read an embedding's weights itself, as Gemma 4 with inputs per layer
+        (decoder,) = (name for name, module in model.named_modules() if module is model.get_decoder())
+        for reader, keeps_embeddings in product((attention.reader, decoder), (False, True)):
+            parts = find_layers(model, replace(attention, reader=reader))
+            parts = replace(parts, keeps_embeddings=keeps_embeddings)
             calls = _record(model, partial(_run_by_layer, model, parts, probes))
             if calls.keys() >= attention.cached.keys() and _are_equal(calls, expected):
                 return parts
@@ -120,13 +123,27 @@ def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batc
         try:
             # every probe through one layer before the next: a layer that left something behind
             # for the next one would have left that of the last probe
-            for index, (i, probe) in product(range(len(parts.layers)), enumerate(probes)):
-                sees_embeddings = parts.keeps_embeddings or index == 0
-                embeddings = embedded[i] if sees_embeddings else to_meta(embedded[i])
-                outputs[i] = replay.run_layer(index, probe, outputs[i], embeddings)
+            with _unloaded(find_embeddings(model.get_decoder(), parts.layers)):
+                for index, (i, probe) in product(range(len(parts.layers)), enumerate(probes)):
+                    sees_embeddings = parts.keeps_embeddings or index == 0
+                    embeddings = embedded[i] if sees_embeddings else to_meta(embedded[i])
+                    outputs[i] = replay.run_layer(index, probe, outputs[i], embeddings)
         except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):
             # a layer misses what another would have left for it; the comparison will say so
             return
+
+
+@contextmanager
+def _unloaded(embeddings: list[nn.Embedding]) -> Iterator[None]:
+    """Take the weights of `embeddings` away inside the block, as they are while layers run."""
+    weights = [embedding.weight for embedding in embeddings]
+    try:
+        for embedding, weight in zip(embeddings, weights, strict=True):
+            embedding.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
+        yield
+    finally:
+        for embedding, weight in zip(embeddings, weights, strict=True):
+            embedding.weight = weight
 
 
 def _are_equal(calls: Calls, expected: Calls) -> bool:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -45,6 +45,7 @@ _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 # types of models, and of layers, that keep a state of fixed size and no K and V of tokens
 _RECURRENT = {"rwkv", "xlstm"}
 _WITHOUT_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"}
+_COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}  # of DeepSeek-V4
 # what transformers raises where a value makes no sense to it
 _NONSENSE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
@@ -124,6 +125,11 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
             f"no layer of {name} attends: what it keeps of a text is a state of fixed size, so "
             "it has no KV cache to calibrate"
         )
+    if _COMPRESSED.intersection(kinds):
+        raise UnsupportedModelError(
+            f"{name} attends to K and V that several tokens were compressed into, which fp8kv does not "
+            "measure; such models are not supported"
+        )
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
@@ -188,12 +194,20 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
         explain_nonsense(f"the config of this {config.model_type} makes no model"),
         init_empty_weights(include_buffers=True),
     ):
-        return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} consists of several models, and transformers does not say which of them "
+            "reads text; such models are not supported"
+        ) from None
+    return model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class of transformers that builds this causal language model."""
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
             return auto
     raise UnsupportedModelError(f"{config.model_type} is not a causal language model that transformers knows")
@@ -217,7 +231,8 @@ def _check_sizes(path: Path, document: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _check_sizes(path, value)
         limit = _LIMITS.get(key)
-        if limit is None or value is None:  # null stands for a default
+        # null stands for a default; GLM-5 next, whose latent attention has no RoPE, says 0
+        if limit is None or value is None or (key, value) == ("head_dim", 0):
             continue
         for size in value if isinstance(value, list) else [value]:  # of layers that differ
             if type(size) is not int or not 0 < size <= limit:

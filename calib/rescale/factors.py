@@ -78,7 +78,10 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
         layer, weights = scales.layers[name], source.attention(name)
         k, v = octave_factor(layer.k), octave_factor(layer.v)
         k = k.amin().expand_as(k) if weights.shares_k else k
-        v = torch.ones_like(v) if weights.normalises_v else v  # normalised values fit FP8 at 1.0
+        # normalised values fit FP8 at 1.0
+        k, v = (
+            torch.ones_like(x) if y else x for x, y in ((k, weights.normalises_k), (v, weights.normalises_v))
+        )
         k, v = k[:, None].expand(-1, module.head_dim), v[:, None].expand(-1, module.v_head_dim)
         factors[name] = LayerFactors(k, v)
     return factors
@@ -100,11 +103,12 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
 
     K's are of RoPE pairs, V's of channels.
     """
-    pairs = find_pairs(source.model, source.modules)
+    movable = {n: module for n, module in source.modules.items() if not source.attention(n).normalises_k}
+    pairs = find_pairs(source.model, movable)
     factors = {}
     for name in source.modules:
         k, weights = stats.layers[name].k.amax, source.attention(name)
-        k = fold_pairs(k, pairs[name])
+        k = fold_pairs(k, pairs[name]) if name in pairs else torch.ones_like(k)
         rows = k.amax(0, keepdim=True) if weights.shares_k else k
         # computed once for all heads: a power of the same number may differ with its place in memory
         k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
@@ -126,7 +130,11 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
     For integers only the differences between channels matter, so all may shift together. For FP8 no
     channel may exceed the amax that the ideal factors give the largest channel.
     """
-    heads = {name: module for name, module in source.modules.items() if not module.latent}
+    heads = {
+        name: module
+        for name, module in source.modules.items()
+        if not (module.latent or source.attention(name).normalises_k)
+    }
     doubled = uniform_factors(heads, 2.0, 1.0)
     norms = {name: source.one_plus_norms(source.list_changes({name: doubled[name]})) for name in heads}
     pairs = find_pairs(source.model, {name: heads[name] for name in heads if norms[name]})

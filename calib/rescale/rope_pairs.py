@@ -92,5 +92,8 @@ def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Te
         places = torch.arange(last - PROBE_TOKENS, last).clamp(min=0)
         inputs["position_ids"] = places[None].to(input_device(model))
     with observe_qkv(model, note), apply_changes(model, changes) as products, suppress(_KeysReached):
-        functional_call(model, products, kwargs=inputs)
+        try:
+            functional_call(model, products, kwargs=inputs)
+        except (IndexError, RuntimeError):  # MiniMax-M3 looks for the blocks of tokens before these
+            functional_call(model, products, kwargs=inputs | {"position_ids": None})
     return keys[0]

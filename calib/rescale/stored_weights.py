@@ -113,9 +113,13 @@ class StoredModel:
     def _stored_name(self, change: WeightChange) -> str:
         """Return the name of a parameter in the checkpoint; transformers renames some of them on load."""
         names = self.coded.keys() | self.checkpoint.entries.keys()
-        renamed = revert_weight_conversion(self.model, {change.name: self.model.get_parameter(change.name)})
+        weight = self.model.get_parameter(change.name)
+        renamed = revert_weight_conversion(self.model, {change.name: weight})
         if len(renamed) == 1 and names.issuperset(renamed):
-            return str(*renamed)
+            stored = str(*renamed)
+            if stored in self.coded or torch.Size(self.stored[stored].shape).numel() == weight.numel():
+                return stored
+            raise UnsupportedModelError(f"'{stored}' holds several layers, of which '{change.name}' is one")
         name = f"{self.checkpoint.attention_prefix(change.module)}.{change.child}"
         if name not in names:
             raise UnsupportedModelError(f"'{self.checkpoint.path}' has no '{name}', which must be multiplied")

@@ -16,15 +16,16 @@ from calib.capture.attention import CachedAttention, map_attention
 from calib.errors import UnsupportedModelError
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
-_STACKED = "qkv_proj"  # rows of all queries, then of all keys, then of all values
+_STACKED = ("qkv_proj", "c_attn")  # rows of all queries, then of all keys, then of all values
 _GROUPED = "query_key_value"  # rows of one KV head after the other: its queries, its key, its value
-_OUT = ("o_proj", "dense", "out_proj")
+_OUT = ("o_proj", "dense", "out_proj", "c_proj")
 _LATENT_NORM = "kv_a_layernorm"
 _K_PE_NORM = "k_rope_only_layernorm"  # of dots3_note
 _LATENT_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")  # rows of one head after the other
 _NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k"),
+    "qk_norm": "qk",
 }
 
 
@@ -97,11 +98,19 @@ class AttentionWeights:
         """True if V is normalised, which undoes a factor in front of it, as in Gemma 4."""
         return hasattr(self.module, "v_norm")
 
+    @property
+    def normalises_k(self) -> bool:
+        """True if a norm without a weight undoes a factor in front of K, as in Llama 4."""
+        norms = (norm for child, norm in self.module.named_children() if _NORMS.get(child) in ("k", "qk"))
+        return any(not [*norm.parameters()] for norm in norms)
+
     def norms(self) -> Iterator[tuple[str, str, nn.Module]]:
-        """Yield the norms of Q and K: q or k, name and module; refuse one without a weight."""
+        """Yield the norms of Q and K that have weights: q or k, name and module."""
         for child, norm in self.module.named_children():
-            if part := _NORMS.get(child):
+            if (part := _NORMS.get(child)) and not self.normalises_k:
                 _norm_parameters(f"{self.name}.{child}", norm)
+                if part == "qk":
+                    raise UnsupportedModelError(f"{self.name}.{child} has one weight for Q and K")
                 yield part, child, norm
 
     def change_norm(self, child: str, heads: Tensor) -> Iterator[WeightChange]:
@@ -196,17 +205,21 @@ def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[W
         raise UnsupportedModelError(
             f"{weights.name} normalises V, which undoes a factor in front of it; V's can be 1 alone"
         )
+    if weights.normalises_k and bool((factors.k != 1).any()):
+        raise UnsupportedModelError(
+            f"{weights.name} normalises K, which undoes a factor in front of it; K's can be 1 alone"
+        )
     queries = weights.cached.num_heads // weights.cached.num_kv_heads
     heads = {"q": (1 / factors.k).repeat_interleave(queries, 0), "k": factors.k, "v": factors.v}
     for part, child, _ in weights.norms():
         yield from weights.change_norm(child, heads[part])
         heads[part] = torch.ones_like(heads[part])  # the norm undoes what is in front of it
-    first, _ = weights.find_linear(_SEPARATE[0], _STACKED, _GROUPED)
+    first, _ = weights.find_linear(_SEPARATE[0], *_STACKED, _GROUPED)
     if first in _SEPARATE:
         for part, child in zip("qkv", _SEPARATE, strict=True):
             if bool((heads[part] != 1).any()):  # Gemma 4's V may have no layer of its own
                 yield from weights.change_linear(weights.find_linear(child)[0], heads[part].flatten())
-    elif first == _STACKED:
+    elif first in _STACKED:
         yield from weights.change_linear(first, torch.cat([heads[part].flatten() for part in "qkv"]))
     else:
         groups = [heads[part].reshape(weights.cached.num_kv_heads, -1) for part in "qkv"]

@@ -1,5 +1,6 @@
 """`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,11 +9,11 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
-from fp8kv_runtime.hf.layers import CacheRows, Fp8CacheLayer, ModuleScales, replace_layer
+from fp8kv_runtime.hf.layers import CacheRows, Fp8CacheLayer, ModuleScales, convert_cache, new_cache
 from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -86,7 +87,6 @@ class _Session:
         self._scales: dict[int, ModuleScales] = {s.layer_idx: s for s in scales.layers.values()}
         if not self._scales:
             raise AttentionError("no layer has scales, so there is nothing to hold in FP8")
-        self._config = model.config
         self._quantize_query = quantize_query
         # models that bypass the attention interface are given all of K and V in their own dtype
         self.swaps = bool(model.get_decoder()._can_set_attn_implementation())
@@ -95,8 +95,9 @@ class _Session:
         self._dtype = FP8_DTYPES[scales.fp8_dtype]
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
-        parameters = inspect.signature(model.get_decoder().forward).parameters.values()
-        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        parameters = inspect.signature(model.get_decoder().forward).parameters
+        self._positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._new_cache = functools.partial(new_cache, model)
 
     def _chooses_triton(self, model: PreTrainedModel, backend: Backend) -> bool:
         name = type(model).__name__
@@ -144,14 +145,14 @@ class _Session:
         """Reserve a forward pass's tokens in an FP8 cache, and return it."""
         cache = kwargs.get("past_key_values")
         if cache is None:
-            cache = DynamicCache(config=self._config)
+            cache = self._new_cache()
         candidates = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
         inputs = next((each for each in candidates if each is not None), None)
         if inputs is None:
             raise AttentionError("give the model input_ids or inputs_embeds")
         rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")
         rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        lengths = {cache.layers[layer_idx].get_seq_length() for layer_idx in self._scales}
+        lengths = {cache.get_seq_length(layer_idx) for layer_idx in self._scales}
         if len(lengths) > 1:
             raise AttentionError(
                 f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: an "
@@ -163,11 +164,9 @@ class _Session:
 
     def _convert(self, cache: Cache, num_rows: int) -> CacheRows:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
-        for layer in cache.layers:
-            if isinstance(layer, Fp8CacheLayer):
-                return layer.rows
-        while cache.layer_class_to_replicate is not None and len(cache.layers) <= max(self._scales):
-            cache.layers.append(cache.layer_class_to_replicate())
+        for layer in (*cache.layers, cache.layer_class_to_replicate):
+            if isinstance(rows := getattr(layer, "rows", None), CacheRows):
+                return rows
         rows = CacheRows(
             num_rows,
             block_size=self._block_size,
@@ -176,8 +175,7 @@ class _Session:
             restore=not self.swaps,
             lead=min(self._scales),
         )
-        for scales in self._scales.values():
-            replace_layer(cache, rows, scales)
+        convert_cache(cache, rows, self._scales)
         return rows
 
     def attend(

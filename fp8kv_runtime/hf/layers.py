@@ -1,14 +1,14 @@
 """A transformers cache in FP8: its rows as sequences of a `PagedKVCache`, its layers as `KVBlocks`."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -170,6 +170,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
                 device=key_states.device,
             )
         cache.add_layer(scales.layer_idx, blocks)
+        self.keys = self.values = key_states.new_empty(0)  # Mllama looks whether there are any
         self.is_initialized = True
 
     @torch.no_grad()
@@ -248,12 +249,6 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     prefetch = offload
 
 
-class Fp8IndexedLayer(DynamicIndexedLayer, Fp8CacheLayer):  # type: ignore[misc]
-    """The same for sparse attention: keys of its indexer, [B, T, D], lie beside it as they are."""
-
-    __init__, offload, prefetch = Fp8CacheLayer.__init__, Fp8CacheLayer.offload, Fp8CacheLayer.prefetch
-
-
 class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
     """The same beside the states of Mamba or a convolution, which lie there as they are."""
 
@@ -293,30 +288,65 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
 _REPLACEMENTS: dict[type, type[Fp8CacheLayer]] = {
     DynamicLayer: Fp8CacheLayer,
     DynamicSlidingWindowLayer: Fp8CacheLayer,
-    DynamicIndexedLayer: Fp8IndexedLayer,
     LinearAttentionAndFullAttentionLayer: Fp8HybridLayer,
     LinearAttentionAndSlidingWindowAttentionLayer: Fp8HybridLayer,
 }
 
 
-def replace_layer(cache: Cache, rows: CacheRows, scales: ModuleScales) -> None:
-    """Put an FP8 layer in the place of an empty layer of a transformers cache.
+def _replacement(kind: type) -> type[Fp8CacheLayer] | None:
+    """Return the FP8 layer for layers of this kind; None: what they hold is not known.
+
+    A kind may keep more beside K and V, as they are: keys of an indexer, for sparse attention.
+    """
+    update = getattr(kind, "update", None)
+    if kind not in _REPLACEMENTS and issubclass(kind, DynamicLayer) and update is DynamicLayer.update:
+        own = ("__init__", "offload", "prefetch")
+        members = {name: getattr(Fp8CacheLayer, name) for name in own}
+        members["_layer_type"] = None  # or new caches would have this class in place of `kind`
+        _REPLACEMENTS[kind] = type(f"Fp8{kind.__name__}", (kind, Fp8CacheLayer), members)
+    return _REPLACEMENTS.get(kind)
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache, of the model's own class where its decoder takes no other, as MiniMax's."""
+    parameter = inspect.signature(model.get_decoder().forward).parameters.get("past_key_values")
+    kinds = (kind for kind in get_args(parameter and parameter.annotation) if isinstance(kind, type))
+    own = next((kind for kind in kinds if issubclass(kind, DynamicCache) and kind is not DynamicCache), None)
+    return own() if own else DynamicCache(config=model.config)
+
+
+def convert_cache(cache: Cache, rows: CacheRows, scales: Mapping[int, ModuleScales]) -> None:
+    """Put FP8 layers in the place of those empty layers of a transformers cache that have `scales`.
 
     Raises:
-        AttentionError: the cache lacks this layer, or it is of an unknown kind, or holds tokens.
+        AttentionError: the cache lacks such a layer, or it is of an unknown kind, or holds tokens.
     """
-    layer_idx = scales.layer_idx
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or type(layer) not in _REPLACEMENTS:
+    kind = cache.layer_class_to_replicate  # of layers that the cache makes when K and V come
+    for layer_idx in scales:
+        if layer_idx < len(cache.layers) or kind is None:
+            layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+            cache.layers[layer_idx] = _fp8_layer(layer, rows, scales[layer_idx])
+    if kind is not None:
+
+        def make_layer() -> Any:
+            layer, own = kind(), scales.get(len(cache.layers))
+            return layer if own is None else _fp8_layer(layer, rows, own)
+
+        vars(make_layer)["rows"] = rows
+        cache.layer_class_to_replicate = make_layer
+
+
+def _fp8_layer(layer: Any, rows: CacheRows, scales: ModuleScales) -> Fp8CacheLayer:
+    if (replacement := _replacement(type(layer))) is None:
         raise AttentionError(
-            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
+            f"layer {scales.layer_idx} of the cache is {type(layer).__name__}; give generate a "
             "DynamicCache, or no cache at all"
         )
     if layer.get_seq_length() > 0:
         raise AttentionError(
             "the cache holds 16-bit K and V already; start with an empty one inside the block"
         )
-    cache.layers[layer_idx] = _REPLACEMENTS[type(layer)](layer, rows, scales)
+    return replacement(layer, rows, scales)
 
 
 def values_per_token(cache: Cache) -> int:

@@ -7,23 +7,23 @@ import families
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
-from families import published_gemma4, save_model, tiny_model, tiny_vision_language_model
+from families import published_gemma4, save_model, tiny_model
+from families_page import compare_amax, plain_caches
 from generation import PROMPT
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
 
-from calib.data import load_data
-from calib.models.config import load_config
-from calib.models.load import load_model, load_tokenizer
-from calib.models.sources import find_model
-from calib.recipe import load_recipe
-from calib.scales.stats_file import load_scales, load_stats
+from calib.scales.stats_file import load_scales
+from fp8kv_runtime.hf.layers import Fp8CacheLayer
 
 HEADS = {  # KV heads, K's channels, V's
     "mimo_v2_flash": [(4, 24, 16), (4, 24, 16), (2, 24, 16)],
     "gemma4": [(4, 16, 16), (2, 32, 32), (2, 32, 32)],
 }
-REFUSED = {"mllama": "the code of Mllama", "minimax": "has a cache class of its own, MiniMaxCache"}
+_ODD = families.LATENT["deepseek_v3"] | {"kv_lora_rank": 17}
+REFUSED = {
+    "a latent and k_pe must have an even number of values": ("deepseek_v3", _ODD),
+    "the code of LlamaForCausalLM fails there (TypeError: ": ("llama", {}),
+}
 TEXT = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--variants", "none")
 GENERATE = (PROMPT, "--max-new-tokens", 3)
 
@@ -43,24 +43,15 @@ def job(request, tmp_path_factory):
 
 def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
     family, directory, out = job
-    recipe, checkpoint = load_recipe(str(out / "fp8kv_calibration.json")), find_model(str(directory))
-    model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
-    samples = load_data(recipe.data, load_tokenizer(checkpoint), lambda: model).samples
-    cache = DynamicCache()  # without a config it keeps what lies outside of windows, too
-    with torch.inference_mode():
-        model(input_ids=torch.tensor(samples), past_key_values=cache, use_cache=True)
     flags = ("--strategy", "attn_head", "--offload", "layerwise")
     succeeded(calibrate(directory, "-o", tmp_path / "out", *flags))
-    stats = load_stats(out).layers
-    shapes = []
-    for name, held in zip(stats, cache.layers, strict=True):
-        amax = {"k": held.keys.abs().amax((0, 2)), "v": held.values.abs().amax((0, 2))}
-        shapes.append((*amax["k"].shape, amax["v"].shape[1]))
-        for which, own in amax.items():
-            assert torch.equal(getattr(stats[name], which).amax, own)
-            for made in (out, tmp_path / "out"):
-                assert torch.equal(getattr(load_scales(made).layers[name], which), own.amax(-1) / 448)
-    assert shapes == HEADS[family]
+    caches = plain_caches(directory, out)
+    assert compare_amax(out, caches) == "right"
+    assert [(*k.shape[::2], v.shape[2]) for k, v in caches.values()] == HEADS[family]
+    for made in (out, tmp_path / "out"):
+        for layer in load_scales(made).layers.values():
+            for scale, held in zip((layer.k, layer.v), caches[layer.layer_idx], strict=True):
+                assert torch.equal(scale, held.abs().amax((1, 2)) / 448)
 
 
 def test_an_engine_has_a_scale_for_each_head_of_its_layer_and_of_no_other(job, tmp_path):
@@ -116,48 +107,22 @@ def test_weights_are_rescaled_but_for_v_where_the_model_normalises_it(job, tmp_p
     ran("stress", model, "-o", tmp_path / "twin", *flags)
 
 
-@pytest.mark.parametrize("family", families.ONE_MODULE)
-def test_a_block_that_layers_share_is_refused_in_one_line(family, tmp_path):
-    model = save_model(tiny_model(family, **families.ONE_MODULE[family]), tmp_path / "model")
-    generated = fp8kv("generate", model, PROMPT, "--scales", "none")
-    for done in (calibrate(model, "-o", tmp_path / "out"), generated):
-        one_line_error(done, "is of a block that several layers share")
-
-
-def made(family):
-    if family == "mllama":
-        return tiny_vision_language_model(family)
-    model = tiny_model(family, **(families.CONVOLVED | families.OWN_CACHE)[family])
-    if family == "zaya":  # K is multiplied by this, which starts at 0
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(".temp"):
-                    parameter.fill_(1.0)
-    return model
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_later_commands_cannot_do_is_said_at_once(family, tmp_path):
-    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
-    done = succeeded(calibrate(model, "-o", out))
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_later_commands_cannot_do_is_said_at_once(reason, tmp_path, monkeypatch):
+    family, options = REFUSED[reason]
+    if not options:
+        monkeypatch.setattr(Fp8CacheLayer, "get_mask_sizes", None)
+    model, out = save_model(tiny_model(family, **options), tmp_path / "model"), tmp_path / "out"
+    done = succeeded(calibrate(model, "-o", out, "--format", "fp8kv"))
     assert "fp8kv generate" not in done.stdout
     warnings = json.loads((out / "fp8kv_calibration.json").read_text())["warnings"]
     start = "eval and generate cannot run this model on an FP8 cache: "
     (said,) = (each for each in warnings if each.startswith(start))
-    assert REFUSED[family] in said
+    assert reason in said
     assert said.endswith("; its scales are not affected")
-    for text in (done.stdout, (out / "README.md").read_text()):
-        assert said in " ".join(text.split())
+    assert said in " ".join(done.stdout.split())
     one_line_error(fp8kv("eval", model, *TEXT), said)
-    one_line_error(fp8kv("generate", out, *GENERATE), said)
-    # transformers' own cache: six tokens of the prompt, and two that were read again
-    assert "\n8 tokens: " in ran("generate", model, *GENERATE, "--cache", "int8_per_token_head").stdout
-
-
-@pytest.mark.parametrize("family", ["zaya", "inkling_text"])
-def test_all_commands_run_it(family, tmp_path):
-    model, out = save_model(made(family), tmp_path / "model"), tmp_path / "out"
-    ran("generate", model, *GENERATE, "--scales", "none", "--compare")
-    ran("eval", model, *TEXT)
-    succeeded(calibrate(model, "-o", out, "--format", "fp8kv"))
-    assert "cannot run this model" not in (out / "fp8kv_calibration.json").read_text()
+    one_line_error(fp8kv("generate", model, *GENERATE, "--scales", out), said)
+    if not options:  # transformers' own cache: six tokens of the prompt, and two that were read again
+        done = ran("generate", model, *GENERATE, "--cache", "int8_per_token_head")
+        assert "\n8 tokens: " in done.stdout

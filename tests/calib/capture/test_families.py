@@ -1,15 +1,17 @@
 """What is measured of every family is what its cache holds, bit for bit, and leaves no trace."""
 
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
+from families import FAMILIES, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
+from families_page import PAGE, TEXT, known_families, read_caches
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from calib.capture.attention import _is_equal, map_attention, observe_qkv
@@ -25,39 +27,13 @@ TOKENS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(
 BATCH = Batch(TOKENS, MASK, sample_ids=(0, 1), first_token=0)
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "kv"})
 
-_WINDOW = {"sliding_window": 64}  # wider than the samples, so that the cache holds all of them
-_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-_SECTIONS = {"head_dim": 16, "rope_parameters": _ROPE}
-# whose options need no more than to be named
-_PLAIN = [
-    *("afmoe", "apertus", "arcee", "biogpt", "bitnet", "cohere", "ctrl", "cwm", "doge", "ernie4_5"),
-    *("exaone4", "exaone_moe", "flex_olmo", "gemma", "glm", "glm4", "gpt2", "gpt_bigcode"),
-    *("granitemoe", "granitemoeshared", "hyperclovax", "jais2", "lfm2", "llama4_text", "minimax_m2"),
-    *("ministral3", "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "opt", "persimmon", "phi"),
-    *("seed_oss", "smollm3", "stablelm", "vaultgemma"),
-]
-OTHERS = {**HYBRIDS, "gemma3n_text": {**SHARED_KV, **_WINDOW}, **{family: {} for family in _PLAIN}}
-SEEING = {
-    "aya_vision": {"model_type": "cohere2", **_WINDOW},
-    "gemma3": _WINDOW,
-    "internvl": {"model_type": "qwen2"},
-    "mistral3": {"model_type": "mistral", **_WINDOW},
-    "llama4": {},
-    "paligemma": {},
-    **{name: {"model_type": "llama"} for name in ("idefics3", "llava", "llava_next")},
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _SECTIONS),
-}
+# those that docs/models.md calls right
+CALIBRATED = re.findall(r"^\| `(\S+)` \| `\w+` \| [^|]+ \| right", PAGE.read_text(), re.MULTILINE)
 CALLS_NO_INTERFACE = "call neither transformers' attention interface nor scaled_dot_product_attention"
 REFUSED = {
     "bert": "BertLMHeadModel is an encoder: its config says is_decoder false",
-    "bloom": CALLS_NO_INTERFACE,
-    "diffllama": "changes K or V after they are cached",
-    "gpt_neox_japanese": CALLS_NO_INTERFACE,
-    "jetmoe": "changes K or V after they are cached",
-    "mpt": f"layers [0, 1, 2] cache K and V but {CALLS_NO_INTERFACE}, so they cannot be observed",
+    "bloom": f"layers [0, 1, 2] cache K and V but {CALLS_NO_INTERFACE}, so they cannot be observed",
     "openai-gpt": "OpenAIGPTLMHeadModel hands out no KV cache in transformers",
-    "recurrent_gemma": "RecurrentGemmaForCausalLM hands out no KV cache in transformers",
-    "xglm": CALLS_NO_INTERFACE,
 }
 
 
@@ -73,17 +49,12 @@ def logits(model, mask=MASK):
     return model(TOKENS, attention_mask=mask, use_cache=False).logits
 
 
-@torch.inference_mode()
-def cached(model, cache):
-    return model(TOKENS, attention_mask=MASK, past_key_values=cache, use_cache=True).past_key_values.layers
-
-
 def wrong_layers(model, caches):
     """Layers and letters whose measured amax is not that of `caches`, and how many layers there are."""
     stats, wrong = calibrate(model, [BATCH], RECIPE), []
     for layer in stats.layers.values():
-        stored = caches[layer.layer_idx]
-        for letter, found, held in (("K", layer.k.amax, stored.keys), ("V", layer.v.amax, stored.values)):
+        amax = (layer.k.amax, layer.v.amax)
+        for letter, found, held in zip("KV", amax, caches[layer.layer_idx], strict=True):
             expected = held.transpose(1, 2)[MASK.bool()].abs().amax(0)
             repeats = len(expected) // len(found)  # Falcon's cache holds each KV head several times
             if not torch.equal(found, expected[::repeats]):
@@ -137,18 +108,18 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
     plain, given, before = logits(model), queries_given_to_attention(model), fingerprint(model)
     mapped = map_attention(model)
     seen, watched = observed(model)
-    caches = cached(model, DynamicCache())
+    caches = read_caches(model, TOKENS, MASK)
     kv_heads = 4 if family == "gpt_neox" else 2
     assert [m.layer_idx for m in mapped.cached.values()] == [0, 1, 2]
     assert {(m.num_heads, m.num_kv_heads) for m in mapped.cached.values()} == {(4, kv_heads)}
     assert {m.kv_repeat for m in mapped.cached.values()} == {2 if family == "falcon" else 1}
     assert not mapped.shared
     assert len(seen) == len(caches) == len(given) == 3
-    for name, layer, expected in zip(seen, caches, given, strict=True):
+    for name, (stored_key, stored_value), expected in zip(seen, caches.values(), given, strict=True):
         query, key, value = seen[name]
         assert torch.equal(query, expected)
-        assert torch.equal(key, layer.keys)
-        assert torch.equal(value, layer.values)
+        assert torch.equal(key, stored_key)
+        assert torch.equal(value, stored_value)
         module = mapped.cached[name]
         assert (module.head_dim, module.v_head_dim) == (key.shape[3], value.shape[3])
     assert wrong_layers(model, caches) == ([], 3)
@@ -160,17 +131,14 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("family", [*OTHERS, *SEEING])
+@pytest.mark.parametrize(
+    "family", [n if n in TEXT else pytest.param(n, marks=pytest.mark.nightly) for n in CALIBRATED]
+)
 def test_what_is_measured_is_what_the_cache_of_the_whole_model_holds(family):
-    if family in SEEING:
-        model = tiny_vision_language_model(family, **SEEING[family])
-    else:
-        fewer = {} if "layer_types" in OTHERS[family] else {"num_hidden_layers": 2}
-        model = tiny_model(family, **fewer | OTHERS[family])
+    model = known_families()[family]()
     plain = logits(model)
-    wrong, layers = wrong_layers(model, cached(model, None))
-    assert not wrong
-    assert layers == (1 if family in HYBRIDS else 3 if family in SEEING else 2)
+    caches = read_caches(model, TOKENS, MASK)
+    assert wrong_layers(model, caches) == ([], len(caches))
     assert torch.equal(logits(model), plain)
 
 
@@ -183,19 +151,18 @@ def test_of_latent_attention_what_is_cached_is_measured_and_no_bit_changed(famil
             attention.kv_a_proj_with_mqa.weight[16:] /= 64
         last.kv_a_proj_with_mqa.weight[16:] *= 4096
     caching = list(map_attention(model).cached.values())
-    caches = cached(model, DynamicCache(config=model.config))
+    caches = read_caches(model, TOKENS, MASK)
     seen, _ = observed(model)
     for module, (_, latent, k_pe) in zip(caching, seen.values(), strict=True):
         assert (module.latent, module.head_dim, module.v_head_dim) == (True, 16, 8)
-        assert torch.equal(latent, caches[module.layer_idx].keys)
-        assert torch.equal(k_pe, caches[module.layer_idx].values)
+        assert torch.equal(latent, caches[module.layer_idx][0])
+        assert torch.equal(k_pe, caches[module.layer_idx][1])
         assert (latent.shape, k_pe.shape) == ((2, 1, 12, 16), (2, 1, 12, 8))
     stats = calibrate(model, [BATCH], RECIPE)
     larger = [bool(layer.v.amax.max() > layer.k.amax.max()) for layer in stats.layers.values()]
     assert larger == [False] * (len(larger) - 1) + [True]
     for layer in derive_scales(stats, RECIPE).layers.values():
-        stored = caches[layer.layer_idx]
-        largest = max(x.transpose(1, 2)[MASK.bool()].abs().max() for x in (stored.keys, stored.values))
+        largest = max(x.transpose(1, 2)[MASK.bool()].abs().max() for x in caches[layer.layer_idx])
         assert layer.latent
         assert torch.equal(layer.k, layer.v)
         assert layer.k.item() == pytest.approx(largest.item() / 448, rel=1e-6)

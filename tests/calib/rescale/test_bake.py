@@ -13,9 +13,7 @@ from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
-from calib.models.sources import find_model
 from calib.rescale import rope_pairs
-from calib.rescale.bake import baked_factors
 from calib.rescale.factors import octave_factor, uniform_factors
 from calib.rescale.pipeline import RescalePlan
 from calib.rescale.rope_pairs import rotated_pairs
@@ -31,7 +29,6 @@ REFUSED = {
     "gpt2": ({}, "has no linear layer named q_proj"),
     "gemma3n_text": (SHARED_KV, "attends to another layer's K and V"),
     "olmo": ({"clip_qkv": 0.5}, "clips Q, K and V"),
-    "llama4_text": ({}, "does not follow a factor in front of it"),
     "bitnet": ({}, "does not follow a factor in front of it"),
 }
 # what their norms multiply by 1 + is not exact in bfloat16
@@ -188,14 +185,22 @@ def test_wrong_pairs_are_not_proved(llama, tmp_path, monkeypatch):
     assert not (tmp_path / "baked").exists()
 
 
-@pytest.mark.parametrize("head_dim", [6, 80])  # no powers of two, nor K mixed by RoPE alone
-def test_channels_that_a_norm_mixes_behind_rope(head_dim, tmp_path):
-    model = tiny_model("llama4_text", head_dim=head_dim).to(torch.bfloat16)
+def test_k_that_is_normalised_without_a_weight_stays_as_it_is(tmp_path):
+    model = tiny_model("llama4_text", num_hidden_layers=4, head_dim=6).to(torch.bfloat16)
     source = save_model(model, tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+    logits, before = seen(source)
+    for purpose in ("fp8", "int8"):
+        succeeded(bake(source, scales, tmp_path / purpose, "--for", purpose))
+        same, after = seen(tmp_path / purpose)
+        assert torch.equal(logits, same)
+        for name, (key, value) in before.items():  # the last layer has no RoPE, and no norm
+            assert torch.equal(key, after[name][0]) == (name != "model.layers.3.self_attn")
+            assert not torch.equal(value, after[name][1])
+
+
+def test_channels_that_are_mixed_in_another_way_than_by_rope(tmp_path):
+    source = save_model(tiny_model("inkling2_text").to(torch.bfloat16), tmp_path / "source")
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     refusal = "mixes channels of K in another way than RoPE's pairs"
     one_line_error(bake(source, scales, tmp_path / "out", "--for", "int8"), refusal)
-    with pytest.raises(UnsupportedModelError, match=refusal):
-        baked_factors(model.float(), find_model(str(source)), load_stats(scales), "int8")
-    for cache in ("int4_per_token_head", "lmdeploy_int4"):
-        ran("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)

@@ -96,9 +96,11 @@ def test_caches_that_are_not_its_own_and_a_block_in_a_block_are_refused_an_empty
 def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace_and_one_half_way_is_told(
     backend, model, scales, monkeypatch
 ):
-    caches = [DynamicCache(config=model.config) for _ in "ab"]
+    caches = [DynamicCache(), DynamicCache(config=model.config)]
     with torch.inference_mode(), fp8_attention(model, scales, backend=backend, block_size=4):
         for cache in caches:
+            with pytest.raises(IndexError):
+                model(IDS + 10**6, past_key_values=cache)
             model(IDS[:, :4], past_key_values=cache)
         with pytest.raises(IndexError):
             model(IDS[:, 4:] + 10**6, past_key_values=caches[0])

@@ -1,0 +1,62 @@
+"""docs/models.md: what runs again says the same, and mistakes are seen."""
+
+import re
+
+import families
+import families_page
+import pytest
+from families_page import PAGE, row_cells, rows
+
+from calib.capture.running_amax import RunningLayer
+from calib.rescale import pipeline, weight_changes
+from fp8kv_runtime.hf import attention
+
+# of each kind of layers one
+CHOSEN = [*("llama", "falcon", "gpt_oss", "llama4", "gemma4", "gemma3n_text", "kimi_linear", "minimax")]
+CHOSEN += [*("minimax_m3_vl_text", "inkling_text", "lfm2", "mllama", "zamba2", "hrm_text", "diffllama")]
+TEXT = PAGE.read_text()
+ROWS = {name: row for row, name in re.findall(r"^(\| `(\S+)` \| `.+)$", TEXT, re.MULTILINE)}
+REASONS = {reason: int(number) for number, reason in re.findall(r"^(\d+)\. (.+)$", TEXT, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.nightly) for n in ROWS]
+)
+def test_a_family_is_as_the_page_says(name):
+    (row,) = rows([name])
+    assert f"| {' | '.join(row_cells(row, dict(REASONS)))} |" == ROWS[name]
+
+
+def test_every_family_has_a_row_and_none_is_wrong():
+    assert ROWS.keys() == families_page.known_families().keys() > set(CHOSEN)
+    assert "wrong" not in "".join(ROWS.values())
+
+
+MISTAKES = {
+    (RunningLayer, "update"): (
+        lambda right: lambda self, q, k, v, tokens: right(self, q, v, k, tokens),
+        {"calibrate": "K of layer 0 is not", "layerwise": "V of layer 0 is not"},
+    ),
+    (attention, "convert_cache"): (
+        lambda right: lambda cache, rows, scales: right(cache, rows, dict(list(scales.items())[:-1])),
+        {"eval": "of [0, 1, 2] [0, 1] were in FP8"},
+    ),
+    (weight_changes, "head_changes"): (
+        lambda right: lambda weights, factors: [*right(weights, factors)][:-1],
+        {"bake": "logits are others"},
+    ),
+}
+
+
+@pytest.mark.parametrize("place", MISTAKES)
+def test_a_mistake_is_seen(place, monkeypatch):
+    mistake, found = MISTAKES[place]
+    monkeypatch.setattr(*place, mistake(getattr(*place)))
+    monkeypatch.setattr(pipeline, "prove", lambda *_: None)
+    monkeypatch.setattr(
+        families_page, "known_families", lambda: {"llama": lambda: families.tiny_model("llama")}
+    )
+    (row,) = rows()
+    for column, said in found.items():
+        assert said in row.results[column]
+        assert row.results[column].startswith("wrong: ")
