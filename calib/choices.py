@@ -26,7 +26,8 @@ VariantName = Literal[
 ]  # fmt: skip
 
 CacheName = Literal[
-    "all", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
+    "all", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
+    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "nvfp4",
     "nvfp4_4over6", "fp8_k_nvfp4_v", "lmdeploy_int8", "lmdeploy_int4",
     "fp8_ds_mla", "nvfp4_ds_mla",
 ]  # fmt: skip

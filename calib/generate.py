@@ -135,9 +135,9 @@ def generate_text(
     directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     if scales_for_model is None:
-        shapes = layer_shapes(model)
-        kind.bytes_per_token(shapes)  # a head size that is refused, before a wait
-        attention = rounded_attention(model, rounding(options.cache, dtype=served_dtype(checkpoint)))
+        shapes = {module.layer_idx: module.shape for module in map_attention(model).cached.values()}
+        kind.bytes_per_token(shapes.values())  # a head size that is refused, before a wait
+        attention = rounded_attention(model, rounding(options.cache, shapes, served_dtype(checkpoint)))
     else:
         check_fp8_cache(model)
         attention = fp8_attention(model, scales_for_model(model), backend=options.backend)
@@ -167,16 +167,16 @@ def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[st
     }
 
 
-def _simulated_memory(kind: CacheType, shapes: list[Shape], cached_tokens: int) -> dict[str, Any]:
+def _simulated_memory(kind: CacheType, shapes: dict[int, Shape], cached_tokens: int) -> dict[str, Any]:
     """Return the memory that a cache of this type would take, by the fields of the result."""
-    size = kind.bytes_per_token(shapes)
+    size = kind.model_bytes(shapes)
     return {
         "block_size": None,
         "bytes_per_token": size,
         "cache_bytes": size * cached_tokens,
         "cache": kind.name,
         "simulated": kind.simulated,
-        "values_per_token": sum(shape.values for shape in shapes),
+        "values_per_token": sum(shape.values for shape in shapes.values()),
     }
 
 

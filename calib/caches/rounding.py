@@ -1,6 +1,6 @@
 """Rounding of K and V to the codes of a cache type and back, as engines compute it, in a model that runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.caches import blocks, per_token_head
+from calib.caches import blocks, per_token_head, turboquant
+from calib.caches.types import cache_type
 from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
@@ -20,18 +21,24 @@ CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Codec = Callable[[Tensor], Tensor]
 
 
-def rounding(name: str, dtype: torch.dtype | None = None) -> CacheRounding:
+def rounding(name: str, layers: Iterable[int] = (), dtype: torch.dtype | None = None) -> CacheRounding:
     """Return the rounding of the cache type called `name`, of ALL_CACHES; static types have scale 1.0.
 
-    K and V keep their dtype, and are rounded to it once more than in the engine. LMDeploy keeps its
-    scales in the `dtype` that the model is served in: by default K's own, or float16 for float32.
+    `layers` are all of a model that have a cache: a type may leave the first and last ones in 16 bits. K
+    and V keep their dtype, and are rounded to it once more than in the engine. LMDeploy keeps its scales
+    in the `dtype` that the model is served in: by default K's own, or float16 for float32.
     """
     fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
+    key, value = turboquant.rotated_key, turboquant.value
     codecs: Mapping[str, Codec | tuple[Codec, Codec]] = {
         "fp8": fp8,
         "fp8_per_token_head": per_token_head.fp8_per_token_head,
         "int8_per_token_head": per_token_head.int8_per_token_head,
         "int4_per_token_head": per_token_head.int4_per_token_head,
+        "turboquant_k8v4": (fp8, partial(value, bits=4)),
+        "turboquant_4bit_nc": (partial(key, bits=4), partial(value, bits=4)),
+        "turboquant_k3v4_nc": (partial(key, bits=3), partial(value, bits=4)),
+        "turboquant_3bit_nc": (partial(key, bits=3), partial(value, bits=3)),
         "nvfp4": nvfp4,
         "nvfp4_4over6": blocks.nvfp4_four_over_six,
         "fp8_k_nvfp4_v": (fp8, nvfp4),
@@ -44,7 +51,12 @@ def rounding(name: str, dtype: torch.dtype | None = None) -> CacheRounding:
         raise InputError(f"cache '{name[:40]}' is not one of {', '.join(codecs)}")
     codec = codecs[name]
     key_codec, value_codec = codec if isinstance(codec, tuple) else (codec, codec)
-    return lambda layer_idx, key, value: (key_codec(key), value_codec(value))
+    edges = cache_type(name).edges(layers)
+
+    def round_layer(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return (key, value) if layer_idx in edges else (key_codec(key), value_codec(value))
+
+    return round_layer
 
 
 def rounded_attention(model: PreTrainedModel, rounding: CacheRounding) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Types of KV cache: what each makes of K and V, and its bytes per token. Engines say which they have."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -50,12 +51,15 @@ class Layout(Facts):
     block: int = 0  # values that share a scale; 0: none do
     scale_bytes: int = 1  # of a block's scale
     is_ragged: bool = False  # the last block may be shorter
+    is_rotated: bool = False  # by a Hadamard matrix of the whole vector
 
     def size(self, count: int, name: str = "head size") -> int:
         """Return the bytes of `count` values; an InputError where they do not fill bytes or blocks."""
-        multiple = 1 if self.is_ragged else self.block or max(1, 8 // self.bits)
+        multiple = 1 if self.is_ragged else self.block or 8 // math.gcd(8, self.bits)
         if count < 1 or count % multiple:
             raise InputError(f"{name} {count} is not a multiple of {multiple}")
+        if self.is_rotated and count & (count - 1):
+            raise InputError(f"{name} {count} is not a power of two")
         blocks = -(-count // self.block) if self.block else 0
         return count * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
 
@@ -69,6 +73,7 @@ class CacheType(Facts):
     attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
     is_static: bool = False  # its scales are 1.0, unless a checkpoint has some
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
+    edge_layers: int = 0  # so many at either end stay in 16 bits, where every layer has attention
     k: Layout
     v: Layout
 
@@ -88,6 +93,24 @@ class CacheType(Facts):
             return sum(shape.heads * (k + v) for shape, k, v in sizes)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
+
+    def model_bytes(self, shapes: Mapping[int, Shape]) -> int:
+        """Return the bytes of one token in a model, whose layers with a cache have these `shapes`."""
+        edges = self.edges(shapes)
+        quantised = [shape for index, shape in shapes.items() if index not in edges]
+        return self.bytes_per_token(quantised) + sum(2 * shapes[index].values for index in edges)
+
+    def edges(self, layers: Iterable[int]) -> set[int]:
+        """Return those of a model's `layers` with a cache that stay in 16 bits.
+
+        A hybrid, whose layers with a cache are not all of its first ones, has none (vLLM's
+        `get_boundary_skip_layers`).
+        """
+        indices = sorted(layers)
+        count = min(self.edge_layers, len(indices) // 2)
+        if not count or indices != [*range(len(indices))]:
+            return set()
+        return {*indices[:count], *indices[-count:]}
 
     def holds(self, shape: Shape) -> bool:
         """Return whether this type can hold a layer with the attention of `shape`; sizes are not checked."""

@@ -67,11 +67,12 @@ def cache_variants(
     for norms of 1 + weight, whose rounding is a warning.
     """
     dtype = served_dtype(checkpoint)
-    plain = {kind.name: _make_variant(kind.name, kind.description, dtype) for kind in types}
+    layers = [layer.layer_idx for layer in stats.layers.values()]
+    plain = {kind.name: _make_variant(kind.name, kind.description, layers, dtype) for kind in types}
     if baked_for(checkpoint):
         return list(plain.values()), []
     to_bake: dict[Purpose, list[Variant]] = {
-        "fp8": [_make_variant("fp8", "FP8 at scale 1.0")] if {"all", "fp8"} & set(names) else [],
+        "fp8": [_make_variant("fp8", "FP8 at scale 1.0", layers)] if {"all", "fp8"} & set(names) else [],
         "int8": [plain[kind.name] for kind in types if kind.integers],
     }
     baked, warnings = [], []
@@ -87,8 +88,10 @@ def cache_variants(
     return sorted([*plain.values(), *baked], key=lambda variant: order.index(str(variant.cache))), warnings
 
 
-def _make_variant(name: str, description: str, dtype: torch.dtype | None = None) -> Variant:
-    return Variant(name, description, "cache", cache=name, rounding=rounding(name, dtype))
+def _make_variant(
+    name: str, description: str, layers: list[int], dtype: torch.dtype | None = None
+) -> Variant:
+    return Variant(name, description, "cache", cache=name, rounding=rounding(name, layers, dtype))
 
 
 def _bake_variant(variant: Variant, factors: Mapping[int, LayerFactors]) -> Variant:
@@ -122,8 +125,8 @@ def count_bytes(variants: Sequence[Variant], shapes: Mapping[int, Shape]) -> lis
     for variant in variants:
         if variant.is_whole_cache:
             in_16_bits = shapes.keys() - set(variant.layers) if variant.scales else set()
-            quantised = [shape for index, shape in shapes.items() if index not in in_16_bits]
-            size = cache_type(variant.cache or "fp8").bytes_per_token(quantised)
+            quantised = {index: shape for index, shape in shapes.items() if index not in in_16_bits}
+            size = cache_type(variant.cache or "fp8").model_bytes(quantised)
             size += sum(2 * shapes[index].values for index in in_16_bits)
             variant = replace(variant, bytes_per_token=size)
         counted.append(variant)

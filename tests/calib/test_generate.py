@@ -130,7 +130,7 @@ def test_int8_is_what_attention_reads_and_its_bytes_and_speed_are_said(model, mo
 
 def test_lmdeploy_keeps_its_scales_in_the_dtype_of_the_config(tiny_directory, monkeypatch):
     taken = []
-    spy = lambda name, dtype: taken.append(dtype) or rounding(name, dtype=dtype)  # noqa: E731
+    spy = lambda name, layers, dtype: taken.append(dtype) or rounding(name, layers, dtype)  # noqa: E731
     monkeypatch.setattr("calib.generate.rounding", spy)
     edit_json(tiny_directory / "config.json", dtype=None, torch_dtype="bfloat16")
     as_json(tiny_directory, PROMPT, "--cache", "lmdeploy_int4", "--dtype", "float32")

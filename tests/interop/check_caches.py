@@ -18,6 +18,7 @@ from engine import report
 from torch import Tensor
 
 from calib.caches import blocks, per_token_head
+from calib.caches import turboquant as turbo
 
 # where the Makefile puts LMDeploy: apart, as it wants other versions of everything
 LMDEPLOY = Path(sys.prefix) / "lmdeploy" / "lmdeploy"
@@ -146,6 +147,39 @@ def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
     return torch.cat([packed, *eight], -1)
 
 
+def turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
+    """Bytes of K, then V, in the place of codes; scales are among them."""
+    from vllm.v1.attention.ops import triton_turboquant_store as ops
+
+    (tokens, heads, size), levels = x.shape, turbo.centroids(x.shape[-1], key_bits % 8 or 4)
+    key_bytes = size * key_bits // 8 + 2 * (key_bits < 8)
+    cache = torch.zeros(1, tokens, heads, key_bytes + size * bits // 8 + 4, dtype=torch.uint8)
+    tables = turbo.hadamard(size), (levels[:-1] + levels[1:]) / 2
+    with interpreted_triton.right_casts(), patch.object(ops, "_use_fp8_e4b15", lambda device: 0):
+        ops.triton_turboquant_store(
+            x, x, cache, torch.arange(tokens), *tables, key_bits % 8 or 4, key_bytes, bits, key_bits == 8
+        )
+    return cache[0], cache.new_empty(0)
+
+
+def own_turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
+    codes, *scale = turbo.value_codes(x, bits)
+    v = [packed(codes, bits), *(part.half().view(torch.uint8) for part in scale)]
+    if key_bits == 8:
+        k = [x.float().clamp(-448, 448).to(MODES["FP8"]).view(torch.uint8)]
+    else:
+        codes, length = turbo.key_codes(x, key_bits)
+        k = [packed(codes, key_bits), length.half().view(torch.uint8)]
+    return torch.cat([*k, *v], -1), codes.new_empty(0).byte()
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 3 or 4 bits [..., D] in bytes, the first in the lowest bits."""
+    groups = codes.long().unflatten(-1, (-1, 8)) << bits * torch.arange(8)
+    whole = groups.sum(-1, keepdim=True) >> 8 * torch.arange(bits)
+    return (whole & 255).to(torch.uint8).flatten(-2)
+
+
 TYPES = {
     "int8_per_token_head": (partial(one_byte, per_token_head.int8_codes, torch.int8), partial(vllm, "INT8")),
     "fp8_per_token_head": (partial(one_byte, per_token_head.fp8_scaled, MODES["FP8"]), partial(vllm, "FP8")),
@@ -153,11 +187,15 @@ TYPES = {
     "lmdeploy_int8": (partial(lmdeploy_integers, 8), partial(lmdeploy, 8)),
     "lmdeploy_int4": (partial(lmdeploy_integers, 4), partial(lmdeploy, 4)),
 }
+BITS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+TYPES |= {f"turboquant_{x}": (partial(own_turboquant, *n), partial(turboquant, *n)) for x, n in BITS.items()}
 LATENTS = {"fp8_ds_mla": (fp8_ds_mla, 656), "nvfp4_ds_mla": (nvfp4_ds_mla, 352)}  # bytes of a token
 
 
 def differences(name: str):
     for number, (*shape, size) in enumerate(SHAPES):
+        if name.startswith("turboquant") and shape[2] & (shape[2] - 1):
+            continue
         x = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * size
         # some values the same, and some of them halves of others
         x[0, 0, : shape[2] // 2] = x[0, 0, 0]

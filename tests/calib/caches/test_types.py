@@ -1,5 +1,7 @@
 """Cache types by name: their bytes, the layers they hold, and how they round K and V."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -16,6 +18,10 @@ TYPES = {
     "fp8_per_token_head": (64 + 4 + 64 + 4, 1 / 16),
     "int8_per_token_head": (64 + 4 + 64 + 4, 2.5 / 127),
     "int4_per_token_head": (32 + 4 + 32 + 4, 5 / 15),
+    "turboquant_k8v4": (64 + 32 + 4, 5 / 15),
+    "turboquant_4bit_nc": (32 + 2 + 32 + 4, 5 / 15),
+    "turboquant_k3v4_nc": (24 + 2 + 32 + 4, 5 / 15),
+    "turboquant_3bit_nc": (24 + 2 + 24 + 4, 5 / 7),
     "nvfp4": (32 + 4 + 32 + 4, 1 / 4),
     "nvfp4_4over6": (32 + 4 + 32 + 4, 1 / 4),
     "fp8_k_nvfp4_v": (64 + 32 + 4, 1 / 4),
@@ -32,6 +38,11 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
         assert kind.name == name
         assert kind.bytes_per_token([(1, 64, 64)]) == size, name
         assert kind.bytes_per_token([(3, 64, 64)] * 5) == 15 * size, name
+        # a hybrid, whose first layer has no cache, keeps none in 16 bits
+        for layers, in_16_bits in (([0, 1, 2, 3, 4], 4), ([0, 1, 2], 2), ([3, 7, 11], 0)):
+            in_16_bits *= name.startswith("turboquant")
+            whole = size * (len(layers) - in_16_bits) + 256 * in_16_bits
+            assert kind.model_bytes(dict.fromkeys(layers, Shape(1, 64, 64))) == whole, name
     # layers, and K and V, are counted apart
     assert cache_type("fp8_k_nvfp4_v").bytes_per_token([(2, 128, 64), (1, 32, 256)]) == 2 * 164 + 176
     # 61 layers of DeepSeek-V3: latents of 512, k_pe of 64
@@ -46,6 +57,7 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
     for name, shape, problem in (
         ("nvfp4", (1, 72, 72), "head size 72 is not a multiple of 16"),
         ("lmdeploy_int4", (1, 7, 7), "head size 7 is not a multiple of 2"),
+        ("turboquant_3bit_nc", (1, 24, 24), "head size 24 is not a power of two"),
         ("fp8", (1, 0, 0), "head size 0 is not a multiple of 1"),
         ("nvfp4_ds_mla", (1, 24, 8, "latents"), "latent size 24 is not a multiple of 16"),
     ):
@@ -68,17 +80,23 @@ def test_unknown_names(find):
         find("int7")
 
 
-def test_every_type_rounds_k_and_v_token_by_token():
+def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
     key, value = torch.randn(2, 1, 3, 5, 64, generator=torch.Generator().manual_seed(0)).unbind()
-    for name, (_, worst) in TYPES.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            pair = key.to(dtype), value.to(dtype)
-            together = rounding(name)(0, *pair)
-            alone = rounding(name)(0, *(x[:, 1:2, 3:4] for x in pair))
-            for x, whole, part in zip((key, value), together, alone, strict=True):
-                assert (whole.dtype, whole.shape) == (dtype, x.shape)
-                assert 0 < ((whole.float() - x).norm() / x.norm()).item() < worst, name
-                assert torch.equal(whole[:, 1:2, 3:4], part), name
+    key[0, 0, 2, 3] = value[0, 0, 2, 3] = float("nan")
+    for name, dtype in product((*TYPES, *LATENT_CACHES), (torch.float32, torch.bfloat16)):
+        _, worst = TYPES.get(name, (0, 1 / 4))
+        pair = key.to(dtype), value.to(dtype)
+        together = rounding(name)(0, *pair)
+        alone = rounding(name)(0, *(x[:, 1:2, 3:4] for x in pair))
+        for x, whole, part in zip((key, value), together, alone, strict=True):
+            assert (whole.dtype, whole.shape) == (dtype, x.shape)
+            assert 0 < ((whole.float() - x)[:, 1:].norm() / x[:, 1:].norm()).item() < worst, name
+            assert torch.equal(whole[:, 1:2, 3:4], part), name
+            assert whole[0, 0, 2].isnan().any()
+    key, value = key[:, 1:], value[:, 1:]
+    rounded = rounding("turboquant_k8v4", range(5))
+    for layer in (0, 1, 2, 3, 4):
+        assert all(map(torch.equal, rounded(layer, key, value), (key, value))) == (layer != 2)
     rounded = rounding("fp8_k_nvfp4_v")(0, key, value)
     assert torch.equal(rounded[0], key.to(torch.float8_e4m3fn).float())
     assert torch.equal(rounded[1], nvfp4(value))

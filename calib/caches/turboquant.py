@@ -1,0 +1,105 @@
+"""vLLM's TurboQuant: K as 3- or 4-bit codes of a rotated direction, or in FP8; V in 3 or 4 bits.
+
+K is divided by its length and rotated by a Hadamard matrix, after which each value is about normally
+distributed; the codes are those of the best quantiser for that (Lloyd 1982, Max 1960). Its length is
+kept in 16 bits. V has a scale and a zero point per token and head.
+
+The writer is v1/attention/ops/triton_turboquant_store.py of vLLM 0.32, the reader `_tq_full_dequant_kv`
+in triton_turboquant_decode.py. Both are for decoding: a prompt that vLLM reads in one piece is computed
+with K and V as they were.
+"""
+
+import math
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+
+LEAST_SCALE = 1e-8  # of V, and what is added to a length
+_ROUNDS, _POINTS, _TOLERANCE = 200, 200, 1e-10  # of the search for centroids
+
+
+def rotated_key(x: Tensor, bits: int) -> Tensor:
+    """Round K `x` [..., D] as its codes of `bits` are read; an InputError where D is not a power of two."""
+    codes, length = key_codes(x, bits)
+    direction = centroids(x.shape[-1], bits).to(x.device)[codes]
+    direction = direction / (direction.square().sum(-1, keepdim=True) + 1e-16).sqrt()
+    # the reader rotates Q in place of K, and rounds K to float16 where it has to hold it
+    key = (length.half().float() * direction).half().float()
+    return (key @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+
+
+def key_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [..., D] int64 and lengths [..., 1] float32 of K `x` [..., D]."""
+    size, x = x.shape[-1], x.float()
+    if size & (size - 1):
+        raise InputError(f"turboquant: head size {size} is not a power of two")
+    length = x.norm(dim=-1, keepdim=True)
+    rotated = (x / (length + LEAST_SCALE)) @ hadamard(size).to(x.device)
+    levels = centroids(size, bits).to(x.device)
+    return torch.bucketize(rotated, (levels[:-1] + levels[1:]) / 2, right=True), length
+
+
+def value(x: Tensor, bits: int) -> Tensor:
+    """Round V `x` [..., D] as its codes of `bits` are read."""
+    codes, scale, low = value_codes(x, bits)
+    return codes.mul_(scale.half()).add_(low.half()).half().to(x.dtype)
+
+
+def value_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes [..., D], scales and zero points [..., 1] of V `x` [..., D], float32."""
+    x, steps = x.float(), 2**bits - 1
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / steps).clamp_(min=LEAST_SCALE)
+    return ((x - low) / scale).add_(0.5).trunc_().clamp_(0, steps), scale, low
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """Return the orthonormal Hadamard matrix of `size`, a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+@cache
+def centroids(size: int, bits: int) -> Tensor:
+    """Return the levels [2 ** bits] of the best quantiser for values of variance 1 / `size`, ascending.
+
+    They are searched for as vLLM does, so that they have the same bits.
+    """
+    variance, count = 1 / size, 2**bits
+    end = 3.5 * math.sqrt(variance)
+    levels = [-end + 2 * end * (i + 0.5) / count for i in range(count)]
+    for _ in range(_ROUNDS):
+        edges = [-3 * end, *((a + b) / 2 for a, b in pairwise(levels)), 3 * end]
+        moved = [_mean(*ends, variance, x) for ends, x in zip(pairwise(edges), levels, strict=True)]
+        furthest = max(abs(a - b) for a, b in zip(levels, moved, strict=True))
+        if furthest < _TOLERANCE:
+            break
+        levels = moved
+    return torch.tensor(levels)
+
+
+def _mean(start: float, end: float, variance: float, default: float) -> float:
+    """Return the mean of a normal distribution between two points, by the trapezoidal rule."""
+    step = (end - start) / _POINTS
+    points = [start, *(start + i * step for i in range(1, _POINTS)), end]
+    density = [math.exp(-x * x / (2 * variance)) / math.sqrt(2 * math.pi * variance) for x in points]
+    mass = _integral(density, step)
+    return (
+        _integral([x * y for x, y in zip(points, density, strict=True)], step) / mass
+        if mass > 1e-15
+        else default
+    )
+
+
+def _integral(heights: list[float], step: float) -> float:
+    total = 0.5 * (heights[0] + heights[-1])
+    for height in heights[1:-1]:
+        total += height
+    return total * step
