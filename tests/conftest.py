@@ -21,11 +21,8 @@ pytest_plugins = ["engine_fixtures"]
 torch.manual_seed(0)
 
 # what `make test` leaves to `make test-slow`: a browser, a notebook, real models, PTX, mutants of kernels
-SLOW = (
-    *("test_demo.py", "test_examples.py", "test_latent_smollm2.py", "test_site.py"),
-    *("calib/evaluate/test_html_browser.py", "ptx/"),
-    "runtime/test_mutations.py",
-)
+SLOW = ("test_demo.py", "test_examples.py", "test_site.py", "calib/evaluate/test_html_browser.py", "ptx/")
+SLOW += ("runtime/test_mutations.py",)
 
 
 def pytest_collection_modifyitems(items):

@@ -170,14 +170,13 @@ def own_turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
     else:
         codes, length = turbo.key_codes(x, key_bits)
         k = [packed(codes, key_bits), length.half().view(torch.uint8)]
-    return torch.cat([*k, *v], -1), codes.new_empty(0).byte()
+    return torch.cat([*k, *v], -1), v[0].new_empty(0)
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Codes of 3 or 4 bits [..., D] in bytes, the first in the lowest bits."""
     groups = codes.long().unflatten(-1, (-1, 8)) << bits * torch.arange(8)
-    whole = groups.sum(-1, keepdim=True) >> 8 * torch.arange(bits)
-    return (whole & 255).to(torch.uint8).flatten(-2)
+    return (groups.sum(-1, keepdim=True) >> 8 * torch.arange(bits)).byte().flatten(-2)
 
 
 TYPES = {
