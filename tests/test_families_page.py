@@ -12,7 +12,9 @@ from calib.rescale import pipeline, weight_changes
 from fp8kv_runtime.hf import attention
 
 # of each kind of layers one
-CHOSEN = [*("llama", "falcon", "gpt_oss", "llama4", "gemma4", "gemma3n_text", "kimi_linear", "minimax")]
+CHOSEN = [
+    *("llama", "falcon", "gpt_oss", "llama4", "gemma4", "gemma3n_text", "kimi_k25", "kimi_linear", "minimax")
+]
 CHOSEN += [*("minimax_m3_vl_text", "inkling_text", "lfm2", "mllama", "zamba2", "hrm_text", "diffllama")]
 TEXT = PAGE.read_text()
 ROWS = {name: row for row, name in re.findall(r"^(\| `(\S+)` \| `.+)$", TEXT, re.MULTILINE)}

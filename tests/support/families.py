@@ -117,13 +117,6 @@ def tiny_model(model_type: str, **options):
 
 
 @built_once
-def kimi_k25():
-    """Kimi-K2.5: a DeepSeek-V3 that sees."""
-    text = {**_BASE, **LATENT["deepseek_v3"], "model_type": "deepseek_v3"}
-    return _built(AutoModelForImageTextToText, "kimi_k25", text_config=text, vision_config=_VISION)
-
-
-@built_once
 def mixed_model():
     """Latent attention in all layers but the second, which has K and V per head."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import calibrate as calibrate_command
 from command_line import fp8kv, one_line_error
-from families import LATENT, edit_json, kimi_k25, mixed_model, save_model, tiny_model
+from families import LATENT, edit_json, mixed_model, save_model, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -51,14 +51,6 @@ def saved(tmp_path_factory):
 def measured(saved):
     run(str(saved), JOB, saved.with_name("out"))
     return saved.with_name("out")
-
-
-def test_a_model_that_sees_caches_latents_of_its_text(tmp_path):
-    save_model(kimi_k25(), tmp_path / "model")
-    run(str(tmp_path / "model"), JOB, tmp_path / "out")
-    stats = load_stats(tmp_path / "out")
-    assert [*stats.layers] == [f"model.language_model.layers.{i}.self_attn" for i in range(3)]
-    assert all(layer.latent for layer in stats.layers.values())
 
 
 def test_layers_with_k_and_v_beside_latents_have_two_scales():
