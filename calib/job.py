@@ -16,7 +16,7 @@ from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
 from calib.capture.draft import add_draft_layer
-from calib.capture.loop import picture_arguments
+from calib.capture.loop import media_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (
     SavedProgress,
@@ -26,7 +26,7 @@ from calib.capture.resume import (
     read_until,
     remove_progress,
 )
-from calib.data import CalibrationData, PictureReader, load_data, shared_batch_size
+from calib.data import CalibrationData, MediaReader, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for
@@ -160,7 +160,7 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    reader = PictureReader.loader(checkpoint, config, recipe.trust_remote_code)
+    reader = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
     data = load_data(data_recipe, tokenizer, model, reader)
     _check_data(data, recipe, by_layer=by_layer)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
@@ -174,7 +174,7 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
     reason = None if layers else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
-    size = 1 if data.pictures else shared_batch_size(data_recipe, device, data.samples, processes)
+    size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
     resolved = {
         "device": device,
         "dtype": str(model().dtype).removeprefix("torch."),
@@ -186,11 +186,11 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
 
 
 def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool) -> None:
-    """Refuse data that is too little, and pictures for a model that runs layer by layer."""
-    if by_layer and data.pictures:
+    """Refuse data that is too little, and pictures and sound for a model that runs layer by layer."""
+    if by_layer and data.media:
         raise InputError(
-            "pictures are read by a whole model, and this one runs layer by layer; use --offload none, with "
-            "enough memory for its weights"
+            "pictures and sound are read by a whole model, and this one runs layer by layer; use --offload "
+            "none, with enough memory for its weights"
         )
     text = data.summary(recipe.data.skip_first)
     if recipe.headroom == "auto" or recipe.data.until is not None:
@@ -201,11 +201,11 @@ def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool) -> Non
 
 @torch.inference_mode()
 def _map_attention(model: PreTrainedModel, data: CalibrationData) -> AttentionMap:
-    """Find the model's attention while it reads text, or the first sample with a picture."""
+    """Find the model's attention while it reads text, or the first sample with a picture or sound."""
     for piece in data.pieces:
-        if piece.pictures and piece.pictures.count:
+        if piece.media and any(piece.media.counts):
             ids = torch.tensor([piece.ids], device=input_device(model))
-            return map_attention(model, {"input_ids": ids, **picture_arguments(model, piece.pictures)})
+            return map_attention(model, {"input_ids": ids, **media_arguments(model, piece.media)})
     return map_attention(model)
 
 

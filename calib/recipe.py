@@ -74,13 +74,14 @@ class ObserverRecipe(Settings):
 
 
 class DataRecipe(Settings):
-    """The text, and pictures, that the model reads during calibration."""
+    """The text, pictures and sound that the model reads during calibration."""
 
     dataset: Source = ULTRACHAT
     config: str | None = Field(default=None, description="Hub dataset configuration")
     split: str | None = Field(default=None, description="Hub dataset split; found when not given")
     column: str | None = Field(default=None, description="text or chat column; found when not given")
     images: str | None = Field(default=None, description="column of pictures, for a model that takes them")
+    audio: str | None = Field(default=None, description="column of sound, for a model that takes it")
     samples: int = Field(default=512, ge=1)
     seq_len: int = Field(default=2048, ge=2, description="tokens of a sample; a long document is several")
     batch_size: PositiveInt | Literal["auto"] = Field(default="auto", description="samples in a pass")

@@ -16,9 +16,18 @@ if not torch.cuda.is_available():
 
 from families import save_model, tiny_model
 
+from calib.errors import Fp8kvError
+
 pytest_plugins = ["engine_fixtures"]
 
 torch.manual_seed(0)
+
+
+def made_of_one_line(error, *arguments):
+    assert not any("\n" in str(each) for each in arguments), arguments
+
+
+Fp8kvError.__init__ = made_of_one_line
 
 # what `make test` leaves to `make test-slow`: a browser, a notebook, real models, PTX, mutants of kernels
 SLOW = ("test_demo.py", "test_examples.py", "test_site.py", "calib/evaluate/test_html_browser.py", "ptx/")
@@ -37,9 +46,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--update-golden",
-        action="store_true",
-        help="rewrite tests/calib/formats/golden; read the diff",
+        "--update-golden", action="store_true", help="rewrite tests/calib/formats/golden; read the diff"
     )
 
 

@@ -96,10 +96,10 @@ class AttentionMap:
     draft: Draft | None = None  # measured besides
 
     def read(
-        self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **pictures: Tensor
+        self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **media: Tensor
     ) -> Any:
         """Run `model` on token ids [B, T], as far as what it caches needs; return its output."""
-        return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **pictures)
+        return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **media)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Return scale 1.0 for every module, which engines use where they have no other."""
@@ -208,22 +208,22 @@ def _probe(
 
 
 def _calls_and_cache(
-    model: PreTrainedModel, reader: nn.Module, input_ids: Tensor | None = None, **pictures: Tensor
+    model: PreTrainedModel, reader: nn.Module, input_ids: Tensor | None = None, **media: Tensor
 ) -> tuple[dict[str, QKV], Any]:
     calls: dict[str, QKV] = {}
     if input_ids is None:
         input_ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
     with observe_qkv(model, lambda name, *qkv: calls.__setitem__(name, qkv)):
-        out = _run(reader, input_ids, torch.ones_like(input_ids), use_cache=True, **pictures)
+        out = _run(reader, input_ids, torch.ones_like(input_ids), use_cache=True, **media)
     return calls, out.get("past_key_values")
 
 
 def _run(
-    reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool, **pictures: Tensor
+    reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool, **media: Tensor
 ) -> Any:
     # a reader with an LM head, as Llama 4's, would compute logits of every token
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(reader.forward).parameters else {}
-    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last, **pictures)
+    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last, **media)
 
 
 def _cached_attention(

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, Draft, map_attention, observe_qkv
 from calib.capture.running_amax import RunningLayer, count_tokens
-from calib.data import Batch, PictureSample, make_batches
+from calib.data import Batch, MediaSample, make_batches
 from calib.errors import CalibrationError, InputError, one_line
 from calib.models.config import model_positions
 from calib.models.load import input_device
@@ -98,8 +97,8 @@ def _observe(
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     last = None if is_offloaded or attention.draft else [*layers][-1]
     with observing(model, batch, layers, last=last):
-        pictures = picture_arguments(model, batch.pictures)
-        output = attention.read(model, batch.input_ids, batch.attention_mask, **pictures)
+        media = media_arguments(model, batch.media)
+        output = attention.read(model, batch.input_ids, batch.attention_mask, **media)
     if attention.draft:
         observe_draft(attention.draft, batch, output.last_hidden_state, layers)
 
@@ -111,7 +110,7 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
         draft.read(batch.input_ids, hidden)
 
 
-def picture_arguments(model: PreTrainedModel, sample: PictureSample | None) -> dict[str, Tensor]:
+def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
     """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text."""
     device, arguments = input_device(model), sample.arguments() if sample else {}
     return {
@@ -168,12 +167,11 @@ def _find_non_finite(
 
 
 def singles(batch: Batch) -> list[Batch]:
-    """Return the samples of `batch`, each a batch of its own."""
-    if batch.pictures is not None:
+    """Return the samples of `batch`, each a batch of its own and the first of a run."""
+    if batch.media is not None:
         return [batch]
-    starts = accumulate(batch.attention_mask.sum(1).tolist(), initial=batch.first_token)
-    rows = zip(batch.input_ids, batch.attention_mask, batch.sample_ids, starts, strict=False)
-    return [Batch(ids[None], mask[None], (i,), start, batch.skip_first) for ids, mask, i, start in rows]
+    rows = zip(batch.input_ids, batch.attention_mask, batch.sample_ids, strict=True)
+    return [Batch(ids[None], mask[None], (i,), 0, batch.skip_first) for ids, mask, i in rows]
 
 
 def blame(place: str | None, batch: Batch) -> CalibrationError:

@@ -44,8 +44,8 @@ def count_tokens(batch: Batch) -> CountedTokens:
     position_buckets = bucket_indices(positions[counted]).clamp(max=POSITION_BUCKETS - 1)
     buckets = bucket_indices(indices[counted])
     modalities = None
-    if batch.pictures is not None:
-        modalities = batch.pictures.modalities.to(real.device)[None][counted]
+    if batch.media is not None:
+        modalities = batch.media.modalities.to(real.device)[None][counted]
     return CountedTokens(rows, batch.num_tokens, buckets, position_buckets, modalities)
 
 

@@ -44,6 +44,7 @@ def calibrate(
         "`self` (the model's own) or `random`."
     ),
     images: str | None = flags.IMAGES,
+    audio: str | None = flags.AUDIO,
     samples: int | None = flags.option("Read this many samples. Default: 512."),
     seq_len: int | None = flags.option(
         "Cut samples to this many tokens; a long document is several. Default: 2048."

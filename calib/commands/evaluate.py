@@ -63,6 +63,7 @@ def evaluate(
         "Also measure on this dataset, or on `all` built-in texts. Repeatable.", metavar="DATASET"
     ),
     images: str | None = flags.IMAGES,
+    audio: str | None = flags.AUDIO,
     device: choices.Device | None = flags.DEVICE,
     samples: int | None = _SAMPLES,
     seq_len: int | None = _SEQ_LEN,

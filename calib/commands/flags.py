@@ -45,6 +45,7 @@ IMAGES = option(
     "builtin:pictures and builtin:more-pictures.",
     metavar="COLUMN",
 )
+AUDIO = option("Read the sound in this column too, with a model that takes sound.", metavar="COLUMN")
 SEED = data("Choose the text at random with this seed. Default: 42.")
 TRUST_REMOTE_CODE = resources(
     "Run Python code that comes with the model.", "--trust-remote-code", default=False

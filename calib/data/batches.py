@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.data.samples import PictureSample
+from calib.data.samples import MediaSample
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -30,7 +30,7 @@ class Batch:
     sample_ids: tuple[int, ...]  # row -> index in CalibrationData.samples
     first_token: int  # number of the first real token
     skip_first: int = 0  # tokens of each sample that are read and not counted
-    pictures: PictureSample | None = None  # of the one sample of a batch that a processor has made
+    media: MediaSample | None = None  # of the one sample of a batch that a processor has made
 
     @property
     def num_tokens(self) -> int:

@@ -20,8 +20,8 @@ from calib.data.builtin import BUILTIN_PREFIX, MORE_PICTURES, PICTURES, builtin_
 from calib.data.generated import GENERATED
 from calib.data.hub_rows import find_split, stream_rows
 from calib.data.local_rows import READERS, find_files, looks_local, open_rows
-from calib.data.pictures import PictureReader
-from calib.data.samples import LocatedRow, Piece, has_picture, tokenize_rows, unknown_ids
+from calib.data.media import MediaReader
+from calib.data.samples import LocatedRow, Piece, has_media, tokenize_rows, unknown_ids
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 from calib.scales.text_summary import TextSummary
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_FILE_NAMES = 6  # in a warning
-_FIRST_ROWS = 64  # in which a dataset with pictures has one
+_FIRST_ROWS = 64  # in which a dataset with pictures or sound has one
+# of what a processor reads, in the order of MODALITIES
+MEDIA_COUNTS = {"pictures": "picture_tokens", "audio": "audio_tokens"}
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,14 @@ class CalibrationData:
         return self.words[1] - sum(piece.tokens for piece in self.pieces) if self.words else 0
 
     @property
-    def pictures(self) -> dict[str, int]:
-        """Numbers of pictures and of their tokens; empty if no processor has read the data."""
-        samples = [piece.pictures for piece in self.pieces if piece.pictures]
-        tokens = sum(int((sample.modalities > 0).sum()) for sample in samples)
-        return {"pictures": sum(x.count for x in samples), "picture_tokens": tokens} if samples else {}
+    def media(self) -> dict[str, int]:
+        """Numbers of pictures and sounds, and of their tokens; empty if no processor has read the data."""
+        samples, counts = [piece.media for piece in self.pieces if piece.media], dict[str, int]()
+        for number, (name, tokens) in enumerate(MEDIA_COUNTS.items(), 1):
+            if samples and (count := sum(x.counts[number - 1] for x in samples)):
+                counts[name] = count
+                counts[tokens] = sum(int((x.modalities == number).sum()) for x in samples)
+        return counts
 
     @property
     def num_tokens(self) -> int:
@@ -82,33 +87,33 @@ class CalibrationData:
     @property
     def line(self) -> str:
         """Numbers of documents, samples and tokens, for a terminal."""
-        pictures = "; pictures: {pictures:,}, {picture_tokens:,} of the tokens" if self.pictures else ""
+        names, media = MEDIA_COUNTS.items(), self.media
+        parts = (f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media)
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
-            f"{self.num_tokens:,} tokens read, {self.unread:,} left unread"
-            + pictures.format_map(self.pictures)
+            f"{self.num_tokens:,} tokens read, {self.unread:,} left unread{''.join(parts)}"
         )
 
     def summary(self, skip_first: int = 0) -> TextSummary:
         """Return numbers of the tokens that count: those after the first `skip_first` of a sample.
 
-        Tokens of pictures are not text, and text after another picture is not repeated.
+        Tokens of pictures and sounds are not text, and text after another of these is not repeated.
         """
         text = self.samples
-        if self.pictures:
+        if self.media:
             places = [x.modalities.tolist() if x else [] for *_, x in self.pieces]
             text = [
                 [i for at, i in enumerate(ids) if at < skip_first or not is_picture[at]]
                 for ids, is_picture in zip(text, places, strict=True)
             ]
         summary = TextSummary.of(text, skip_first, unknown=self.unknown, words=self.words)
-        return replace(summary, unrepeated_tokens=summary.tokens) if self.pictures else summary
+        return replace(summary, unrepeated_tokens=summary.tokens) if self.media else summary
 
     def batches(self, size: int, recipe: DataRecipe) -> list[Batch]:
         """Return batches of `size` samples; of one, with its pictures, if a processor has read the data."""
         batches = make_batches(self.samples, size, pad_id=0, seed=recipe.seed, skip_first=recipe.skip_first)
         return [
-            replace(batch, pictures=self.pieces[batch.sample_ids[0]].pictures) if self.pictures else batch
+            replace(batch, media=self.pieces[batch.sample_ids[0]].media) if self.media else batch
             for batch in batches
         ]
 
@@ -121,7 +126,7 @@ def load_data(
     recipe: DataRecipe,
     tokenizer: PreTrainedTokenizerBase,
     load_model: Callable[[], PreTrainedModel],
-    load_reader: Callable[[], PictureReader] | None = None,
+    load_reader: Callable[[], MediaReader] | None = None,
 ) -> CalibrationData:
     """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens; see `Pieces`.
 
@@ -130,11 +135,11 @@ def load_data(
     read with `load_reader`, where the recipe or one of the first rows names any; without it, text alone is.
     """
     reader = None
-    if recipe.images is not None or recipe.dataset in (PICTURES, MORE_PICTURES):
+    if recipe.images or recipe.audio or recipe.dataset in (PICTURES, MORE_PICTURES):
         if load_reader is None or recipe.dataset in GENERATED:
             raise InputError(
-                "pictures are read with a model that takes them, of data that has them: leave out --images, "
-                "and choose a dataset of text"
+                "pictures and sound are read with a model that takes them, of data that has them: leave out "
+                "--images and --audio, and choose a dataset of text"
             )
         reader = load_reader()
     if recipe.dataset in GENERATED:
@@ -148,7 +153,7 @@ def load_data(
         rows = iter(source.rows)
         first = [*islice(rows, min(_FIRST_ROWS, recipe.samples))]
         source = source._replace(rows=chain(first, rows))
-        if reader or any(has_picture(row) for _, row in first):
+        if reader or any(has_media(row) for _, row in first):
             pieces, warnings, words = (reader or load_reader()).read(source.rows, recipe, source.folder)
             return CalibrationData(pieces, source.name, source.warnings + warnings, words=words)
     pieces, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)

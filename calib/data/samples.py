@@ -28,9 +28,9 @@ TEXT_COLUMNS = ("text", "content", "document")
 OPENING_COLUMNS = ("prompt", "instruction", "question")
 CONTINUING_COLUMNS = ("input", "completion", "response", "output", "answer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-PICTURE_PARTS = ("image", "image_url")  # types of parts of a message
-# keys of such a part that hold the picture, or say where it is
-_PICTURE_KEYS = (*PICTURE_PARTS, "url", "path")
+# types of parts of a message, and what they hold
+MEDIA_PARTS = {"image": "image", "image_url": "image"}
+MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "audio")
 
 MAX_REFUSALS = 100  # rows without text at the start, after which no row is expected to have some
 MAX_TURNS = 256  # places looked for in a long chat; each takes rendering it once
@@ -48,10 +48,10 @@ class TemplateRefusal(Exception):
 
 
 @dataclass(frozen=True)
-class PictureSample:
-    """The pictures of a sample, and where they are among its tokens."""
+class MediaSample:
+    """The pictures and sounds of a sample, and where they are among its tokens."""
 
-    count: int
+    counts: tuple[int, ...]  # of MODALITIES but text
     modalities: Tensor  # [T] int64, index in MODALITIES of what each token is a part of
     digest: bytes  # of the model's arguments
     arguments: Callable[[], dict[str, Tensor]]  # of the model's forward, beside input_ids and attention_mask
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
     document: int
     tokens: int  # of the document, without a repeated opening
     ids: list[int]
-    pictures: PictureSample | None = None  # of a row that a processor has read
+    media: MediaSample | None = None  # of a row that a processor has read
 
 
 class Tokenized(NamedTuple):
@@ -118,10 +118,10 @@ def tokenize_rows(
     return Tokenized(samples, row_warnings(recipe, len(samples), refusals, unusable), (words, word_tokens))
 
 
-def find_document(row: Row, column: str | None, *, pictures: bool = False) -> Document:
+def find_document(row: Row, column: str | None, *, media: bool = False) -> Document:
     """Return the chat or text in `column` of `row`, by default in the first column of a usual name.
 
-    With `pictures`, messages keep their pictures, as parts `{"type": "image", "image": ...}`.
+    With `media`, messages keep pictures and sounds, as parts `{"type": "image", "image": ...}`.
 
     Raises:
         UnusableRow: the column is missing, or holds neither; or no column is an obvious choice.
@@ -140,23 +140,23 @@ def find_document(row: Row, column: str | None, *, pictures: bool = False) -> Do
         if len(strings) != 1:
             raise UnusableRow(f"cannot tell which column holds the text; {columns}")
         name = strings[0]
-    document = _document(row[name], name, columns, pictures)
+    document = _document(row[name], name, columns, media)
     if column is not None or name not in OPENING_COLUMNS:
         return document
     # an answer of another type is a label, such as the number of a choice
     names = [name for name in CONTINUING_COLUMNS if isinstance(row.get(name), type(document))]
-    parts = [document, *(_document(row[name], name, columns, pictures) for name in names)]
+    parts = [document, *(_document(row[name], name, columns, media) for name in names)]
     if isinstance(document, str):
         return "\n\n".join(part for part in parts if isinstance(part, str) and part)
     return [message for part in parts for message in part if isinstance(message, dict)]
 
 
-def has_picture(row: Row) -> bool:
-    """Return whether a chat in `row` has a part that is a picture."""
+def has_media(row: Row) -> bool:
+    """Return whether a chat in `row` has a part that is a picture or sound."""
     columns = row.values() if isinstance(row, Mapping) else ()
     messages = (m for x in columns if isinstance(x, list) for m in x if isinstance(m, Mapping))
     parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
-    return any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts)
+    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS for part in parts)
 
 
 def count_words(document: Document) -> int:
@@ -173,18 +173,18 @@ def message_text(message: Message) -> str | None:
     return content
 
 
-def _document(value: Any, column: str, columns: str, pictures: bool) -> Document:
+def _document(value: Any, column: str, columns: str, media: bool) -> Document:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         where = f"a chat message in column '{column}'"
-        return [_message(message, where, pictures) for message in value]
+        return [_message(message, where, media) for message in value]
     raise UnusableRow(
         f"column '{column}' holds {type(value).__name__}, neither text nor a list of chat messages; {columns}"
     )
 
 
-def _message(message: Mapping[str, Any], where: str, pictures: bool) -> Message:
+def _message(message: Mapping[str, Any], where: str, media: bool) -> Message:
     if "role" in message:
         # Arrow fills absent keys with None, and templates ask only whether a key is there
         plain = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -199,17 +199,18 @@ def _message(message: Mapping[str, Any], where: str, pictures: bool) -> Message:
         return plain
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise UnusableRow(f"{where} holds {type(content).__name__}, neither text nor parts")
-    return plain | {"content": [_part(part, where, pictures) for part in content]}
+    return plain | {"content": [_part(part, where, media) for part in content]}
 
 
-def _part(part: Mapping[str, Any], where: str, pictures: bool) -> dict[str, Any]:
+def _part(part: Mapping[str, Any], where: str, media: bool) -> dict[str, Any]:
     kind = part.get("type")
-    if kind in PICTURE_PARTS and pictures:
-        picture = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
-        is_link = kind == "image_url" and isinstance(picture, Mapping)
-        return {"type": "image", "image": picture.get("url") if is_link and picture else picture}
+    if kind in MEDIA_PARTS and media:
+        name = MEDIA_PARTS[kind]
+        value = next((part[key] for key in (kind, name, "url", "path") if part.get(key) is not None), None)
+        is_link = kind.endswith("_url") and isinstance(value, Mapping)
+        return {"type": name, name: value.get("url") if is_link and value else value}
     if kind != "text":
-        readable = "text and pictures" if pictures else "only text"
+        readable = "text, pictures and sound" if media else "only text"
         raise UnusableRow(f"{where} has a part of type '{kind}'; {readable} can be read")
     if not isinstance(part.get("text"), str):
         raise UnusableRow(f"{where} has a part of type 'text' without text; only text can be read")

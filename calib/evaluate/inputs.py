@@ -77,11 +77,11 @@ def whole_text_only(suite: Suite) -> Suite:
 def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = True) -> Recipe:
     """Add the suite's lengths, and all statistics that a variant may need.
 
-    Pictures, of the calibration or else of the evaluation, are read as other text: theirs is short.
+    Pictures and sound, of the calibration or else of the evaluation, are read as other text.
     """
     data, settings, built_in = recipe.data, recipe.evaluation, (*BUILTIN, *GENERATED)
-    dataset, images = settings.dataset or data.dataset, data.images
-    has_column = images is not None and {*settings.also} <= {*built_in, "all"}
+    dataset = settings.dataset or data.dataset
+    has_column = bool(data.images or data.audio) and {*settings.also} <= {*built_in, "all"}
     for seen in (data.dataset, dataset):
         if seen in (PICTURES, MORE_PICTURES) or (has_column and seen not in built_in):
             also = dict.fromkeys((MORE_PICTURES if seen == PICTURES else seen, *settings.also))
@@ -91,8 +91,8 @@ def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = Tru
             dataset = PYTHON_DOCS if dataset == seen else dataset
             break
     if dataset != data.dataset:
-        few = data.allow_few_tokens
-        data = DataRecipe(dataset=dataset, images=images, seed=data.seed, allow_few_tokens=few)
+        names = ("images", "audio", "seed", "allow_few_tokens")
+        data = DataRecipe(dataset=dataset, **{name: getattr(data, name) for name in names})
     samples = suite.calibration_samples + suite.documents
     data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     observer = ObserverRecipe(name="mse")  # its histogram is for a variant
@@ -158,7 +158,9 @@ def load_text(
 def sample_loader(setup: Setup, recipe: DataRecipe) -> Callable[[int], CalibrationData]:
     """Return a function that loads as many samples as it is told, or all there are; of text alone."""
     return lambda samples: load_data(
-        recipe.model_copy(update={"samples": samples, "images": None}), setup.tokenizer, lambda: setup.model
+        recipe.model_copy(update={"samples": samples, "images": None, "audio": None}),
+        setup.tokenizer,
+        lambda: setup.model,
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from calib.capture.attention import map_attention
-from calib.capture.loop import picture_arguments
-from calib.data import PictureSample
+from calib.capture.loop import media_arguments
+from calib.data import MediaSample
 from calib.evaluate.report import (
     ClippedLayer,
     Events,
@@ -75,11 +75,11 @@ def read_layers(
     setup: Setup,
     documents: Sequence[Tensor],
     variants: Sequence[Variant],
-    pictures: Sequence[PictureSample | None] = (),
+    media: Sequence[MediaSample | None] = (),
     *,
     with_errors: bool = True,
 ) -> tuple[dict[str, dict[int, Any]], dict[int, LayerValues]]:
-    """Read `documents` [T] and their `pictures` with the reference, and round its K and V as variants do.
+    """Read `documents` [T] and their `media` with the reference, and round its K and V as variants do.
 
     Return a `LayerError` by variant and layer_idx, and K and V by layer_idx; without errors, a `Clipping` and
     nothing. Each layer is given the reference's input; those that read another's cache are left out.
@@ -115,8 +115,8 @@ def read_layers(
 
     stage = "per-layer errors" if with_errors else "clipped values"
     with swap_attention(model, attend):
-        for token_ids, sample in setup.progress.each(stage, [*zip_longest(documents, pictures)], "documents"):
-            attention.read(model, token_ids[None].to(model.device), **picture_arguments(model, sample))
+        for token_ids, sample in setup.progress.each(stage, [*zip_longest(documents, media)], "documents"):
+            attention.read(model, token_ids[None].to(model.device), **media_arguments(model, sample))
     joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _join(parts) for idx, parts in values.items()}
 

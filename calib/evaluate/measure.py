@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedTokenizerBase
 
-from calib.capture.loop import picture_arguments
+from calib.capture.loop import media_arguments
 from calib.choices import REFERENCE
-from calib.data import PictureSample
+from calib.data import MediaSample
 from calib.divergence import ReferenceLogits
 from calib.errors import InputError
 from calib.evaluate.inputs import EvaluationText, Passkey
@@ -69,17 +69,17 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
 
 
 def compare_variants(
-    setup: Setup, token_ids: Tensor, variants: Sequence[Variant], pictures: PictureSample | None = None
+    setup: Setup, token_ids: Tensor, variants: Sequence[Variant], media: MediaSample | None = None
 ) -> dict[str, Divergence]:
     """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them.
 
-    A model takes `pictures` with all the tokens that stand for them: these are read at once.
+    A model takes `media` with all the tokens that stand for them: these are read at once.
     """
-    arguments = picture_arguments(setup.model, pictures)
+    arguments = media_arguments(setup.model, media)
     config = setup.model.config
     caches = [(variant, new_cache(setup.model)) for variant in (UNCHANGED, *variants)]
     parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
-    for rows in chunks(len(token_ids), len(token_ids) if pictures else _tokens_at_once(config)):
+    for rows in chunks(len(token_ids), len(token_ids) if media else _tokens_at_once(config)):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
         reference = None
         for variant, cache in caches:

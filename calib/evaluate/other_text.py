@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calib.choices import REFERENCE
-from calib.data import CalibrationData, PictureReader, PictureSample, check_dataset, dataset_key, load_data
+from calib.data import CalibrationData, MediaReader, MediaSample, check_dataset, dataset_key, load_data
 from calib.data.builtin import BUILTIN, LONG, MORE_PICTURES, PICTURES
 from calib.data.generated import GENERATED
 from calib.errors import InputError
@@ -44,7 +44,7 @@ _LONGER = 4  # times the suite's length, of half as many documents
 # the verdict names a text where more than this share of its tokens is clipped, and more than of our own
 _CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
 _NAMED = 3  # texts in the verdict
-LoadReader = Callable[[], PictureReader] | None
+LoadReader = Callable[[], MediaReader] | None
 
 
 class OtherDocuments(NamedTuple):
@@ -52,7 +52,7 @@ class OtherDocuments(NamedTuple):
 
     data: CalibrationData
     documents: Sequence[Tensor]  # [T] each
-    pictures: Sequence[PictureSample | None]  # of each; None: a tokenizer has read it
+    media: Sequence[MediaSample | None]  # of each; None: a tokenizer has read it
 
 
 class MeasuredElsewhere(NamedTuple):
@@ -110,10 +110,9 @@ def _load_text(
         seq_len, documents = min(_LONGER * seq_len, positions), max(_LEAST, documents // 2)
 
     def load(samples: int) -> CalibrationData:
-        images = None if dataset in (*BUILTIN, *GENERATED) else recipe.data.images
-        data = DataRecipe(
-            dataset=dataset, images=images, seed=recipe.data.seed, seq_len=seq_len, samples=samples
-        )
+        own = ("seed",) if dataset in (*BUILTIN, *GENERATED) else ("seed", "images", "audio")
+        settings = {name: getattr(recipe.data, name) for name in own}
+        data = DataRecipe(dataset=dataset, seq_len=seq_len, samples=samples, **settings)
         return load_data(data, setup.tokenizer, lambda: setup.model, load_reader)
 
     # the variant of that name has read the first
@@ -122,7 +121,7 @@ def _load_text(
     data, pieces = held_out.data, held_out.pieces
     check_token_ids(chain.from_iterable(piece.ids for piece in pieces), setup.tokenizer, setup.model)
     warnings = [line for line in data.warnings if dataset not in GENERATED]
-    text = OtherDocuments(data, held_out.documents, [piece.pictures for piece in pieces])
+    text = OtherDocuments(data, held_out.documents, [piece.media for piece in pieces])
     return text, [*held_out.warnings, *warnings]
 
 
@@ -146,11 +145,11 @@ def measure_other_texts(
     measured = []
     for text in texts:
         divergences: dict[str, list[Divergence]] = {}
-        reads = [*zip(text.documents, text.pictures, strict=True)]
-        for token_ids, pictures in setup.progress.each(text.data.source, reads, "documents"):
-            for name, divergence in compare_variants(setup, token_ids, variants, pictures).items():
+        reads = [*zip(text.documents, text.media, strict=True)]
+        for token_ids, sample in setup.progress.each(text.data.source, reads, "documents"):
+            for name, divergence in compare_variants(setup, token_ids, variants, sample).items():
                 divergences.setdefault(name, []).append(divergence)
-        clipped, _ = read_layers(setup, text.documents, variants, text.pictures, with_errors=False)
+        clipped, _ = read_layers(setup, text.documents, variants, text.media, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 
@@ -192,7 +191,7 @@ def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, Modalit
     rows: dict[str, ModalityRow] = {}
     for number, modality in enumerate(MODALITIES):
         kl, top1 = [], []
-        for sample, each in zip(elsewhere.text.pictures, elsewhere.divergences[name], strict=True):
+        for sample, each in zip(elsewhere.text.media, elsewhere.divergences[name], strict=True):
             is_it = None if sample is None else sample.modalities == number
             if is_it is not None and is_it.any():
                 kl.append(each.kl[is_it])

@@ -8,7 +8,7 @@ from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
-from calib.data import PictureReader
+from calib.data import MediaReader
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
@@ -54,8 +54,8 @@ from calib.scales.scales import LATENT_NOTE
 from fp8kv_runtime.errors import AttentionError
 
 _TEXT_ALONE = (
-    "this model takes pictures, and is measured on text alone here: figures say nothing of pictures; measure "
-    "them, too, with --also builtin:more-pictures"
+    "this model takes more than text, and is measured on text alone here: figures say nothing of pictures or "
+    "sound; measure these, too, such as with --also builtin:more-pictures"
 )
 
 
@@ -125,9 +125,9 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     ]
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
-    reader = PictureReader.loader(checkpoint, evaluation.config, trust_code)
+    reader = MediaReader.loader(checkpoint, evaluation.config, trust_code)
     evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers, reader)
-    is_text = not any(text.data.pictures for text in evaluation.other_documents)
+    is_text = not any(text.data.media for text in evaluation.other_documents)
     other_warnings += [_TEXT_ALONE] * (reader is not None and is_text)
     evaluation.shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, evaluation.shapes)

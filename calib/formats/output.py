@@ -21,13 +21,13 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
-from calib.models.config import takes_pictures
+from calib.models.config import takes_media
 from calib.models.sources import hub_origin, short_name
 from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.check import config_summary
 from calib.same_model.marks import marks_or_none
 from calib.scales.scales import KVScales, layers_html
-from calib.scales.stats import KVStats, derive_scales
+from calib.scales.stats import MODALITIES, KVStats, derive_scales
 from calib.scales.stats_file import save_stats
 from calib.scales.summary import (
     TEXT_ALONE,
@@ -158,12 +158,11 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
     is_text = bool(stats.places()) and not stats.amax_by_modality()
-    warnings += [TEXT_ALONE] * (is_text and takes_pictures(checkpoint.config))
+    warnings += [TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]
     layers, notes = summarize(stats, scales), [*record.notes, *map(_draft_line, rows)]
-    if line := modality_line(stats, recipe.strategy):
-        notes.append(line)
+    notes += filter(None, (modality_line(stats, recipe.strategy, name) for name in MODALITIES[1:]))
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
         notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
@@ -231,7 +230,7 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
         "samples": len(data.samples),
         "tokens": data.num_tokens,
         "unread_tokens": data.unread,
-        **data.pictures,
+        **data.media,
     }
 
 

@@ -156,14 +156,14 @@ def model_positions(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def takes_pictures(config: Mapping[str, Any]) -> bool:
-    """Return whether a model of this config.json has a part that reads pictures."""
-    return isinstance(config.get("vision_config"), dict)
+def takes_media(config: Mapping[str, Any]) -> bool:
+    """Return whether a model of this config.json has a part that reads pictures or sound."""
+    return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
-def image_token_id(config: PreTrainedConfig) -> int | None:
-    """Return the id of the token that stands for a part of a picture, if the config names one."""
-    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+def media_token_id(config: PreTrainedConfig, kind: str) -> int | None:
+    """Return the id of the token for a part of an `image` or of `audio`, if the config names one."""
+    ids = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
     return next((i for i in ids if isinstance(i, int)), None)
 
 

@@ -160,15 +160,15 @@ def load_tokenizer(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
 
 
 def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> ProcessorMixin:
-    """Load the processor that makes a model's inputs of text and pictures; refuse a directory without one."""
-    if find_spec("PIL") is None:
+    """Load the processor of text, pictures and sound of a model; refuse a directory without one."""
+    if "vision_config" in checkpoint.config and find_spec("PIL") is None:
         raise InputError("pictures need Pillow, which is not installed: pip install pillow")
     lacking = "" if find_spec("torchvision") else " (some need torchvision, which is not installed)"
     with _quiet_loading(f"the processor of '{checkpoint.path}'{lacking}"):
         processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    if getattr(processor, "image_processor", None) is None:
+    if not (hasattr(processor, "image_processor") or hasattr(processor, "feature_extractor")):
         raise InputError(
-            f"'{checkpoint.path}' has no processor of pictures (processor_config.json or "
+            f"'{checkpoint.path}' has no processor of pictures or sound (processor_config.json or "
             "preprocessor_config.json); download the whole model"
         )
     return processor

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, Strategy, Targets
@@ -31,7 +32,7 @@ class Statistic(NamedTuple):
     columns: int | None = None  # None: one per channel
 
 
-MODALITIES = ("text", "pictures")
+MODALITIES = ("text", "pictures", "audio")
 # module name; "k", "v" or "q"; field of `TensorStats`
 Place = tuple[str, str, str]
 
@@ -63,7 +64,7 @@ class TensorStats:
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
-    modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: pictures were not read
+    modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: text alone was read
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,10 @@ class KVStats:
         }
 
     def amax_by_modality(self) -> list[dict[str, Any]]:
-        """Return the absmax of each head in text and in pictures, by layer and tensor; or nothing."""
+        """Return the absmax of each head in text, pictures and audio, by layer and tensor; or nothing."""
         return [
-            {"layer": layer.layer_idx, "tensor": letter, **dict(zip(MODALITIES, x.t().tolist(), strict=True))}
+            {"layer": layer.layer_idx, "tensor": letter}
+            | {name: amax for name, amax in zip(MODALITIES, x.t().tolist(), strict=True) if any(amax)}
             for layer in self.layers.values()
             for letter, x in (("k", layer.k.modalities), ("v", layer.v.modalities))
             if x is not None
@@ -325,8 +327,7 @@ def _add_modalities(*runs: dict[Place, Tensor]) -> list[dict[Place, Tensor]]:
         for place in places - tensors.keys():
             amax = tensors.get((*place[:2], "amax"))
             if amax is not None and (*place[:2], "curve") in tensors:
-                text = amax.amax(1)
-                tensors[place] = torch.stack([text, torch.zeros_like(text)], 1)
+                tensors[place] = pad(amax.amax(1, keepdim=True), (0, len(MODALITIES) - 1))
     return [*runs]
 
 

@@ -4,7 +4,7 @@ Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.Ten
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
 of each module its layer index, the tokens it counted and those it read, which modules share
 another's cache, numbers of the text and a record of it. Version 3 has `modalities`, and is
-written where pictures were read.
+written where pictures or sound were read.
 """
 
 import os

@@ -24,8 +24,8 @@ TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
 TEXT_ALONE = (
-    "this model takes pictures, and its scales are of text alone, beyond which pictures may raise K and V: "
-    "read pictures too, with --images COLUMN or --dataset builtin:pictures"
+    "this model takes more than text, and its scales are of text alone, beyond which pictures and sound may "
+    "raise K and V: read them, too, with --images or --audio COLUMN, or --dataset builtin:pictures"
 )
 _RAISED = 1.01  # times that of text
 
@@ -148,13 +148,13 @@ def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bo
     return warnings
 
 
-def modality_line(stats: KVStats, strategy: Strategy) -> str | None:
-    """Say where pictures raise K and V the most beyond text, in a layer or head; None without pictures."""
+def modality_line(stats: KVStats, strategy: Strategy, name: str) -> str | None:
+    """Say where a modality raises K and V the most beyond text, in a layer or head; None without it."""
     factors: dict[str, tuple[float, int]] = {}
-    for row in stats.amax_by_modality():
-        heads = [*zip(row["text"], row["pictures"], strict=True)]
-        parts = [(max(row["text"]), max(row["pictures"]))] if strategy == "tensor" else heads
-        factor = max((pictures / text for text, pictures in parts if text), default=0.0)
+    for row in (row for row in stats.amax_by_modality() if name in row):
+        heads = [*zip(row["text"], row[name], strict=True)]
+        parts = [(max(row["text"]), max(row[name]))] if strategy == "tensor" else heads
+        factor = max((other / text for text, other in parts if text), default=0.0)
         factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, 0)), (factor, row["layer"]))
     places = [
         f"{letter.upper()} of layer {layer} {factor:.3g} times"
@@ -162,7 +162,8 @@ def modality_line(stats: KVStats, strategy: Strategy) -> str | None:
         if factor >= _RAISED
     ]
     of_head = "" if strategy == "tensor" else " in a head"
-    line = f"pictures raise {' and '.join(places) or 'K and V of no layer'} beyond text{of_head}"
+    verb = "raises" if name == "audio" else "raise"
+    line = f"{name} {verb} {' and '.join(places) or 'K and V of no layer'} beyond text{of_head}"
     return line if factors else None
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from calib.data import MEDIA_COUNTS
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
@@ -157,8 +158,8 @@ def _data_parts(dataset: dict[str, Any]) -> list[str]:
 def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
     counts = {x: sum(data[x] for data in datasets) for x in names if all(x in data for data in datasets)}
-    pictures = {x: sum(data.get(x, 0) for data in datasets) for x in ("pictures", "picture_tokens")}
-    counts |= {x: count for x, count in pictures.items() if count}
+    media = {x: sum(data.get(x, 0) for data in datasets) for pair in MEDIA_COUNTS.items() for x in pair}
+    counts |= {x: count for x, count in media.items() if count}
     parts = sorted(part for dataset in datasets for part in _data_parts(dataset))
     source = " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets))
     fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -2,7 +2,9 @@
 
 import base64
 import json
+import wave
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -11,11 +13,13 @@ from fake_quant import fake_quantized
 from families import save_model, tiny_model
 from PIL import Image
 from pyarrow import parquet
-from seeing import IMAGE, PLACES, save_seeing, seeing_model, seeing_smollm2, write_rows
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from seeing import AUDIO, IMAGE, PLACES, read_media, save_seeing, seeing_model, seeing_smollm2, write_rows
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
+from calib import Recipe, load_recipe, load_stats, run
 from calib.capture.attention import map_attention
 from calib.data.builtin import MORE_PICTURES, PICTURES, PYTHON_DOCS
+from calib.data.media import open_sound
 from calib.errors import Fp8kvError
 from calib.evaluate.inputs import SUITES, complete_recipe
 from calib.evaluate.report import Suite
@@ -23,10 +27,8 @@ from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import failures
 from calib.files.text import parse_condition
-from calib.job import run
 from calib.models import load
-from calib.recipe import Recipe, load_recipe
-from calib.scales.stats_file import load_stats
+from calib.scales.stats import MODALITIES
 from calib.scales.summary import TEXT_ALONE
 from calib.transfer.merge import merge
 
@@ -63,32 +65,35 @@ def llava(tmp_path_factory):
 @pytest.mark.parametrize("family", PLACES)
 def test_amax_and_kl_by_modality_are_those_of_the_whole_model(family, tmp_path):
     model, expected, kl = save_seeing(family, tmp_path / "model"), {}, ([], [])
-    whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    processor = AutoProcessor.from_pretrained(model)
-    for row in write_rows(tmp_path):
+    whole = AutoModelForMultimodalLM.from_pretrained(model, dtype=torch.float32)
+    kinds = {"<audio>": ("audio", "audio", "wav")}
+    name, key, ending = kinds.get(PLACES[family], ("pictures", "images", "png"))
+    for row in write_rows(tmp_path, ending)[: 2 if family == "glmasr" else 3]:  # GLM takes one sound
         text = f"user: {PLACES[family] * len(row['shown'])}{row['question']}\n"
-        images = [[Image.open(tmp_path / name) for name in row["shown"]]]
-        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        is_picture = inputs["input_ids"][0] == IMAGE
+        given = {"return_tensors": "pt", "add_special_tokens": False} | read_media(tmp_path, row, family)
+        inputs = AutoProcessor.from_pretrained(model)(text=[text], **given)
+        is_it = torch.isin(inputs["input_ids"][0], torch.tensor([IMAGE, AUDIO]))
         with torch.inference_mode():
             layers = whole(**inputs, use_cache=True).past_key_values.layers
         pair = plain_comparison(whole, fake_quantized(whole, map_attention(whole).unit_scales()), **inputs)
-        for place, tokens in zip(kl, (~is_picture, is_picture), strict=True):
+        for place, tokens in zip(kl, (~is_it, is_it), strict=True):
             place.append(torch.stack(pair)[:, tokens])
         for i, layer in enumerate(layers):
-            tokens = torch.stack([layer.keys[0], layer.values[0]]).abs().amax(-1)
-            table = torch.stack([tokens[..., ~is_picture].amax(-1), tokens[..., is_picture].amax(-1)], -1)
-            expected[i] = torch.maximum(expected.get(i, table), table)
-    calibrated(model, tmp_path / "out", **of_rows(tmp_path))
+            amax = torch.stack([layer.keys[0], layer.values[0]]).abs().amax(-1)
+            table = expected.setdefault(i, torch.zeros(*amax.shape[:2], 3))
+            for place, tokens in ((0, ~is_it), (MODALITIES.index(name), is_it)):
+                table[..., place] = torch.maximum(table[..., place], amax[..., tokens].amax(-1))
+    rows = {"data.dataset": str(tmp_path / "rows.jsonl"), f"data.{key}": "shown"}
+    calibrated(model, tmp_path / "out", **rows)
     for layer in load_stats(tmp_path / "out").layers.values():
         assert torch.equal(torch.stack([layer.k.modalities, layer.v.modalities]), expected[layer.layer_idx])
-    said = report(tmp_path)
-    assert [x["pictures"] for x in said["modalities"][2:4]] == expected[1][..., 1].tolist()
-    tokens = {"llava": 4, "gemma3": 1, "idefics3": 5}[family]
-    assert [said["dataset"][x] for x in ("pictures", "picture_tokens")] == [4, 4 * tokens]
-    measured = evaluated(model, of_rows(tmp_path) | {"evaluation.variants": ["none"]})
-    for row, parts in zip(measured.other_texts[0].variants["none"].modalities.values(), kl, strict=True):
-        figures = torch.cat(parts, 1)
+    said, (text, media) = report(tmp_path), (torch.cat(parts, 1) for parts in kl)
+    assert [x[name] for x in said["modalities"][2:4]] == expected[1][..., MODALITIES.index(name)].tolist()
+    counts = [said["dataset"][x] for x in (name, f"{name.removesuffix('s')}_tokens")]
+    assert counts == [2 if family == "glmasr" else 4, media.shape[1]]
+    measured = evaluated(model, rows | {"evaluation.variants": ["none"], "evaluation.samples": 2})
+    modalities = measured.other_texts[0].variants["none"].modalities.values()
+    for row, figures in zip(modalities, (text, media), strict=True):
         assert row.tokens == figures.shape[1]
         assert [row.kl.value, row.top1.value] == pytest.approx(figures.mean(1).tolist(), rel=1e-4)
     alone = evaluated(model, TEXT | {"evaluation.variants": ["none"]})
@@ -105,7 +110,7 @@ def test_scales_of_text_alone_are_warned_of_and_fail_a_gate(smollm2_directory, t
     assert any(note.startswith("pictures raise V of layer 3 ") for note in pictures.notes)
     stats = [[*load_stats(result.output).layers.values()][3].v for result in (text, pictures, both)]
     text_amax = torch.maximum(stats[0].amax.amax(1), stats[1].modalities[:, 0])
-    assert torch.equal(stats[2].modalities, torch.stack([text_amax, stats[1].modalities[:, 1]], 1))
+    assert torch.equal(stats[2].modalities[:, :2], torch.stack([text_amax, stats[1].modalities[:, 1]], 1))
     few = {"data.dataset": PICTURES, "evaluation.variants": []}
     measured = evaluated(model, few, text.output, both.output)
     lines = failures(parse_condition("kl>0.05"), measured, measured.subjects)
@@ -126,34 +131,52 @@ def test_pictures_are_read_beside_text():
         assert (recipe.data.dataset, [*recipe.evaluation.also]) == (text, also)
 
 
-def test_forms_of_rows_are_one_request(tmp_path):
-    model = save_seeing("gemma3", tmp_path / "model")  # whose own place is another
+@pytest.mark.parametrize(("family", "kind"), [("gemma3", "image"), ("qwen2_audio", "audio")])
+def test_forms_of_rows_are_one_request(family, kind, tmp_path):
+    model, ending = save_seeing(family, tmp_path / "model"), "png" if kind == "image" else "wav"
+    write_rows(tmp_path, ending)
 
-    def fingerprint(file="rows.jsonl", column="image"):
-        calibrated(model, tmp_path / "out", **of_rows(tmp_path, file, column))
+    def fingerprint(file="rows.jsonl", column=kind):
+        columns = {"data.images" if kind == "image" else "data.audio": column}
+        calibrated(model, tmp_path / "out", **columns | {"data.dataset": str(tmp_path / file)})
         return report(tmp_path)["dataset"]["fingerprint"]
 
-    def chat(**picture):
-        parts = [{"type": "image"} | picture, {"type": "text", "text": ASKED}]
-        return {"messages": [{"role": "user", "content": parts}], "images": None}
+    def chat(**media):
+        parts = [{"type": kind} | media, {"type": "text", "text": ASKED}]
+        return {"messages": [{"role": "user", "content": parts}], f"{kind}s": None}
 
-    for colour in ("red", "blue"):
-        Image.new("RGB", (30, 40), colour).save(tmp_path / "a.png")
-        png = (tmp_path / "a.png").read_bytes()
-        table = pyarrow.Table.from_pylist([{"text": ASKED, "image": {"bytes": png, "path": None}}])
-        parquet.write_table(table, tmp_path / f"{colour}.parquet")
-        link = {"url": f"data:image/png;base64,{base64.b64encode(png).decode()}"}
+    for number in range(2):
+        name = f"{number}.{ending}"
+        held = (tmp_path / name).read_bytes()
+        table = pyarrow.Table.from_pylist([{"text": ASKED, kind: {"bytes": held, "path": None}}])
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+        data = base64.b64encode(held).decode()
         for row, column in (
-            ({"text": ASKED, "image": "a.png"}, "image"),
-            ({"text": f"user: <image>{ASKED}\n", "image": "a.png"}, "image"),
-            ({"conversations": [{"from": "human", "value": f"<image>{ASKED}"}], "image": "a.png"}, "image"),
-            (chat() | {"images": ["a.png"]}, None),
-            (chat(path="a.png"), None),
-            (chat(type="image_url", image_url=link), None),
+            ({"text": ASKED, "image": "x", "audio": "x", kind: name}, kind),
+            ({"text": f"user: <{kind}>{ASKED}\n", kind: name}, kind),
+            ({"conversations": [{"from": "human", "value": f"<{kind}>{ASKED}"}], kind: name}, kind),
+            (chat() | {f"{kind}s": [name]}, None),
+            (chat(path=name), None),
+            (chat(type=f"{kind}_url", **{f"{kind}_url": {"url": f"data:{kind}/x;base64,{data}"}}), None),
+            *[(chat(type="input_audio", input_audio={"data": data}), None)] * (kind == "audio"),
         ):
             (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-            assert fingerprint(column=column) == fingerprint(f"{colour}.parquet"), row
-    assert fingerprint("red.parquet") != fingerprint("blue.parquet")
+            assert fingerprint(column=column) == fingerprint(f"{number}.parquet"), row
+    assert fingerprint("0.parquet") != fingerprint("1.parquet")
+
+
+def test_sounds_of_any_width_and_rate_are_one(tmp_path):
+    half, whole = (np.sin(2 * np.pi * 440 * np.arange(rate) / rate) for rate in (8000, 16000))
+    for width in (1, 2, 3, 4):
+        codes = np.rint(half * (2 ** (8 * width - 1) - 1)).astype("<i4") + 128 * (width == 1)
+        with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+            file.setparams((2, width, 8000, 0, "NONE", None))
+            file.writeframes(codes.repeat(2)[:, None].view(np.uint8)[:, :width].tobytes())
+        assert abs(open_sound("a.wav", tmp_path, 16000) - whole).max() < 2.0 ** (2 - 8 * width) + 1e-6
+    array = {"array": half.tolist(), "sampling_rate": 8000}
+    assert abs(open_sound(array, tmp_path, 16000) - whole).max() < 1e-6
+    with pytest.raises(Fp8kvError, match="its sound of bytes cannot be read .file does not start with RIFF"):
+        open_sound(b"the frames of an MP3", tmp_path, 16000)
 
 
 def test_rows_that_cannot_be_read(llava, tmp_path):
@@ -179,6 +202,7 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
 
     refused(save_model(tiny_model("llama"), tmp_path / "llama"), "with a model that takes them")
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")
+    refused(llava / "model", "takes no sound", **{"data.images": None, "data.audio": "shown"})
     refused(llava / "model", "of data that has them", **{"data.dataset": "random"})
     refused(
         save_model(seeing_model("llava"), tmp_path / "bare"), "has no processor|cannot load the processor"

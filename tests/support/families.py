@@ -6,7 +6,12 @@ from functools import wraps
 
 import torch
 from realistic import give_realistic_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 _BASE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -139,6 +144,15 @@ def tiny_vision_language_model(family="gemma3", **options):
         vision |= {"intermediate_layers_indices": [0], "vision_output_dim": 64}
     configs = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1}
     return _built(AutoModelForImageTextToText, family, **configs)
+
+
+@built_once
+def tiny_listening_model(family, **options):
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    audio |= {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio |= {"num_mel_bins": 16, "max_source_positions": 100}
+    text = _BASE | options
+    return _built(AutoModelForMultimodalLM, family, text_config=text, audio_config=audio, audio_token_id=13)
 
 
 def published_gemma4(directory):

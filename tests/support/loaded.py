@@ -18,6 +18,5 @@ def load(directory, loader=load_model, *, dtype="auto", device="cpu"):
 
 def refused(directory, message, *, error=InputError, loaders=LOADERS, **options):
     for loader in loaders:
-        with pytest.raises(error, match=message) as caught:
+        with pytest.raises(error, match=message):
             load(directory, loader, **options)
-        assert "\n" not in str(caught.value)

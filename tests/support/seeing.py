@@ -1,11 +1,12 @@
-"""Tiny models that take pictures, saved with real processors: tokenizer, image processor, chat template."""
+"""Tiny models that take pictures or sound, saved with real processors and chat templates."""
 
 import json
+import wave
 
 import numpy as np
 import torch
 import transformers
-from families import tiny_vision_language_model
+from families import tiny_listening_model, tiny_vision_language_model
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -13,20 +14,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 classes = transformers.models
 _SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<boi>", "<eoi>", "<fake_token_around_image>"]
 _SPECIAL += ["<end_of_utterance>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))]
+_SPECIAL += ["<audio>"]
 _NAMES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 _NAMES["extra_special_tokens"] = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
-IMAGE = _SPECIAL.index("<image>")
+_NAMES["extra_special_tokens"]["audio_token"] = "<audio>"
+IMAGE, AUDIO = map(_SPECIAL.index, ("<image>", "<audio>"))
 PLACES = {"llava": "<image>", "gemma3": "<boi>", "idefics3": "<image>"}
-_PART = "{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}"
+PLACES |= {"qwen2_audio": "<audio>", "glmasr": "<audio>"}
+_PART = "{% if part.type != 'text' %}PLACE{% else %}{{ part.text }}{% endif %}"
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {% for part in m.content %}" + _PART
 _TEMPLATE += "{% endfor %}{{ '\\n' }}{% endfor %}"
 _SIZE = {"height": 28, "width": 28}
 
 
 def seeing_model(family):
-    model = tiny_vision_language_model(
-        family, vocab_size=272, max_position_embeddings=512, sliding_window=512
-    )
+    sizes = {"vocab_size": 272, "max_position_embeddings": 512, "sliding_window": 512}
+    if PLACES[family] == "<audio>":
+        return tiny_listening_model(family, **sizes)
+    model = tiny_vision_language_model(family, **sizes)
     model.config.image_token_id = IMAGE
     return model
 
@@ -63,6 +68,11 @@ def save_seeing(family, directory, model=None, tokenizer=None):
         sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
         pictures = classes.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(**sizes)
         processor = transformers.Idefics3Processor(pictures, image_seq_len=1, **own)
+    elif PLACES[family] == "<audio>":
+        sounds = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+        own |= {"audio_token": "<audio>"}
+        kinds = {"qwen2_audio": transformers.Qwen2AudioProcessor, "glmasr": transformers.GlmAsrProcessor}
+        processor = kinds[family](sounds, **own)
     else:
         own |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         sizes = {"size": {"shortest_edge": 28}, "crop_size": _SIZE}
@@ -73,13 +83,27 @@ def save_seeing(family, directory, model=None, tokenizer=None):
     return directory
 
 
-def write_rows(folder):
-    """Write pictures of noise, and rows that ask about one or two of them."""
+def write_rows(folder, ending="png"):
+    """Write pictures, or sounds, of noise, and rows that ask about one or two of them."""
     generator, rows = np.random.default_rng(0), []
-    for names in (["0.png"], ["1.png"], ["2.png", "3.png"]):
-        for name in names:
+    for names in ("0", "1", "23"):
+        files = [f"{name}.{ending}" for name in names]
+        for file in files:
             pixels = generator.integers(0, 256, (40 + 9 * len(rows), 50, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name)
-        rows.append({"question": f"What is on picture {len(rows)} here?", "shown": names})
+            if ending == "png":
+                Image.fromarray(pixels).save(folder / file)
+                continue
+            with wave.open(str(folder / file), "wb") as sound:
+                sound.setparams((1, 2, 16000, 0, "NONE", None))
+                sound.writeframes(pixels.tobytes())
+        rows.append({"question": f"What is on picture {len(rows)} here?", "shown": files})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+def read_media(folder, row, family):
+    """What a processor is given of a row."""
+    if PLACES[family] != "<audio>":
+        return {"images": [[Image.open(folder / name) for name in row["shown"]]]}
+    codes = [np.fromfile(folder / name, "<i2", offset=44) for name in row["shown"]]  # behind a header
+    return {"audio": [each.astype(np.float32) / 2**15 for each in codes], "sampling_rate": 16000}

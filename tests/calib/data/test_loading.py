@@ -289,14 +289,6 @@ def test_samples_that_are_skipped_whole_are_not_read():
         make_batches(samples_of(3, 8), 1, PAD, skip_first=8)
 
 
-def test_auto_reads_as_many_tokens_at_once_as_the_device_likes():
-    def size(batch_size, seq_len, device_type):
-        return resolve_batch_size(DataRecipe(batch_size=batch_size, seq_len=seq_len), device_type)
-
-    assert [size("auto", 512, "cpu"), size("auto", 512, "cuda"), size("auto", 100_000, "cuda")] == [8, 32, 1]
-    assert size(3, 512, "cuda") == 3
-
-
 @pytest.mark.parametrize("processes", [1, 3, 8, 40])
 @pytest.mark.parametrize("lengths", [[512] * 40, [512] * 9, [*range(20, 400, 7)]])
 def test_auto_gives_every_process_a_batch_and_is_left_alone_where_it_does(lengths, processes):
@@ -305,5 +297,6 @@ def test_auto_gives_every_process_a_batch_and_is_left_alone_where_it_does(length
     assert len(make_batches(samples, size, PAD)) >= min(processes, len(samples))
     if len(make_batches(samples, 8, PAD)) >= processes:
         assert size == 8
+    assert [resolve_batch_size(DataRecipe(seq_len=n), "cuda") for n in (512, 100_000)] == [32, 1]
     # what the user typed is obeyed, whatever follows from it
     assert shared_batch_size(DataRecipe(batch_size=7), "cpu", samples, processes) == 7

@@ -415,8 +415,7 @@ def test_scales_in_the_checkpoint_are_not_1(format_name, caches_evaluation, cach
 def test_wishes_that_cannot_be_meant():
     for flags, problem in (
         (("0", None, None, None), "--budget-kl takes a number above 0 .*got '0'"),
-        (("nan", None, None, None), "got 'nan'"),
-        (("much", None, None, None), "got 'much'"),
+        *(((text, None, None, None), f"got '{text}'") for text in ("nan", "much")),
         ((None, "-1", None, None), "--budget-bytes takes a number above 0"),
         ((None, "2", None, None), "--budget-bytes 2 is more than 1"),
         (("1", "0.5", None, None), "give one of them"),

@@ -125,9 +125,7 @@ def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
 def test_what_is_no_report_is_refused(report, tmp_path):
     file = tmp_path / "bad.json"
     for text, problem in (
-        ("[1]", "is not a report"),
-        ('{"a": ' * 100_000, "is not a report"),
-        ("\xff\xfe{}", "is not a report"),
+        *((text, "is not a report") for text in ("[1]", '{"a": ' * 100_000, "\xff\xfe{}")),
         ('{"model": 3}', "is not a report of fp8kv-eval: it has no `schema`"),
         ('{"schema": 2}', "is of schema 2; this version reads 1"),
         ('{"schema": 1}', "is damaged: model: Field required"),

@@ -151,9 +151,8 @@ def test_files_that_are_no_tasks_and_tasks_that_cannot_be_given(tmp_path, setup,
         (f"{GOOD}org/gone", "the dataset of task .* cannot be reached .* YAML file"),
     ):
         file.write_text(text)
-        with pytest.raises(InputError, match=problem) as caught:
+        with pytest.raises(InputError, match=problem):
             find_tasks([str(file)])
-        assert "\n" not in str(caught.value)
     text = Path(same).read_text()
     file.write_text(text)
     with pytest.raises(InputError, match="another of --tasks holds 'tiny_text' too"):
@@ -214,16 +213,9 @@ def test_nothing_of_lm_eval_and_matplotlib_is_shown(small_directory, task_files,
     (tmp_path / "matplotlibrc").write_text("xtick.direction: in\nsvg.fonttype: path\n")
     small = ("--device", "cpu", "--dataset", "random", "--samples", "2", "--seq-len", "16", "--json")
     tasks = ("--variants", "tensor", "--task-limit", "1", "--tasks", task_files / "text.yaml", "-o", "report")
-    code = (
-        "import sys\n"
-        "from calib.commands.app import main\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "try: main()\n"
-        "finally:\n"
-        "    import matplotlib\n"
-        "    assert matplotlib.rcParams['xtick.direction'] == 'in'\n"
-        "    assert 'matplotlib.pyplot' not in sys.modules\n"
-    )
+    code = "import sys\nfrom calib.commands.app import main\nassert 'matplotlib' not in sys.modules\n"
+    code += "try: main()\nfinally:\n import matplotlib\n assert 'matplotlib.pyplot' not in sys.modules\n"
+    code += " assert matplotlib.rcParams['xtick.direction'] == 'in'\n"
     command = [sys.executable, "-c", code, "eval", small_directory, *small, *tasks]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == ""

@@ -145,9 +145,8 @@ def test_conditions_are_met_by_what_they_name_and_by_what_is_no_number():
         with pytest.raises(InputError, match=problem):
             failures(parse_condition(text), report, [])
     for text in ("kl", "speed>3", "kl>much", "kl=1", "kl<-inf", "top1<1e999"):
-        with pytest.raises(InputError, match="METRIC one of kl, kl_p99") as caught:
+        with pytest.raises(InputError, match="METRIC one of kl, kl_p99"):
             parse_condition(text)
-        assert "\n" not in str(caught.value)
 
 
 def strict(text):

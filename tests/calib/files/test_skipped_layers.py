@@ -44,10 +44,7 @@ def test_both_lists_are_read_and_what_is_not_known_is_refused(tmp_path):
         ({"config": SECOND, "kv_cache_dtype_skip_layers": [1]}, "leave different layers in 16 bits"),
         ({"config": modelopt({"model.layers.0.self_attn": {"quant_algo": "NVFP4"}})}, "in 'NVFP4'; only lay"),
         ({"config": modelopt({"lm_head": FP8})}, "has 'lm_head' in 'FP8'"),
-        (
-            {"config": modelopt({"model.layers.0.self_attn": FP8}, schema=2)},
-            "version 2; what is known",
-        ),
+        ({"config": modelopt({"model.layers.0.self_attn": FP8}, schema=2)}, "version 2; what is known"),
     ):
         with pytest.raises(InputError, match=words):
             skipped_layers(open_model_directory(model(tmp_path, **document)))

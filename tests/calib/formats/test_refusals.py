@@ -14,9 +14,8 @@ SCALAR_ONLY = ["sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4", "sgl
 
 
 def refuse(scales, checkpoint, name, message):
-    with pytest.raises(UnsupportedExportError, match=message) as found:
+    with pytest.raises(UnsupportedExportError, match=message):
         export(scales, checkpoint, name)
-    assert "\n" not in str(found.value)
 
 
 def of_weights(make_checkpoint, method, **more):

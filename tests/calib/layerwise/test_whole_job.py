@@ -81,9 +81,8 @@ def test_sizes_are_read_and_shown_large_enough():
     shown = [show_size(size) for size in (1, 5 << 20, GIB + 1, 3 * GIB // 2)]
     assert shown == ["1MiB", "5MiB", "1.01GiB", "1.50GiB"]
     for text in ("8", "GiB", "-1GiB", "8 elephants", "0GiB", "1e9B", "8GiB!"):
-        with pytest.raises(InputError, match=r"is not an amount of memory; .* such as 8GiB") as raised:
+        with pytest.raises(InputError, match=r"is not an amount of memory; .* such as 8GiB"):
             parse_size(text)
-        assert "\n" not in str(raised.value)
     with pytest.raises(InputError, match="max_memory"):
         load_recipe(None, {"max_memory": "8"})
 

@@ -130,9 +130,8 @@ def test_what_the_hub_says_in_words_and_that_no_pickle_is_downloaded(monkeypatch
         response = SimpleNamespace(headers={}, request=None, status_code=403)
         error = OSError("no route") if kind is OSError else kind("refused", response=response)
         monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=error))
-        with pytest.raises(InputError, match=message) as caught:
+        with pytest.raises(InputError, match=message):
             find_model("org/name")
-        assert "\n" not in str(caught.value)
 
     def download(repo, allow_patterns):
         assert repo == "org/name"
@@ -241,9 +240,8 @@ def refused_by_bench_too(model, message, *, by_bench=True):
     """By whatever loads the model, and by `bench`, which reads no weight."""
     ways = (lambda: load_config(find_model(str(model))), lambda: attention_heads(str(model)))
     for call in ways[: 1 + by_bench]:
-        with pytest.raises(InputError, match=message) as error:
+        with pytest.raises(InputError, match=message):
             call()
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", SIZES)

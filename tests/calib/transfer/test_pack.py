@@ -76,8 +76,7 @@ def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, 
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [("--strategy", "attn_head"), ("--targets", "qkv"), ("--fp8-dtype", "e5m2", "--format", "fp8kv")],
+    "flags", [("--strategy", "attn_head"), ("--targets", "qkv"), ("--fp8-dtype", "e5m2", "--format", "fp8kv")]
 )
 def test_finer_scales_have_no_json(flags, model, tmp_path):
     made = packed(calibrated(model, tmp_path / "given", *flags), tmp_path / "pack")

@@ -37,7 +37,6 @@ def refuses(target, *phrases, name=None):
         Server(target).choose_model(name) if isinstance(target, str) else ask(target, name)
     for phrase in phrases:
         assert phrase in str(found.value)
-    assert "\n" not in str(found.value)
     return str(found.value)
 
 
