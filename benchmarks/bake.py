@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from calib.caches.rounding import CacheRounding, rounding
+from calib.caches.types import Layers
 from calib.data import load_data
 from calib.divergence import divergence
 from calib.evaluate.inputs import SUITES
@@ -92,7 +93,7 @@ def _measure(scratch: Path) -> dict[str, list[Values]]:
     expected = [_logits(source, each) for each in documents]
     twin_scales = fp8_rounding(load_scales(scratch / "twin-scales"))
     ones = fp8_rounding(unit_scales(source))
-    int8 = rounding("int8_per_token_head")
+    int8 = rounding("int8_per_token_head", Layers({}, 0))
     caches: dict[str, tuple[Path, CacheRounding]] = {
         "int8": (directory, int8),
         "int8 baked": (scratch / "int8", int8),

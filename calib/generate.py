@@ -10,8 +10,8 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 
 from calib.arguments import to_path
 from calib.caches.rounding import rounded_attention, rounding
-from calib.caches.types import CacheType, Shape, cache_type
-from calib.capture.attention import layer_shapes, map_attention
+from calib.caches.types import CacheType, Layers, cache_type
+from calib.capture.attention import cached_layers, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import ScalesForModel, open_scales, weight_warnings
 from calib.errors import InputError
@@ -135,9 +135,9 @@ def generate_text(
     directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     if scales_for_model is None:
-        shapes = {module.layer_idx: module.shape for module in map_attention(model).cached.values()}
-        kind.bytes_per_token(shapes.values())  # a head size that is refused, before a wait
-        attention = rounded_attention(model, rounding(options.cache, shapes, served_dtype(checkpoint)))
+        layers = cached_layers(model)
+        kind.model_bytes(layers)  # a head size that is refused, before a wait
+        attention = rounded_attention(model, rounding(options.cache, layers, served_dtype(checkpoint)))
     else:
         check_fp8_cache(model)
         attention = fp8_attention(model, scales_for_model(model), backend=options.backend)
@@ -149,14 +149,14 @@ def generate_text(
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
     tokens = length + len(fp8.token_ids) - 1  # the last one was not read
-    memory = _memory(model, cache, tokens) if scales_for_model else _simulated_memory(kind, shapes, tokens)
+    memory = _memory(model, cache, tokens) if scales_for_model else _simulated_memory(kind, layers, tokens)
     return GenerationResult(fp8, plain, tokens, warnings=notes, **memory)
 
 
 def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[str, Any]:
     """Return the memory of our FP8 cache, and of layers that stay in 16 bits, by the fields of the result."""
     blocks, values = paged_cache(cache), values_per_token(cache)
-    all_values = sum(shape.values for shape in layer_shapes(model))
+    all_values = sum(shape.values for shape in cached_layers(model).shapes.values())
     in_16_bits = 2 * (all_values - values)  # bytes
     return {
         "block_size": blocks.block_size,
@@ -167,16 +167,16 @@ def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[st
     }
 
 
-def _simulated_memory(kind: CacheType, shapes: dict[int, Shape], cached_tokens: int) -> dict[str, Any]:
+def _simulated_memory(kind: CacheType, layers: Layers, cached_tokens: int) -> dict[str, Any]:
     """Return the memory that a cache of this type would take, by the fields of the result."""
-    size = kind.model_bytes(shapes)
+    size = kind.model_bytes(layers)
     return {
         "block_size": None,
         "bytes_per_token": size,
         "cache_bytes": size * cached_tokens,
         "cache": kind.name,
         "simulated": kind.simulated,
-        "values_per_token": sum(shape.values for shape in shapes.values()),
+        "values_per_token": sum(shape.values for shape in layers.shapes.values()),
     }
 
 

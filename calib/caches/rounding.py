@@ -1,6 +1,6 @@
 """Rounding of K and V to the codes of a cache type and back, as engines compute it, in a model that runs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.caches import blocks, per_token_head, turboquant
-from calib.caches.types import cache_type
+from calib.caches.types import Layers, cache_type
 from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
@@ -21,12 +21,12 @@ CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Codec = Callable[[Tensor], Tensor]
 
 
-def rounding(name: str, layers: Iterable[int] = (), dtype: torch.dtype | None = None) -> CacheRounding:
+def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> CacheRounding:
     """Return the rounding of the cache type called `name`, of ALL_CACHES; static types have scale 1.0.
 
-    `layers` are all of a model that have a cache: a type may leave the first and last ones in 16 bits. K
-    and V keep their dtype, and are rounded to it once more than in the engine. LMDeploy keeps its scales
-    in the `dtype` that the model is served in: by default K's own, or float16 for float32.
+    Of a model's `layers` a type may leave the first and last ones in 16 bits. K and V keep their dtype, and
+    are rounded to it once more than in the engine. LMDeploy keeps its scales in the `dtype` that the model is
+    served in: by default K's own, or float16 for float32.
     """
     fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
     key, value = turboquant.rotated_key, turboquant.value

@@ -37,6 +37,14 @@ class Shape(NamedTuple):
 Layer = tuple[int, int, int] | Shape
 
 
+class Layers(NamedTuple):
+    """The layers of a model that have a cache."""
+
+    shapes: Mapping[int, Shape]  # by layer index
+    total: int  # number of all layers
+    is_hybrid: bool = False  # some, or parts of some, keep a state of fixed size
+
+
 class Facts(BaseModel):
     """A part of types.yaml; unknown keys are refused."""
 
@@ -73,7 +81,7 @@ class CacheType(Facts):
     attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
     is_static: bool = False  # its scales are 1.0, unless a checkpoint has some
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
-    edge_layers: int = 0  # so many at either end stay in 16 bits, where every layer has attention
+    edge_layers: int = 0  # so many at either end of a model stay in 16 bits, but none of a hybrid
     k: Layout
     v: Layout
 
@@ -94,23 +102,24 @@ class CacheType(Facts):
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
 
-    def model_bytes(self, shapes: Mapping[int, Shape]) -> int:
-        """Return the bytes of one token in a model, whose layers with a cache have these `shapes`."""
-        edges = self.edges(shapes)
-        quantised = [shape for index, shape in shapes.items() if index not in edges]
-        return self.bytes_per_token(quantised) + sum(2 * shapes[index].values for index in edges)
+    def model_bytes(self, layers: Layers) -> int:
+        """Return the bytes of one token in a model; an InputError as of `bytes_per_token` and `edges`."""
+        edges, size = self.edges(layers), self.bytes_per_token(layers.shapes.values())
+        shapes = [layers.shapes[index] for index in edges]
+        return size - self.bytes_per_token(shapes) + sum(2 * shape.values for shape in shapes)
 
-    def edges(self, layers: Iterable[int]) -> set[int]:
-        """Return those of a model's `layers` with a cache that stay in 16 bits.
+    def edges(self, layers: Layers) -> set[int]:
+        """Return the layers that stay in 16 bits, as vLLM's `get_boundary_skip_layers` chooses them.
 
-        A hybrid, whose layers with a cache are not all of its first ones, has none (vLLM's
-        `get_boundary_skip_layers`).
+        InputError where layers share a cache: it counts those too, and nobody ran it.
         """
-        indices = sorted(layers)
-        count = min(self.edge_layers, len(indices) // 2)
-        if not count or indices != [*range(len(indices))]:
+        if not self.edge_layers or layers.is_hybrid:
             return set()
-        return {*indices[:count], *indices[-count:]}
+        indices = range(layers.total)
+        if layers.shapes.keys() != {*indices}:
+            raise InputError(f"{self.name} is not known for a model where layers share a cache")
+        count = min(self.edge_layers, len(indices) // 2)
+        return {*indices[:count], *indices[len(indices) - count :]}
 
     def holds(self, shape: Shape) -> bool:
         """Return whether this type can hold a layer with the attention of `shape`; sizes are not checked."""

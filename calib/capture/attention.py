@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.caches.types import Attention, Shape
+from calib.caches.types import Attention, Layers, Shape
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
 from calib.models.config import explain_nonsense, layer_settings
@@ -32,6 +32,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
+# kinds of layers that keep a state of fixed size, the first one beside K and V
+_STATEFUL = {"hybrid", "linear_attention", "mamba", "recurrent", "conv"}
 # in vLLM the embedding at position 0 is zero for MTP layers of these; in SGLang it is not
 _ZERO_AT_FIRST = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # errors of a model that misses an image, or a field of its config that says where images are
@@ -130,9 +132,12 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
 
 @torch.inference_mode()
-def layer_shapes(model: PreTrainedModel) -> list[Shape]:
-    """Return the shape of every layer that holds a cache."""
-    return [module.shape for module in map_attention(model).cached.values()]
+def cached_layers(model: PreTrainedModel) -> Layers:
+    """Return the layers that hold a cache by index, and whether others, or parts of them, keep a state."""
+    config = model.config.get_text_config(decoder=True)
+    shapes = {module.layer_idx: module.shape for module in map_attention(model).cached.values()}
+    is_hybrid = not _STATEFUL.isdisjoint(getattr(config, "layer_types", None) or ())
+    return Layers(shapes, config.num_hidden_layers, is_hybrid)
 
 
 def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.caches.rounding import CacheRounding, rounding
-from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, CacheType, Shape, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, CacheType, Layers, cache_type
 from calib.choices import Purpose
 from calib.errors import InputError, UnsupportedModelError
 from calib.evaluate.variants import Setup, Variant, broadcast_scale
@@ -29,22 +29,22 @@ def cache_names(names: Sequence[str]) -> list[str]:
     return [*(name for name in types if name != "fp8"), *baked]
 
 
-def select_types(names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[CacheType], list[str]]:
-    """Return the types in `names`, and warnings; `all` leaves out those that head sizes do not allow.
+def select_types(names: Sequence[str], layers: Layers) -> tuple[list[CacheType], list[str]]:
+    """Return the types in `names`, and warnings; `all` leaves out those that `layers` do not allow.
 
     `all` are those for K and V of heads, or those for latents, whichever the model caches.
     InputError where a type was asked for by its name.
     """
     types, warnings = [], []
     candidates: Sequence[str] = CACHES if "all" in names else ()
-    if candidates and any(Shape(*shape).attention != "heads" for shape in shapes):
+    if candidates and any(x.attention != "heads" for x in layers.shapes.values()):
         candidates = LATENT_CACHES
         warnings.append("types for K and V of heads are left out: this model caches latents (MLA)")
     for name in dict.fromkeys([*names, *candidates]):
         if name in ("all", "fp8"):
             continue
         try:
-            cache_type(name).bytes_per_token(shapes)
+            cache_type(name).model_bytes(layers)
             types.append(cache_type(name))
         except InputError as error:
             if name in names:
@@ -58,6 +58,7 @@ def cache_variants(
     checkpoint: ModelDirectory,
     names: Sequence[str],
     types: Sequence[CacheType],
+    layers: Layers,
     stats: KVStats,
 ) -> tuple[list[Variant], list[str]]:
     """Make variants of `types`, each also on baked weights where `bake` can matter; and warnings.
@@ -67,7 +68,6 @@ def cache_variants(
     for norms of 1 + weight, whose rounding is a warning.
     """
     dtype = served_dtype(checkpoint)
-    layers = [layer.layer_idx for layer in stats.layers.values()]
     plain = {kind.name: _make_variant(kind.name, kind.description, layers, dtype) for kind in types}
     if baked_for(checkpoint):
         return list(plain.values()), []
@@ -88,9 +88,7 @@ def cache_variants(
     return sorted([*plain.values(), *baked], key=lambda variant: order.index(str(variant.cache))), warnings
 
 
-def _make_variant(
-    name: str, description: str, layers: list[int], dtype: torch.dtype | None = None
-) -> Variant:
+def _make_variant(name: str, description: str, layers: Layers, dtype: torch.dtype | None = None) -> Variant:
     return Variant(name, description, "cache", cache=name, rounding=rounding(name, layers, dtype))
 
 
@@ -116,17 +114,17 @@ def _bake_variant(variant: Variant, factors: Mapping[int, LayerFactors]) -> Vari
     )
 
 
-def count_bytes(variants: Sequence[Variant], shapes: Mapping[int, Shape]) -> list[Variant]:
-    """Return the variants, those that are whole caches with their bytes per token; `shapes` by layer_idx.
+def count_bytes(variants: Sequence[Variant], layers: Layers) -> list[Variant]:
+    """Return the variants, those that are whole caches with their bytes per token.
 
     Layers without scales, beside others that have some, are in 16 bits.
     """
-    counted = []
+    counted, shapes = [], layers.shapes
     for variant in variants:
         if variant.is_whole_cache:
             in_16_bits = shapes.keys() - set(variant.layers) if variant.scales else set()
             quantised = {index: shape for index, shape in shapes.items() if index not in in_16_bits}
-            size = cache_type(variant.cache or "fp8").model_bytes(quantised)
+            size = cache_type(variant.cache or "fp8").model_bytes(layers._replace(shapes=quantised))
             size += sum(2 * shapes[index].values for index in in_16_bits)
             variant = replace(variant, bytes_per_token=size)
         counted.append(variant)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from calib.capture.attention import layer_shapes, map_attention
+from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
@@ -129,10 +129,11 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers, reader)
     is_text = not any(text.data.media for text in evaluation.other_documents)
     other_warnings += [_TEXT_ALONE] * (reader is not None and is_text)
-    evaluation.shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
+    evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
+    evaluation.shapes = [*evaluation.layers.shapes.values()]
     check_model(setup.attention, model, evaluation.shapes)
     check_fp8_cache(model)
-    evaluation.cache_types, type_warnings = select_types(settings.caches, evaluation.shapes)
+    evaluation.cache_types, type_warnings = select_types(settings.caches, evaluation.layers)
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 
@@ -152,7 +153,7 @@ def _choose_variants(evaluation: Evaluation) -> None:
     setup, stats, settings = evaluation.setup, evaluation.stats, evaluation.recipe.evaluation
     built_in = _choose_built_in(evaluation)
     caches, warnings = cache_variants(
-        setup, evaluation.checkpoint, settings.caches, evaluation.cache_types, stats
+        setup, evaluation.checkpoint, settings.caches, evaluation.cache_types, evaluation.layers, stats
     )
     _refuse_variants(evaluation, [*built_in, *caches])
     variants = [
@@ -161,8 +162,7 @@ def _choose_variants(evaluation: Evaluation) -> None:
         if variant.name not in evaluation.refused
     ]
     variants, mode_warnings = select_variants(setup, variants, settings.variants)
-    shapes = {module.layer_idx: module.shape for module in map_attention(setup.model).cached.values()}
-    evaluation.variants = count_bytes(variants, shapes)
+    evaluation.variants = count_bytes(variants, evaluation.layers)
     evaluation.warnings += [*warnings, *mode_warnings]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from calib.caches.types import CacheType, Shape
+from calib.caches.types import CacheType, Layers, Shape
 from calib.capture.directory_scales import ScalesForModel
 from calib.choices import REFERENCE
 from calib.evaluate.held_out import Readers
@@ -68,6 +68,7 @@ class Evaluation:
     text: EvaluationText = field(init=False)
     other_documents: Sequence[OtherDocuments] = field(init=False)
     shapes: Sequence[Shape] = field(init=False)
+    layers: Layers = field(init=False)
     cache_types: Sequence[CacheType] = field(init=False)
     # calibrate
     stats: KVStats = field(init=False)

@@ -7,7 +7,10 @@ from number_grids import E2M1, E4M3, nearest
 
 from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
 from calib.caches.rounding import rounding
+from calib.caches.types import Layers, Shape
 from calib.errors import InputError
+
+ONE = Layers({0: Shape(1, 512, 64, "latents")}, 1)
 
 
 def blocks_of_16(x, largest=6):
@@ -59,10 +62,10 @@ def tiles_of_128(latent):
 def test_latents_are_tiles_of_128_beside_bfloat16_or_blocks_of_16_beside_e4m3(shape, size):
     latent, k_pe = latent_and_k_pe(*shape, size)
     exact = latent.double().numpy()
-    rounded = rounding("fp8_ds_mla")(0, latent, k_pe)
+    rounded = rounding("fp8_ds_mla", ONE)(0, latent, k_pe)
     assert np.array_equal(rounded[0].double().numpy(), tiles_of_128(exact))
     assert torch.equal(rounded[1], k_pe.bfloat16().float())
-    rounded = rounding("nvfp4_ds_mla")(0, latent, k_pe)
+    rounded = rounding("nvfp4_ds_mla", ONE)(0, latent, k_pe)
     blocks = exact.reshape(-1, 16)
     scale = nearest(np.maximum(np.abs(blocks).max(-1, keepdims=True) / 6, 2.0**-9), E4M3)
     expected = (nearest(blocks / scale, E2M1) * scale).reshape(latent.shape)

@@ -7,7 +7,7 @@ import torch
 
 from calib.caches.blocks import nvfp4
 from calib.caches.rounding import rounding
-from calib.caches.types import CACHES, LATENT_CACHES, Shape, cache_type
+from calib.caches.types import CACHES, LATENT_CACHES, Layers, Shape, cache_type
 from calib.errors import InputError
 
 # bytes of one head of 64 values of K and V, NVFP4 as 32 bytes and 4 scales; and the most that rounding
@@ -28,6 +28,7 @@ TYPES = {
     "lmdeploy_int4": (32 + 4 + 32 + 4, 5 / 15),
 }
 HEADS, LATENTS = Shape(2, 64, 64), Shape(1, 512, 64, "latents")
+ONE = Layers({0: HEADS}, 1)
 
 
 def test_bytes_per_token_and_sizes_that_do_not_fit():
@@ -35,11 +36,11 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
     for name, (size, _) in TYPES.items():
         kind = cache_type(name)
         assert kind.bytes_per_token([(3, 64, 64)] * 5) == 15 * size, name
-        # a hybrid, whose first layer has no cache, keeps none in 16 bits
-        for layers, in_16_bits in (([0, 1, 2, 3, 4], 4), ([0, 1, 2], 2), ([3, 7, 11], 0)):
+        # a hybrid keeps none in 16 bits, be its state beside K and V or in layers of its own
+        for layers, in_16_bits in ((range(5), 4), (range(3), 2), (range(5), 0), ([3, 7], 0)):
+            model = Layers(dict.fromkeys(layers, Shape(1, 64, 64)), layers[-1] + 1, is_hybrid=not in_16_bits)
             in_16_bits *= name.startswith("turboquant")
-            whole = size * (len(layers) - in_16_bits) + 256 * in_16_bits
-            assert kind.model_bytes(dict.fromkeys(layers, Shape(1, 64, 64))) == whole, name
+            assert kind.model_bytes(model) == size * (len(layers) - in_16_bits) + 256 * in_16_bits, name
     # layers, and K and V, are counted apart
     assert cache_type("fp8_k_nvfp4_v").bytes_per_token([(2, 128, 64), (1, 32, 256)]) == 2 * 164 + 176
     # 61 layers of DeepSeek-V3: latents of 512, k_pe of 64
@@ -71,10 +72,10 @@ def test_types_are_for_latents_or_for_heads():
             cache_type("nvfp4").bytes_per_token(shapes)
 
 
-@pytest.mark.parametrize("find", [cache_type, rounding])
-def test_unknown_names(find):
+@pytest.mark.parametrize(("find", "facts"), [(cache_type, ()), (rounding, (ONE,))])
+def test_unknown_names(find, facts):
     with pytest.raises(InputError, match="cache 'int7' is not one of fp8, fp8_per_token_head, int8"):
-        find("int7")
+        find("int7", *facts)
 
 
 def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
@@ -83,17 +84,20 @@ def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
     for name, dtype in product((*TYPES, *LATENT_CACHES), (torch.float32, torch.bfloat16)):
         _, worst = TYPES.get(name, (0, 1 / 4))
         pair = key.to(dtype), value.to(dtype)
-        together = rounding(name)(0, *pair)
-        alone = rounding(name)(0, *(x[:, 1:2, 3:4] for x in pair))
+        together = rounding(name, ONE)(0, *pair)
+        alone = rounding(name, ONE)(0, *(x[:, 1:2, 3:4] for x in pair))
         for x, whole, part in zip((key, value), together, alone, strict=True):
             assert (whole.dtype, whole.shape) == (dtype, x.shape)
             assert 0 < ((whole.float() - x)[:, 1:].norm() / x[:, 1:].norm()).item() < worst, name
             assert torch.equal(whole[:, 1:2, 3:4], part), name
             assert whole[0, 0, 2].isnan().any()
     key, value = key[:, 1:], value[:, 1:]
-    rounded = rounding("turboquant_k8v4", range(5))
-    for layer in (0, 1, 2, 3, 4):
+    five = Layers(dict.fromkeys(range(5), HEADS), 5)
+    rounded = rounding("turboquant_k8v4", five)
+    with pytest.raises(InputError, match="turboquant_k8v4 is not known for a model where layers share"):
+        rounding("turboquant_k8v4", five._replace(total=7))
+    for layer in range(5):
         assert all(map(torch.equal, rounded(layer, key, value), (key, value))) == (layer != 2)
-    rounded = rounding("fp8_k_nvfp4_v")(0, key, value)
+    rounded = rounding("fp8_k_nvfp4_v", ONE)(0, key, value)
     assert torch.equal(rounded[0], key.to(torch.float8_e4m3fn).float())
     assert torch.equal(rounded[1], nvfp4(value))

@@ -10,7 +10,7 @@ from command_line import SMALL, fp8kv, one_line_error
 from evaluations import variants_of
 from families import FAMILIES, LATENT, save_model, tiny_model
 
-from calib.capture.attention import layer_shapes
+from calib.capture.attention import cached_layers
 from calib.errors import InputError
 from calib.evaluate.attention_modes import check_model
 from calib.evaluate.page.page import render_html, render_markdown
@@ -183,7 +183,7 @@ def test_a_model_that_the_kernel_does_not_take_is_refused():
     ):
         model = tiny_model(family, **(FAMILIES | LATENT)[family] | changes)
         with pytest.raises(InputError, match=said):
-            check_model(mode, model, layer_shapes(model))
+            check_model(mode, model, [*cached_layers(model).shapes.values()])
 
 
 def test_codes_of_an_mi300_are_for_vllms_triton_kernel(model, variants):

@@ -14,7 +14,7 @@ from evaluations import caches_recipe, plain_comparison, plain_inputs
 from families import LATENT, save_model, tiny_model
 
 from calib.caches.rounding import rounding
-from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Shape, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Layers, Shape, cache_type
 from calib.choices import REFERENCE, CacheName
 from calib.engines.cache_support import Offer
 from calib.errors import InputError
@@ -78,7 +78,7 @@ def test_a_cache_is_the_rounding_of_what_it_holds(caches_evaluation, evaluation)
     for of, names, dtype in ((caches_evaluation, CACHES, torch.bfloat16), (evaluation, LATENT_CACHES, None)):
         model, documents = plain_inputs(of)
         for name in names:
-            rounded = rounding(name, range(model.config.num_hidden_layers), dtype)
+            rounded = rounding(name, of.layers, dtype)
 
             def attend(original, module, query, *pair, rounded=rounded, **kwargs):
                 return original(module, query, *rounded(module.layer_idx, *pair[:2]), *pair[2:], **kwargs)
@@ -90,11 +90,15 @@ def test_a_cache_is_the_rounding_of_what_it_holds(caches_evaluation, evaluation)
                 assert kl.max() > 1e-7, name
 
 
+def of_layers(size, count=1):
+    return Layers(dict.fromkeys(range(count), Shape(2, size, size)), count)
+
+
 def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, caches_report, evaluation):
-    rows, shapes = caches_report.to_json()["variants"], dict.fromkeys(range(3), Shape(2, 16, 16))
+    rows, layers = caches_report.to_json()["variants"], of_layers(16, 3)
     fp8 = 3 * 2 * (16 + 16)
     sizes = dict.fromkeys(("none", "tensor", "attn_head", "fp8, baked"), fp8) | {"reference": 2 * fp8}
-    sizes |= {name: cache_type(name).model_bytes(shapes) for name in CACHES}
+    sizes |= {name: cache_type(name).model_bytes(layers) for name in CACHES}
     assert {name: rows[name]["bytes_per_token"] for name in sizes} == sizes
     assert fp8 not in [sizes[name] for name in CACHES]
     assert "bytes_per_token" not in rows["bf16"]
@@ -111,14 +115,14 @@ def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, c
 
 def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated():
     assert CacheName.__args__ == ("all", *ALL_CACHES)
-    assert select_types(["all"], [(2, 64, 64)]) == ([cache_type(name) for name in CACHES], [])
+    assert select_types(["all"], of_layers(64)) == ([cache_type(name) for name in CACHES], [])
     assert cache_names(["fp8", "nvfp4"]) == ["nvfp4", "fp8, baked"]
     assert cache_names(["int8_per_token_head"])[1:] == ["int8_per_token_head, baked"]
     assert set(CACHES) < set(cache_names(["all"]))
     for dims in (24, 40):
         with pytest.raises(InputError, match=rf"nvfp4: head size {dims} .*leave it out of --caches"):
-            select_types(["fp8", "nvfp4"], [(2, dims, dims)])
-        types, warnings = select_types(["all"], [(2, dims, dims)])
+            select_types(["fp8", "nvfp4"], of_layers(dims))
+        types, warnings = select_types(["all"], of_layers(dims))
         assert [kind.name for kind in types] == [n for n in CACHES if "nvfp4" not in n and "_nc" not in n]
         assert len(warnings) == len(CACHES) - len(types)
         assert all(str(dims) in warning for warning in warnings)
