@@ -28,7 +28,6 @@ class ScalesEndpoint:
 
     name = "fp8kv"
     required_tasks = ("generate",)
-    _report: ScalesInForce | None = None
 
     def attach_router(self, app: Any) -> None:
         """Add the routes."""
@@ -52,16 +51,21 @@ class ScalesEndpoint:
         app.add_api_route(f"{ROUTES}/watch", watch, methods=["GET"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Tell the metrics, and ask again after every call that may change scales."""
-        from prometheus_client import REGISTRY  # type: ignore[import-not-found]
+        """Set the metrics, now and after every call that may change scales."""
+        from prometheus_client import REGISTRY, Gauge  # type: ignore[import-not-found]
 
+        # several API servers share gauges
+        texts = {"in_use": "KV scales in use", "total": "KV scales", "problems": "Problems with KV scales"}
+        self._gauges = {name: Gauge(f"fp8kv_scales_{name}", text) for name, text in texts.items()}
+        self._info = Gauge("fp8kv_scales_info", "Fingerprint of the KV scales in force", ["fingerprint"])
         self._call = engine_client.collective_rpc
         for name in _CHANGING:
             if hasattr(engine_client, name):
                 wrap(engine_client, name)(self._call_and_ask)
         with suppress(Exception):
             await self._ask()
-        REGISTRY.register(self)
+        if os.environ.get("FP8KV_WATCH"):
+            REGISTRY.register(self)
 
     async def _call_and_ask(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -72,23 +76,20 @@ class ScalesEndpoint:
 
     async def _ask(self) -> ScalesInForce:
         (state,) = await self._call(STATE)
-        self._report = ScalesInForce(**state)
-        return self._report
+        report = ScalesInForce(**state)
+        for name, number in _numbers(report).items():
+            self._gauges[name].set(number)
+        self._info.clear()
+        self._info.labels(report.fingerprint).set(1)
+        return report
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics: of the scales, and of the traffic for each layer's worst head."""
+        """Yield the metrics of the traffic, of each layer's worst head."""
         from prometheus_client.core import (  # type: ignore[import-not-found]
             CounterMetricFamily,
             GaugeMetricFamily,
         )
 
-        if report := self._report:
-            for name, number in _numbers(report).items():
-                yield GaugeMetricFamily(f"fp8kv_scales_{name}", f"KV scales: {name}", number)
-            text = "Fingerprint of the KV scales in force"
-            info = GaugeMetricFamily("fp8kv_scales_info", text, labels=["fingerprint"])
-            info.add_metric([report.fingerprint], 1)
-            yield info
         from calib.evaluate.served.watch_report import Watched, report_on
 
         try:

@@ -7,6 +7,7 @@ all workers for their counts and writes the files that commands read. Nothing of
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read
 _SHARE = 0.005  # of the time, for reading an FP8 cache, and for writing files
 _SECONDS = 10.0  # between two writes of an engine that is busy
-_PATIENCE = 60.0  # seconds, for the answers of workers
+_PATIENCE = 4.0  # seconds, for the answers of workers at the end; vLLM kills them after 5
 
 _logger = logging.getLogger("vllm.fp8kv")
 
@@ -71,10 +72,13 @@ def watch(worker: Any) -> None:
     def begin() -> None:
         harvest = worker.model_runner.fp8kv_harvest = Harvest(worker.model_runner)
 
-        @wrap(worker, "sleep")
-        def forget_and_sleep(sleep: Any, *args: Any, **kwargs: Any) -> Any:
-            harvest.forget()  # the cache is discarded
-            return sleep(*args, **kwargs)
+        def forget_and_discard(discard: Any, *args: Any, **kwargs: Any) -> Any:
+            harvest.forget()
+            return discard(*args, **kwargs)
+
+        for name in ("sleep", "discard"):  # their cache
+            if hasattr(worker, name):
+                wrap(worker, name)(forget_and_discard)
 
     _try(worker.model_runner, begin)
 
@@ -232,7 +236,8 @@ def watch_engine(core: Any, directory: str) -> None:
 
     @wrap(core, "shutdown")
     def write_and_shut_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
-        files.write()
+        if sys.exc_info()[0] in (None, SystemExit):  # after a failure workers may not answer
+            files.write(_PATIENCE)
         return shutdown(*args, **kwargs)
 
 
@@ -245,9 +250,10 @@ class WatchFiles:
     def __init__(self, core: Any, directory: Path) -> None:
         """Take the directory, without files of an earlier run; a ValueError where another engine has it."""
         parallel = core.vllm_config.parallel_config
-        if parallel.data_parallel_size > 1:
+        # engines of a dense model have a size of 1, and but for the first an index
+        if parallel.data_parallel_size > 1 or parallel.data_parallel_index:
             _remove_files(directory)  # of an engine alone, which the route would show
-            directory = directory / f"dp-{parallel.data_parallel_rank}"
+            directory = directory / f"dp-{parallel.data_parallel_index}"
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(directory / ".lock")
         try:
@@ -270,12 +276,17 @@ class WatchFiles:
         self._next_if_idle = end + (end - start) / _SHARE
         self._next = max(start + self._seconds, self._next_if_idle)
 
-    def write(self) -> None:
-        """Write what all workers have counted; an engine goes on where that fails."""
+    def write(self, timeout: float | None = None) -> None:
+        """Write what all workers have counted; an engine goes on where that fails.
+
+        A `timeout` is for the end alone: vLLM takes a late answer for that of the next call.
+        """
         try:
-            ranks = self._core.model_executor.collective_rpc(count, timeout=_PATIENCE)
-            if all(ranks):
-                self._write(ranks)
+            ranks = self._core.model_executor.collective_rpc(count, timeout=timeout)
+            if not all(ranks):
+                _remove_files(self.directory)  # which would tell of an hour that is over
+                raise ValueError("a worker does not count, and says why")
+            self._write(ranks)
         except Exception as error:  # noqa: BLE001
             if (failure := str(error)) != self._failure:
                 _warn(f"nothing is written to {self.directory}", error)

@@ -23,6 +23,7 @@ def push_scales(engine: Any, scales: Mapping[str, Tensor]) -> Any:
     `engine` is a `vllm.LLM`, or an `AsyncLLM`, of which the fingerprint is to be awaited; fp8kv must be
     installed where its workers run. `scales` are what `calib.scales_for` returns: float32 [1], or
     [heads, 1, 1], by names such as `model.layers.0.self_attn.k_scale`. From then on they count as the files'.
+    With data parallelism vLLM hands on the answer of its first engine alone; ask the others afterwards.
 
     Raises `InputError` where a name is not a scale's or the engine cannot take them, and
     `ScalesNotDeliveredError`, naming rank, layer and copy, where a worker computes with others all the same.

@@ -10,9 +10,10 @@ from typing import Any
 
 from calib.data import MEDIA_COUNTS
 from calib.errors import InputError
+from calib.evaluate.served.watch_report import read_watched
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
-from calib.files.names import STATS_FILE
+from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.formats.directory import check_output
 from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
@@ -71,8 +72,13 @@ def merge(
 def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bool = False) -> KVStats:
     """Merge statistics alone, as FP8KV_WATCH writes them, into a directory of such.
 
-    InputError if they are of different models.
+    InputError if they are of different models, as far as is known, or the same ones twice.
     """
+    if len({path.resolve() for path in directories}) < max(2, len(directories)):
+        raise InputError("merge takes two or more directories with statistics, each of them once")
+    models = {read_watched(path).model for path in directories if (path / WATCH_FILE).is_file()}
+    if len(models) > 1:
+        raise InputError(f"these statistics are of different models: {', '.join(sorted(models))}")
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     stats = reduce(KVStats.join, map(load_stats, directories))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
+from families import edit_json
 from torch import nn
 
 from calib import load_stats
@@ -96,7 +98,7 @@ def engine(monkeypatch):
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
             model_config=SimpleNamespace(dtype=torch.float32),
         )  # fmt: skip
-        runner.worker = SimpleNamespace(model_runner=runner, sleep=lambda level: level)
+        runner.worker = SimpleNamespace(model_runner=runner, discard=lambda tags: tags)
         harvest.watch(runner.worker)
         return runner
 
@@ -108,7 +110,7 @@ class Core:
 
     def __init__(self, *runners, **parallel):
         model = SimpleNamespace(model="there", get_total_num_kv_heads=lambda: len(runners) * HEADS)
-        parallel = SimpleNamespace(data_parallel_size=1, **parallel)
+        parallel = SimpleNamespace(**{"data_parallel_size": 1, "data_parallel_index": 0} | parallel)
         self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
         self.model_executor = self
         self.runners, self.is_busy = runners, False
@@ -198,8 +200,12 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     with pytest.raises(InputError, match="which holds no queries"):
         stats.scales(strategy="tensor", observer=AbsMax(), targets="qkv")
     # the statistics of two engines are one's
-    done = fp8kv("merge", tmp_path / "watch", tmp_path / "watch", "-o", tmp_path / "both")
+    one, two = tmp_path / "watch", shutil.copytree(tmp_path / "watch", tmp_path / "two")
+    one_line_error(fp8kv("merge", one, one, "-o", tmp_path / "both"), "each of them once")
+    done = fp8kv("merge", one, two, "-o", tmp_path / "both")
     assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair" in done.stdout
+    edit_json(two / "fp8kv_watch.json", model="here")
+    one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "no"), "are of different models: here, there")
     shown = json.loads(fp8kv("inspect", tmp_path / "both", "--json").stdout)["layers"]
     assert shown[1]["v"] == pytest.approx((part.v.amax.amax(1) / 448).tolist())
 
@@ -245,22 +251,25 @@ def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path
         second.execute_model(step)
     assert second.fp8kv_harvest is None
     assert "the cache is not watched: ValueError: the cache is not laid out" in caplog.text
-    core.runners = (first, second)  # a rank that does not count: no file says so little
+    core.runners = (first, second)  # a rank that does not count: no file tells of an hour that is over
+    monkeypatch.undo()
     core.fp8kv_watch.write()
-    assert caplog.text.count("nothing is written") == 1
+    assert "ValueError: a worker does not count, and says why" in caplog.text
+    assert [file.name for file in directory.iterdir()] == [".lock"]
 
 
 def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path, caplog):
     write(tmp_path, watched(torch.ones(1, 2, HEADS, SIZE), 1.0))
-    first, second, third = Core(), Core(), Core()
-    third.vllm_config.parallel_config = SimpleNamespace(data_parallel_size=2, data_parallel_rank=1)
+    first, second = Core(), Core()
     harvest.watch_engine(first, str(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
     harvest.watch_engine(second, str(tmp_path))
     assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
     assert not hasattr(second, "fp8kv_watch")
-    harvest.watch_engine(third, str(tmp_path))
-    assert third.fp8kv_watch.directory == tmp_path / "dp-1"
+    # of data parallelism; engines of a dense model have a size of 1
+    for size, index in ((2, 0), (1, 1)):
+        harvest.watch_engine(core := Core(data_parallel_size=size, data_parallel_index=index), str(tmp_path))
+        assert core.fp8kv_watch.directory == tmp_path / f"dp-{index}"
 
 
 def test_other_scales_begin_anew_and_sleep_forgets(engine):
@@ -273,7 +282,7 @@ def test_other_scales_begin_anew_and_sleep_forgets(engine):
     for step in steps(9, 1):
         runner.execute_model(step)
     before = counts.counts[0].tokens
-    assert runner.worker.sleep(2) == 2
+    assert runner.worker.discard(2) == 2
     counts.read()
     assert counts.counts[0].tokens == before
     for layer in runner.get_model():
