@@ -80,8 +80,7 @@ class Page:
         for name, text in FILES.items():
             (here / name).write_text(text)
         monkeypatch.chdir(here)
-        # for what only a shell can run
-        tools = here.parent / "bin"
+        tools = here.parent / "bin"  # for what only a shell can run
         tools.mkdir()
         for name in APPS:
             program = f"from calib.commands.app import {APPS[name]} as run; run()"

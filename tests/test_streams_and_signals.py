@@ -133,8 +133,7 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
         card = (out / name / "README.md").read_text()
         [command] = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
         assert any(str(out / name) in word for word in shlex.split(command))
-    # those of a twin, too
-    twin = dict.fromkeys(("model", "output", "dtype"), "a b")
+    twin = dict.fromkeys(("model", "output", "dtype"), "a b")  # those of a twin, too
     twin |= dict.fromkeys(("rounded", "changed", "latent"), ())
     twin |= {f"{letter}_amax": {"source": 1.0, "twin": 256.0} for letter in "kv"}
     twin |= dict.fromkeys(("tokens_compared", "k_factor", "v_factor", "kl"), 24)

@@ -196,8 +196,7 @@ def differences(name: str):
         if name.startswith("turboquant") and shape[2] & (shape[2] - 1):
             continue
         x = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * size
-        # some values the same, and some of them halves of others
-        x[0, 0, : shape[2] // 2] = x[0, 0, 0]
+        x[0, 0, : shape[2] // 2] = x[0, 0, 0]  # some values the same, and some of them halves of others
         x[0, 0, 0] *= 2
         # LMDeploy divides by zero there: NaN, which no integer holds
         if not name.startswith("lmdeploy"):

@@ -121,8 +121,7 @@ def check_updates(scaled: Path) -> Iterator[Check]:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scaled)})
     yield "and back", state_of(llm) == first and answer_of(llm) == reference, log[-1]
 
-    # scales without weights
-    pushed = push_scales(llm, scales_of(other))
+    pushed = push_scales(llm, scales_of(other))  # scales without weights
     is_new = pushed == second.fingerprint and holds(llm, scales_of(other))
     yield "push_scales: the other's fingerprint", is_new, pushed
     again = push_scales(llm, scales_of(scaled))

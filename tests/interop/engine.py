@@ -59,8 +59,7 @@ def configure(directory: Path, **options):
 
     # a class is looked at in this process, not in one of its own, which would want pictures
     registry._run_in_subprocess = lambda function: function()
-    # as vLLM's worker for the CPU does
-    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for the CPU does
     arguments = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
     return arguments.create_engine_config()
 

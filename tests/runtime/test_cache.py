@@ -31,8 +31,7 @@ def test_slots_are_blocks_times_block_size_plus_offset():
 
 def test_bytes_are_those_of_blocks_in_use_and_shared_ones_count_once():
     cache = make_cache(8)
-    # K and V, two layers: heads x channels bytes a token
-    assert cache.bytes_per_token == 2 * (1 * 4 + 2 * 8)
+    assert cache.bytes_per_token == 2 * (1 * 4 + 2 * 8)  # K and V, two layers: heads x channels bytes a token
     assert cache.num_bytes == 8 * 4 * cache.bytes_per_token
     sequence = cache.allocate()
     cache.append(sequence, 5)
@@ -96,8 +95,7 @@ def test_a_prefix_is_shared_up_to_the_last_full_block_and_leaves_a_token_to_run(
         other = list(PROMPT)
         other[changed] += 1
         assert cache.allocate(other).num_cached_tokens == shared, changed
-    # the second block after another past
-    assert cache.allocate(PROMPT[4:]).num_cached_tokens == 0
+    assert cache.allocate(PROMPT[4:]).num_cached_tokens == 0  # the second block after another past
 
 
 def test_blocks_are_found_again_after_free_until_they_are_reused():

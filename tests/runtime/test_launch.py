@@ -54,8 +54,7 @@ def test_layers_that_need_other_kernels_are_told_apart():
 
 
 def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own(found):
-    # with tensors on the current GPU, on another, and on that when it is current
-    calls = found["on_devices"]
+    calls = found["on_devices"]  # with tensors on the current GPU, on another, and on that when it is current
     for call, gpu in zip(calls, (0, 1, 1), strict=True):
         assert {name for name, *_ in call["seen"]} == {*KERNELS, "empty", "empty_like", "zeros_like"}
         assert {at for _, at, *_ in call["seen"]} == {gpu}
@@ -64,8 +63,7 @@ def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own(foun
     assert [call["entered"] for call in calls] == [[], [1] * 9, []]
     assert [call["after"] for call in calls] == [0, 0, 1]
     first, second, again = ({e[3] for e in call["seen"] if len(e) == 4} for call in calls)
-    # decode and reduce for extend in parts too
-    assert len(first) == len(second) == 6
+    assert len(first) == len(second) == 6  # decode and reduce for extend in parts too
     assert not first & second
     assert again == second
 

@@ -145,8 +145,7 @@ def test_the_fastest_config_is_found_if_it_is_faster_by_more_than_noise():
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
     found = row.config
     assert (found.tile, found.num_warps, found.per_processor, found.least) == (64, 8, 3, 8)
-    # what may be noise changes nothing
-    row, _ = tuned(lambda c: 99.0 if c.num_warps == 2 else 100.0)
+    row, _ = tuned(lambda c: 99.0 if c.num_warps == 2 else 100.0)  # what may be noise changes nothing
     assert row.config == tuning.find_config("decode", INTERPRETED, 8, 128)
     # one warp with many programs is tried
     found = tuned(lambda c: c.tile + 9 * c.num_warps - c.per_processor)[0].config

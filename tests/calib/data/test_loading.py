@@ -208,8 +208,7 @@ def test_self_ignores_how_a_model_prefers_to_be_sampled(tokenizer, tiny_llama):
 
 
 def test_self_draws_again_when_the_model_ends_at_once_and_gives_up_at_last(tokenizer, tiny_llama):
-    # 190 of 200 ids end a sample
-    tiny_llama.generation_config.eos_token_id = list(range(10, 200))
+    tiny_llama.generation_config.eos_token_id = list(range(10, 200))  # 190 of 200 ids end a sample
     samples = sample_from_model(recipe_of(samples=5), tokenizer, tiny_llama)
     assert len(samples) == 5
     assert all(1 < sample[1] < 10 or sample[1] == BOS for sample in samples)
@@ -221,8 +220,7 @@ def test_self_draws_again_when_the_model_ends_at_once_and_gives_up_at_last(token
 def test_self_without_bos_starts_at_eos_and_without_either_at_random(byte_tokenizer, tiny_llama):
     samples = sample_from_model(recipe_of(), byte_tokenizer(bos_token=None), tiny_llama)
     assert {sample[0] for sample in samples} == {EOS}
-    # the EOS at the start does not end the sample
-    assert min(map(len, samples)) > 1
+    assert min(map(len, samples)) > 1  # the EOS at the start does not end the sample
     neither = byte_tokenizer(bos_token=None, eos_token=None)
     samples = sample_from_model(recipe_of(), neither, tiny_llama)
     assert len({s[0] for s in samples}) > 20

@@ -53,8 +53,7 @@ def directory(fixture, quantization, naming):
     names = sorted({p.format(module=m, x=x) for p in patterns for m in fixture.modules for x in "kv"})
     tensors = [ScaleTensor(n, parse_scale_name(n), "m", "F32", (len(values),), values) for n in names]
     made = ModelDirectory(Path(), config, {"m": {}})
-    # what would be read of files
-    scales = {"tensors": tensors, "unlisted": [], "offsets": [], "json": None}
+    scales = {"tensors": tensors, "unlisted": [], "offsets": [], "json": None}  # what would be read of files
     vars(made).update(scales, modelopt=quantization.document, modules={*fixture.modules})
     return made
 
@@ -114,8 +113,7 @@ def test_what_sglang_reads_and_that_it_refuses_groups_without_weights(tmp_path):
         assert of(config=COMPRESSED | {"kv_cache_scheme": scheme}) == {"default"}, changes
     assert of() == {"loaded"}
     assert of(OLD) == {"default"}
-    # zeros of both are as none
-    assert of(k=(0.0, 0.0), v=(0.0, 0.0), config=FP8) == {"default"}
+    assert of(k=(0.0, 0.0), v=(0.0, 0.0), config=FP8) == {"default"}  # zeros of both are as none
     assert of(k=(0.5, 0.5), v=(0.0, 0.0), config=FP8) == {"loaded"}
     assert "K scale of 0" in of(k=(0.0, 0.0), v=(0.5, 0.5), config=FP8)
     # classes do not matter without scales; to older versions Llama alone is known

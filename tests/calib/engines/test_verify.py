@@ -138,8 +138,7 @@ def test_the_table_of_sglang_shows_scales_of_latents_and_says_that_they_are_wron
     found = simulated(tmp_path, "sglang")
     assert (found.fate, found.is_good) == ("loaded", False)
     assert found.problem.startswith("SGLang stores latents")
-    # scales of 1.0 do no harm
-    file = tmp_path / "m.safetensors"
+    file = tmp_path / "m.safetensors"  # scales of 1.0 do no harm
     save_file({name: tensor * 0 + 1 for name, tensor in load_file(file).items()}, file)
     found = simulated(tmp_path, "sglang")
     assert (found.is_good, found.problem) == (True, None)
@@ -202,8 +201,7 @@ def test_of_engines_and_methods_that_were_not_run_with_nvfp4_nothing_is_known(tm
         assert not found.is_good
     found = simulated(written(tmp_path / "fp8", 448, quant_method="fp8"), "vllm")
     assert "never run under fp8" in found.outcomes[0].reason
-    # the table is of an NVFP4 cache
-    printed = lines_of(fp8kv("verify", directory))
+    printed = lines_of(fp8kv("verify", directory))  # the table is of an NVFP4 cache
     assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in printed
     # SGLang needs the key beside FP8, and has a place beside NVFP4 weights
     directory = written(tmp_path / "fp8", 2688, kv_cache_quant_algo=None)
@@ -275,8 +273,7 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
 
 
 def test_layers_that_need_scales(tmp_path):
-    # one that shares K and V needs them too
-    modules = [f"model.layers.{i}.self_attn" for i in range(4)]
+    modules = [f"model.layers.{i}.self_attn" for i in range(4)]  # one that shares K and V needs them too
     weights = [f"{m}.q_proj.weight" for m in modules] + [f"{m}.k_proj.weight" for m in modules[:2]]
     document = {"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 2}
     for count, expected in ((2, "1.0"), (4, "loaded")):
@@ -287,8 +284,7 @@ def test_layers_that_need_scales(tmp_path):
     weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight", joining]
     made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
     assert said(made, "vllm") == "loaded"
-    # layers that guess tokens need none
-    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]
+    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]  # layers that guess tokens need none
     document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
     made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
     assert said(made, "vllm") == "loaded"

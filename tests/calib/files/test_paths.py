@@ -67,8 +67,7 @@ def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path)
         shutil.copy(several / "json" / "kv_cache_scales.json", directory)
     done = fp8kv("convert", alone, "--to", "tgi", "-o", tmp_path / "out")
     one_line_error(done, "holds kv_cache_scales.json and no model", "copy of the model's directory")
-    # and so it is
-    ran("convert", both, "--to", "tgi", "-o", tmp_path / "out")
+    ran("convert", both, "--to", "tgi", "-o", tmp_path / "out")  # and so it is
     factors = json.loads((both / "kv_cache_scales.json").read_text())["kv_cache"]["scaling_factor"]["0"]
     found = [layer.k[0] for layer in read_scales(tmp_path / "out").layers]
     assert found == pytest.approx([*factors.values()])

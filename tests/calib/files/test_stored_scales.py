@@ -90,8 +90,7 @@ def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
         save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
         with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
             read_scales(directory)
-    # of several modules in a layer each has a value
-    modules = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]
+    modules = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]  # of several modules in a layer each has a value
     tensors = {f"{name}.kv_b_proj.weight": torch.ones(1) for name in modules}
     tensors |= {f"{name}.k_scale": torch.tensor(0.5 + i) for i, name in enumerate(modules)}
     with pytest.raises(InputError, match="layers with several attention modules .as LongCat."):

@@ -66,16 +66,14 @@ def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint,
     assert snapshot(source) == before
     assert (out / RENAMED).samefile(source / "model.safetensors")
     assert '"author": "Gödel"' in (out / "config.json").read_text()
-    # small files travel, other weights do not
-    ours = {RENAMED, SCALES_SHARD, "model.safetensors.index.json"}
+    ours = {RENAMED, SCALES_SHARD, "model.safetensors.index.json"}  # small files travel, other weights do not
     ours |= {"fp8kv_source/README.md", "fp8kv_source/config.json"}
     theirs = {"README.md", "config.json", "templates/tool.jinja", "tokenizer.json"}
     assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == ours | theirs
     # a server running as another user can read the scales, and transformers wants "pt"
     assert (out / SCALES_SHARD).stat().st_mode & 0o777 == 0o644
     assert tensors(out / SCALES_SHARD)[1] == {"format": "pt"}
-    # the model's card keeps its front matter first and its text last
-    card = (out / "README.md").read_text()
+    card = (out / "README.md").read_text()  # the model's card keeps its front matter first and its text last
     assert card.startswith("---\nlicense: mit\n---\n\n# Ours\n\nBeside engines: ")
     assert card.endswith("installed.\n\n# The model\n")
 

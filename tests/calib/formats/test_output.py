@@ -61,8 +61,7 @@ def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(mo
     assert {name: after[name] for name in before.keys() - kept.keys()}.items() <= before.items()
     assert (model / PLACED).stat().st_ino == weights
     assert names(tmp_path) == sorted(["out", model.name, first.backup.name])
-    # a second time keeps both backups
-    second = calibrate(model, in_place=True, changes={"data.seed": 7})
+    second = calibrate(model, in_place=True, changes={"data.seed": 7})  # a second time keeps both backups
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
     assert "fp8kv_calibration.json" in contents(second.backup)

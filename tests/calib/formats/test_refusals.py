@@ -72,8 +72,7 @@ def test_an_existing_quantization_config_keeps_everything_but_its_kv_part(make_c
     assert "quantization_config" not in config
     assert config["text_config"]["quantization_config"]["config_groups"] == {}
     assert config["text_config"]["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
-    # that of ModelOpt gets its own scheme
-    weights = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    weights = {"quant_method": "modelopt", "quant_algo": "FP8"}  # that of ModelOpt gets its own scheme
     config = export(make_scales(), make_checkpoint({"quantization_config": weights}), "vllm").config
     scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
     assert config["quantization_config"] == weights | {"kv_cache_scheme": scheme}
@@ -198,8 +197,7 @@ def test_a_format_whose_engine_reads_no_latents_is_refused_with_the_way_out(make
         refuse(scales(), source, name, REASONS.get(name, "latents"))
         # scales that do not say so are known by the model's config
         refuse(make_scales(), source, name, "MLA|latents")
-    # and scales that say so by themselves
-    refuse(scales(), make_checkpoint(), "vllm", "MLA|latents")
+    refuse(scales(), make_checkpoint(), "vllm", "MLA|latents")  # and scales that say so by themselves
 
 
 def test_modelopt_holds_latents_for_vllms_other_backend_by_the_name_that_arrives(make_checkpoint):

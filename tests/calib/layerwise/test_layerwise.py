@@ -49,8 +49,7 @@ def test_statistics_are_those_of_the_model_in_memory_bit_for_bit(family, save):
     recipe = saved.recipe(**everything, dtype="bfloat16" if family == "mixtral" else "auto")
     batches = [replace(batch, skip_first=3) for batch in saved.batches()]
     assert len(list(saved.path.glob("*.safetensors"))) > 3
-    # 5 samples of 88 tokens
-    assert set(saved.check(recipe, batches).counts()) == {(88 - 5 * 3, 88)}
+    assert set(saved.check(recipe, batches).counts()) == {(88 - 5 * 3, 88)}  # 5 samples of 88 tokens
 
 
 @pytest.mark.parametrize("plan", [TINY, MemoryPlan(False, 0, 0), MemoryPlan(True, 20_000, 1 << 40)])

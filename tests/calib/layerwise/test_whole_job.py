@@ -148,8 +148,7 @@ def test_the_memory_limit_is_kept_by_hidden_states(tmp_path):
     write_llama(tmp_path, num_hidden_layers=3, hidden_size=256, intermediate_size=64)
     allowed, samples, tokens = 64 << 20, 512, 128
     assert samples * tokens * 256 * 4 >= allowed
-    # freed pages go back to the system a little later than new ones are taken
-    slack = 16 << 20
+    slack = 16 << 20  # freed pages go back to the system a little later than new ones are taken
     assert peak(tmp_path, allowed, samples, tokens, 16) <= allowed + slack
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
 

@@ -56,8 +56,7 @@ def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(s
         assert factors[0] > 1
         assert clip_chance(layer, wide, E4M3) <= CLIP_CHANCE == 1e-6
         assert clip_chance(layer, narrow, E4M3) > CLIP_CHANCE
-        # a larger chance needs less
-        tails = layer.tails(strategy)
+        tails = layer.tails(strategy)  # a larger chance needs less
         assert headroom_for(tails, 1e-7) > headroom_for(tails) > headroom_for(tails, 1e-5)
     assert covered_share(stats, auto, ahead=4, margin=0) == 1
     assert covered_share(stats, plain, ahead=100, margin=0) == 0
@@ -144,8 +143,7 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     edit_json(out / "fp8kv_calibration.json", recipe=recipe)
     pairs = zip(scales.layers.values(), load_scales(out).layers.values(), strict=True)
     assert all(torch.equal(a.k, b.k) for a, b in pairs)
-    # old statistics have no headroom by layer
-    old = without(load_stats(out), *PER_TOKEN)
+    old = without(load_stats(out), *PER_TOKEN)  # old statistics have no headroom by layer
     save_stats(old, out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
     one_line_error(again, "these statistics are old and hold no tails; calibrate again")
@@ -172,8 +170,7 @@ def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
         for i in order:
             held = largest(held, parts[i])
         assert torch.equal(held, expected)
-    # one group of all heads has the largest of them
-    whole = Tail.of(expected, TOKENS, per_head=False)
+    whole = Tail.of(expected, TOKENS, per_head=False)  # one group of all heads has the largest of them
     assert torch.equal(whole.top[0], values.flatten().sort(descending=True).values[:TAIL])
     # fewer values than a tail holds are filled up with zeros
     held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
@@ -206,8 +203,7 @@ def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_i
     assert (tail.chance_above(between) * TOKENS).tolist() == [10] * 5
     assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
     further = tail.chance_above(tail.largest + tail.decay)
-    # two roundings of a scale are between both levels
-    generalised_pareto = (1 + 0.2) ** (-1 / 0.2)
+    generalised_pareto = (1 + 0.2) ** (-1 / 0.2)  # two roundings of a scale are between both levels
     torch.testing.assert_close(further, tail.chance * generalised_pareto, rtol=1e-4, atol=0)
     # a value that returns is an end: the slope becomes flatter, and the root of nine is taken off
     values = exponential(1)

@@ -24,12 +24,10 @@ def test_buckets_are_powers_of_two():
     for bucket, tokens in {0: [0], 1: [1, 2], 2: [3, 4, 5, 6], 5: [*range(31, 63)]}.items():
         assert [i for i in range(100) if bucket_of(i) == bucket] == tokens
         assert first_of(bucket) == tokens[0]
-    # exact to the last of many tokens
-    edges = [2**b - 1 + d for b in range(1, BUCKETS) for d in (-1, 0, 1)]
+    edges = [2**b - 1 + d for b in range(1, BUCKETS) for d in (-1, 0, 1)]  # exact to the last of many tokens
     assert bucket_indices(torch.tensor(edges)).tolist() == [bucket_of(i) for i in edges]
     for read in (1024, 1400, 1500, 2047, 2048, 3000, 10**6, 3 * 10**9):
-        # nearest of powers of two: 1 / sqrt(8)
-        assert 0.29 < first_of(middle_of(read)) / read < 0.71, read
+        assert 0.29 < first_of(middle_of(read)) / read < 0.71, read  # nearest of powers of two: 1 / sqrt(8)
 
 
 def run(values, read=None):
@@ -58,8 +56,7 @@ def test_a_second_run_comes_after_the_first():
     joined = run([1.0] * 5, read=100).join(run([2.0]))
     assert joined.layers["a"].k.curve[0].nonzero().flatten().tolist() == [0, 1, 2, bucket_of(100)]
     assert (joined.tokens, joined.layers["a"].tokens_read) == (6, 101)
-    # a joined curve is never above that of one run, and ends with it
-    rng = random.Random(0)
+    rng = random.Random(0)  # a joined curve is never above that of one run, and ends with it
     for _ in range(5):
         one, two = ([float(rng.randint(1, 9999)) for _ in range(rng.randint(1, 300))] for _ in "ab")
         joined, whole = reached(run(one).join(run(two))), reached(run(one + two))

@@ -105,8 +105,7 @@ def test_growth_in_the_last_half_and_first_tokens_that_set_a_scale_alone_are_nam
     assert warn(seen_at({0: 8.6, 10: 9.0})) == []  # by less than 5 %
     (few,) = warn(seen_at({0: 6.0, 9: 9.0}, read=1023))
     assert few.startswith("only 1,023 tokens were read, too few")
-    # one head grew, the layer did not
-    one_head = seen_at({0: [9.0, 3.0], 10: [4.0, 4.0]})
+    one_head = seen_at({0: [9.0, 3.0], 10: [4.0, 4.0]})  # one head grew, the layer did not
     assert warn(one_head) == []
     assert "by up to 33%" in warn(one_head, "attn_head")[0]
     (warning,) = warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 3.0}))
