@@ -75,6 +75,8 @@ TEXT: dict[str, Mapping[str, Any]] = {
     "minimax_m3_vl_text": _MINIMAX_M3,
     **{name: {} for name in f"{_PLAIN} {_WITHOUT_CACHE}".split()},
 }
+# Gemma 4 E2B and E4B, whose last layers read the cache of others
+_SHARED_GEMMA4 = _ARCHITECTURES / "Gemma4ForCausalLM-shared.json"
 # sections of positions in three dimensions, which vLLM reads elsewhere
 _SECTIONS = {name: [8, 12, 12] for name in ("hunyuan_vl", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")}
 _SECTIONS["glm4v_moe"] = [4, 6, 6]
@@ -105,6 +107,7 @@ def known_families() -> dict[str, Callable[[], nn.Module]]:
         name = fields["model_type"]
         if name in transformers.CONFIG_MAPPING and name not in _LEFT_OUT:
             known.setdefault(name, partial(_built_model, name, fields))
+    known["gemma4_text-shared"] = partial(_built_model, "gemma4_text", json.loads(_SHARED_GEMMA4.read_text()))
     known["mllama"] = partial(families.tiny_vision_language_model, "mllama")  # with cross-attention
     return dict(sorted(known.items()))
 

@@ -9,7 +9,7 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from textwrap import shorten
 from typing import Any
@@ -52,6 +52,7 @@ class CachedAttention:
     head_dim: int  # of K
     v_head_dim: int
     attention: Attention = "heads"
+    readers: tuple[str, ...] = ()  # modules of other layers that attend to its cache, too
 
     @property
     def latent(self) -> bool:
@@ -179,6 +180,7 @@ def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = 
         if (owner := next(owners, None)) is None:
             raise UnsupportedModelError(f"{reading} attends to K and V that no layer of the cache holds")
         shared[reading] = SharedAttention(int(model.get_submodule(reading).layer_idx), owner)
+        cached[owner] = replace(cached[owner], readers=(*cached[owner].readers, reading))
     return AttentionMap(cached, shared, reader, note)
 
 

@@ -173,7 +173,8 @@ def baked_factors(
             f"rows on weights baked for {purpose} leave out that `bake` rounds {len(rounded)} weights of "
             f"norms: a KL of {kl:.2g} on a few random tokens"
         ]
-    return {source.modules[name].layer_idx: layer for name, layer in plan.factors.items()}, warnings
+    layers = {name: layer for owner, layer in plan.factors.items() for name in source.cache_users(owner)}
+    return {model.get_submodule(name).layer_idx: layer for name, layer in layers.items()}, warnings
 
 
 def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool) -> None:

@@ -109,10 +109,12 @@ def prove(
 ) -> None:
     """Compare bit for bit; a difference is an UnsupportedModelError that begins with `refusal`."""
     problems = []
+    owners = {reader: owner for owner, module in modules.items() for reader in module.readers}
     for name, pair in before.kv.items():
-        heads = (factors[name].k, factors[name].v)
+        owner = owners.get(name, name)
+        heads, repeat = (factors[owner].k, factors[owner].v), modules[owner].kv_repeat
         for part, factor, old, new in zip("KV", heads, pair, after.kv[name], strict=True):
-            if not torch.equal(old * factor.repeat_interleave(modules[name].kv_repeat, 0)[:, None], new):
+            if not torch.equal(old * factor.repeat_interleave(repeat, 0)[:, None], new):
                 problems.append(f"{part} of {name} is not the source's times its factor")
     if not torch.equal(before.logits, after.logits):
         problems.append("its logits are not the source's")

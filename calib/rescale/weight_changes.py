@@ -5,7 +5,7 @@ Projections are found by their usual names, norms behind them by how they comput
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +172,7 @@ def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
             f"{type(model).__name__} clips Q, K and V at {clip}, so they do not follow a factor in front of "
             "them"
         )
-    if attention.shared:
+    if attention.shared and any(module.latent for module in attention.cached.values()):
         raise UnsupportedModelError(
             f"{next(iter(attention.shared))} attends to another layer's K and V, which no factor of its own "
             "can undo"
@@ -188,7 +188,11 @@ def list_changes(
     for name, layer in factors.items():
         weights = AttentionWeights(modules[name], model.get_submodule(name))
         list_layer = latent_changes if weights.cached.latent else head_changes
-        for change in list_layer(weights, layer):
+        layer_changes = [*list_layer(weights, layer)]
+        for reader in weights.cached.readers:  # its queries and its output, not its K and V
+            cached = replace(weights.cached, name=reader)
+            layer_changes += head_changes(AttentionWeights(cached, model.get_submodule(reader)), layer, "q")
+        for change in layer_changes:
             if bool((change.factor == 1).all()):
                 continue
             first = changes.setdefault(id(model.get_parameter(change.name)), change)
@@ -199,8 +203,10 @@ def list_changes(
     return [*changes.values()]
 
 
-def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[WeightChange]:
-    """Yield the changes of an attention module that give its K and V `factors`."""
+def head_changes(
+    weights: AttentionWeights, factors: LayerFactors, makes: str = "qkv"
+) -> Iterator[WeightChange]:
+    """Yield the changes that give K and V `factors`, of a module that `makes` these, or Q alone."""
     if weights.normalises_v and bool((factors.v != 1).any()):
         raise UnsupportedModelError(
             f"{weights.name} normalises V, which undoes a factor in front of it; V's can be 1 alone"
@@ -211,6 +217,7 @@ def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[W
         )
     queries = weights.cached.num_heads // weights.cached.num_kv_heads
     heads = {"q": (1 / factors.k).repeat_interleave(queries, 0), "k": factors.k, "v": factors.v}
+    heads |= {part: torch.ones_like(heads[part]) for part in "kv" if part not in makes}
     for part, child, _ in weights.norms():
         yield from weights.change_norm(child, heads[part])
         heads[part] = torch.ones_like(heads[part])  # the norm undoes what is in front of it

@@ -27,7 +27,6 @@ EXACT = [
 ]
 REFUSED = {
     "gpt2": ({}, "has no linear layer named q_proj"),
-    "gemma3n_text": (SHARED_KV, "attends to another layer's K and V"),
     "olmo": ({"clip_qkv": 0.5}, "clips Q, K and V"),
     "bitnet": ({}, "does not follow a factor in front of it"),
 }
@@ -185,18 +184,24 @@ def test_wrong_pairs_are_not_proved(llama, tmp_path, monkeypatch):
     assert not (tmp_path / "baked").exists()
 
 
-def test_k_that_is_normalised_without_a_weight_stays_as_it_is(tmp_path):
-    model = tiny_model("llama4_text", num_hidden_layers=4, head_dim=6).to(torch.bfloat16)
-    source = save_model(model, tmp_path / "source")
+@pytest.mark.parametrize(
+    ("model_type", "options", "same_k", "same_v"),  # layers; Gemma's last one reads another's cache
+    [
+        ("llama4_text", {"num_hidden_layers": 4, "head_dim": 6}, [0, 1, 2], []),
+        ("gemma3n_text", SHARED_KV, [], [0, 1, 2]),
+    ],
+)
+def test_what_is_normalised_without_a_weight_stays(model_type, options, same_k, same_v, tmp_path):
+    source = save_model(tiny_model(model_type, **options).to(torch.bfloat16), tmp_path / "source")
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     logits, before = seen(source)
     for purpose in ("fp8", "int8"):
         succeeded(bake(source, scales, tmp_path / purpose, "--for", purpose))
         same, after = seen(tmp_path / purpose)
         assert torch.equal(logits, same)
-        for name, (key, value) in before.items():  # the last layer has no RoPE, and no norm
-            assert torch.equal(key, after[name][0]) == (name != "model.layers.3.self_attn")
-            assert not torch.equal(value, after[name][1])
+        for i, (name, (key, value)) in enumerate(before.items()):
+            assert torch.equal(key, after[name][0]) == (i in same_k)
+            assert torch.equal(value, after[name][1]) == (i in same_v)
 
 
 def test_channels_that_are_mixed_in_another_way_than_by_rope(tmp_path):
