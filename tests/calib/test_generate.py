@@ -79,6 +79,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
     own = f"'{calibrated}' is of another model: its config says model_type llama, that of '{mistral}' mistral"
     for arguments, said in (
         ((calibrated, ""), "the prompt is empty"),
+        ((calibrated, " "), "makes no token of this prompt"),
         ((model, PROMPT), "with --scales DIR, or --scales none"),
         ((model, PROMPT, "--scales", tmp_path / "no"), f"'{tmp_path / 'no'}' is not a directory"),
         ((model, PROMPT, "--scales", tmp_path / "bad"), "kv_cache_scales.json' is not JSON"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
-from families_page import PAGE, TEXT, known_families, read_caches
+from families_page import PAGE, known_families, read_caches
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -131,9 +131,7 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize(
-    "family", [n if n in TEXT else pytest.param(n, marks=pytest.mark.nightly) for n in CALIBRATED]
-)
+@pytest.mark.parametrize("family", CALIBRATED)
 def test_what_is_measured_is_what_the_cache_of_the_whole_model_holds(family):
     model = known_families()[family]()
     plain = logits(model)
