@@ -41,6 +41,7 @@ from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_stats
+from fp8kv_runtime.hf import fp8_attention
 from fp8kv_runtime.hf.layers import Fp8CacheLayer
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,7 @@ _ARCHITECTURES = ROOT / "tools" / "engine_classes" / "architectures"
 _TEXT = ("--dataset", "random", "--seq-len", "40", "--device", "cpu", "--dtype", "float32")
 # of float32: some code adds in another order where there is a cache
 _ROUNDING = 1e-5
+_OTHER_SUMS = 1e-3  # of what rounding K and V changes: sums in another order
 _PROMPT = "5817449"
 _BAKE_TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -291,6 +293,15 @@ def generate(source: Path, out: Path) -> str:
     model = _in_float32(source)
     scales: KVScales = open_scales(out, find_model(str(source)))(model)
     inputs = AutoTokenizer.from_pretrained(source)(_PROMPT, return_tensors="pt")
+    ids = inputs["input_ids"]
+    with torch.inference_mode():
+        plain = model(ids, use_cache=False).logits
+        with fake_quantized(model, scales):
+            rounded = model(ids, use_cache=False).logits
+        with fp8_attention(model, scales):
+            error = (model(ids, use_cache=True).logits - rounded).norm() / (plain - rounded).norm()
+    if not error < _OTHER_SUMS:
+        return f"wrong: logits are off by {error:.2g} of what rounding K and V changes"
     with fake_quantized(model, scales):
         output = model.generate(**inputs, max_new_tokens=5, do_sample=False, use_cache=False)
     expected = output[0, inputs["input_ids"].shape[1] :].tolist()

@@ -6,7 +6,6 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 `expand_kv` makes of them what it attends to.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -116,17 +115,13 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
     The query is the one that engines hand to attention.
     """
-    names = defaultdict(list)  # several for a block that layers share
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
+    names = {module: name for name, module in model.named_modules()}
 
     def watch(
         original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        own = names[module][:1]
-        own += [name for name in names[module][1:] if f".{module.layer_idx}." in name]
-        sink(own[-1], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
+        sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
         return original(module, q, k, v, *args, **kwargs)
 
     return swap_attention(model, watch)
@@ -239,7 +234,7 @@ def _cached_attention(
     """Describe the module `name`, which was called with `qkv`; None if its layer stores nothing."""
     query, key, value = qkv
     module = model.get_submodule(name)
-    # a block that several layers share has a name in each, and any index
+    # a block that several layers share does not know its layer, but for its name
     index = next((i for i in stored if f".{i}." in name and _are_kept(qkv, stored[i])), module.layer_idx)
     if index not in stored and index is not None and index >= 0:
         return None

@@ -9,7 +9,6 @@ is put off, so that a replacement meets the latent.
 import functools
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,16 +50,16 @@ def swap_attention(model: PreTrainedModel, replacement: Replacement) -> Iterator
 
 @contextmanager
 def _know_layers(decoder: nn.Module) -> Iterator[None]:
-    """Let attention that several layers share, as Zamba's, have the `layer_idx` of the one that calls it."""
+    """Let attention of a block that several layers share, as Zamba's, have the `layer_idx` of its caller."""
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         module.layer_idx = kwargs.get("layer_idx", module.layer_idx)
 
-    uses = Counter(module for _, module in decoder.named_modules(remove_duplicate=False))
     with ExitStack() as stack:
-        for module in (module for module in uses if uses[module] > 1 and hasattr(module, "layer_idx")):
-            stack.callback(setattr, module, "layer_idx", module.layer_idx)
-            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        for module in decoder.modules():
+            if (index := getattr(module, "layer_idx", 0)) in (None, -1):
+                stack.callback(setattr, module, "layer_idx", index)
+                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         yield
 
 
