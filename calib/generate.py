@@ -16,6 +16,7 @@ from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import ScalesForModel, open_scales, weight_warnings
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
+from calib.files.text import show_layers
 from calib.models.config import check_positions, load_config
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer, served_dtype
 from calib.models.quantized.weights import quantization_notes
@@ -137,6 +138,8 @@ def generate_text(
     if scales_for_model is None:
         layers = cached_layers(model)
         kind.model_bytes(layers)  # a head size that is refused, before a wait
+        if edges := kind.edges(layers):
+            notes = (*notes, f"{show_layers(sorted(edges))} stay in 16 bits, as in vLLM")
         attention = rounded_attention(model, rounding(options.cache, layers, served_dtype(checkpoint)))
     else:
         check_fp8_cache(model)

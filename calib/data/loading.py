@@ -137,9 +137,10 @@ def load_data(
     reader = None
     if recipe.images or recipe.audio or recipe.dataset in (PICTURES, MORE_PICTURES):
         if load_reader is None or recipe.dataset in GENERATED:
+            flags = "leave out --images and --audio, and " if recipe.images or recipe.audio else ""
             raise InputError(
-                "pictures and sound are read with a model that takes them, of data that has them: leave out "
-                "--images and --audio, and choose a dataset of text"
+                "pictures and sound are read with a model that takes them, of data that has them: "
+                f"{flags}choose a dataset of text"
             )
         reader = load_reader()
     if recipe.dataset in GENERATED:

@@ -13,6 +13,7 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.evaluate.variants import Setup, Variant, broadcast_scale
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
+from calib.files.text import show_layers
 from calib.models.load import served_dtype
 from calib.rescale.bake import baked_factors
 from calib.rescale.weight_changes import LayerFactors
@@ -89,6 +90,8 @@ def cache_variants(
 
 
 def _make_variant(name: str, description: str, layers: Layers, dtype: torch.dtype | None = None) -> Variant:
+    if edges := cache_type(name).edges(layers):
+        description = f"{description}; {show_layers(sorted(edges))} in 16 bits"
     return Variant(name, description, "cache", cache=name, rounding=rounding(name, layers, dtype))
 
 

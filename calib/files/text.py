@@ -84,8 +84,9 @@ def parse_condition(text: str, metrics: Sequence[str] = METRICS) -> Condition:
     except ValueError:
         number = nan
     if metric not in metrics or not isfinite(number):
+        by_variant = " or VARIANT:METRIC<NUMBER" if metrics is METRICS else ""
         raise InputError(
-            f"--fail-if '{text}' is not a condition; write METRIC>NUMBER or VARIANT:METRIC<NUMBER, with a "
-            f"finite number, METRIC one of {', '.join(metrics)}"
+            f"--fail-if '{text}' is not a condition; write METRIC>NUMBER{by_variant}, with a finite number, "
+            f"METRIC one of {', '.join(metrics)}"
         )
     return Condition(text, variant, metric, _OPERATORS[operation], number)
