@@ -137,9 +137,7 @@ def generate_text(
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     if scales_for_model is None:
         layers = cached_layers(model)
-        kind.model_bytes(layers)  # a head size that is refused, before a wait
-        if edges := kind.edges(layers):
-            notes = (*notes, f"{show_layers(sorted(edges))} stay in 16 bits, as in vLLM")
+        notes += _check_cache(kind, layers)
         attention = rounded_attention(model, rounding(options.cache, layers, served_dtype(checkpoint)))
     else:
         check_fp8_cache(model)
@@ -168,6 +166,13 @@ def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[st
         "bytes_per_token_in_blocks": blocks.bytes_per_token + in_16_bits,
         "values_per_token": all_values,
     }
+
+
+def _check_cache(kind: CacheType, layers: Layers) -> tuple[str, ...]:
+    """Refuse a head size before a wait; return a note on layers that the type leaves in 16 bits."""
+    kind.model_bytes(layers)
+    edges = kind.edges(layers)
+    return (f"{show_layers(sorted(edges))} stay in 16 bits, as in vLLM",) if edges else ()
 
 
 def _simulated_memory(kind: CacheType, layers: Layers, cached_tokens: int) -> dict[str, Any]:

@@ -102,7 +102,8 @@ def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, c
     assert {name: rows[name]["bytes_per_token"] for name in sizes} == sizes
     assert fp8 not in [sizes[name] for name in CACHES]
     assert "bytes_per_token" not in rows["bf16"]
-    assert rows["turboquant_k8v4"]["description"].endswith("; layers 0, 2 in 16 bits")
+    description = caches_evaluation.measured["turboquant_k8v4"].variant.description
+    assert description.endswith("; layers 0, 2 in 16 bits")
     baked = rows["int8_per_token_head, baked"]
     assert (baked["is_baked"], baked["cache"]) == (True, "int8_per_token_head")
     for name in (*CACHES, "fp8, baked"):
