@@ -11,7 +11,7 @@ from calib.choices import FormatName
 from calib.errors import InputError, UnsupportedModelError, one_line
 from calib.formats import check_latent
 from calib.models.config import caches_latents
-from calib.models.load import input_device
+from calib.models.load import forget_positions, input_device
 from calib.recipe import Recipe
 from calib.scales.scales import check_one_scale
 from fp8kv_runtime.errors import AttentionError
@@ -85,6 +85,7 @@ def check_fp8_cache(model: PreTrainedModel) -> None:
 def reason_against_fp8(model: PreTrainedModel, attention: AttentionMap) -> str | None:
     """Say why `model` cannot read eight tokens, and then one more, on an FP8 cache; None if it can."""
     ids = torch.arange(8, device=input_device(model))[None]
+    forget_positions(model)
     try:
         with fp8_attention(model, attention.unit_scales(), backend="torch"):
             cache: Any = model(input_ids=ids, use_cache=True).past_key_values

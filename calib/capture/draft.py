@@ -15,7 +15,6 @@ from transformers.utils.generic import ContextManagers
 from calib.capture.attention import AttentionMap, Draft
 from calib.engines.catalogue import load_catalogue
 from calib.engines.model_classes import architecture
-from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
 from calib.models.load import LazyWeight
@@ -51,15 +50,18 @@ def add_draft_layer(
         reason = "their weights are quantised in a way that only transformers reads"
     elif is_cut:
         reason = "a pass layer by layer ends at the last layer that caches K and V; use --offload none"
+    elif isinstance(draft := _load(model, checkpoint, attention, device), Draft):
+        return replace(attention, draft=draft)
     else:
-        return replace(attention, draft=_load(model, checkpoint, attention, device))
+        reason = f"the files lack a weight of theirs, '{draft}'; download the model again"
     note = f"layers that draft tokens (MTP) were not measured, and work at scale 1.0: {reason}"
     return replace(attention, note="; ".join(filter(None, (attention.note, note))))
 
 
 def _load(
     model: PreTrainedModel, checkpoint: ModelDirectory, attention: AttentionMap, device: torch.device | None
-) -> Draft:
+) -> Draft | str:
+    """Load the draft; return the name of a weight that its files lack."""
     last = [*attention.cached.values()][-1]
     layer: Any = model.get_submodule(last.name.rpartition(".")[0])
     config = deepcopy(model.config.get_text_config(decoder=True))
@@ -86,8 +88,7 @@ def _load(
         convert_and_load_state_dict_in_model(mtp, weights, loading)
     names = (n for n, x in mtp.named_parameters() if x.is_meta and n.startswith("layers."))
     if missing := next((n for n in names if ".mlp." not in n and "post_norm" not in n), None):
-        problem = f"'{checkpoint.path}' lacks a weight of its MTP layer, '{missing}'"
-        raise InputError(f"{problem}; download the model again")
+        return str(missing)
     (name,) = checkpoint.draft_modules
     module = replace(last, name=name, layer_idx=layer_of(name) or 0)
     return Draft(mtp.eval(), f"layers.0.mtp_block.{last.name.rpartition('.')[2]}", module)

@@ -77,19 +77,17 @@ def whole_text_only(suite: Suite) -> Suite:
 def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = True) -> Recipe:
     """Add the suite's lengths, and all statistics that a variant may need.
 
-    Pictures and sound, of the calibration or else of the evaluation, are read as other text.
+    Pictures and sound, of the calibration and of the evaluation's own, are read as other text.
     """
     data, settings, built_in = recipe.data, recipe.evaluation, (*BUILTIN, *GENERATED)
     dataset = settings.dataset or data.dataset
-    has_column = bool(data.images or data.audio) and {*settings.also} <= {*built_in, "all"}
-    for seen in (data.dataset, dataset):
-        if seen in (PICTURES, MORE_PICTURES) or (has_column and seen not in built_in):
-            also = dict.fromkeys((MORE_PICTURES if seen == PICTURES else seen, *settings.also))
-            settings = settings.model_copy(
-                update={"dataset": None, "also": [*also] if with_other_text else []}
-            )
-            dataset = PYTHON_DOCS if dataset == seen else dataset
-            break
+    both, pictures = (data.dataset, dataset), {PICTURES, MORE_PICTURES}
+    if (data.images or data.audio) and {*settings.also} <= {*built_in, "all"}:
+        pictures |= {name for name in both if not name.lower().endswith(".txt")} - {*built_in}
+    if shown := [MORE_PICTURES if name == PICTURES else name for name in both if name in pictures]:
+        also = dict.fromkeys([*shown, *settings.also])
+        settings = settings.model_copy(update={"dataset": None, "also": [*also] if with_other_text else []})
+        dataset = PYTHON_DOCS if dataset in pictures else dataset
     if dataset != data.dataset:
         names = ("images", "audio", "seed", "allow_few_tokens")
         data = DataRecipe(dataset=dataset, **{name: getattr(data, name) for name in names})

@@ -18,6 +18,7 @@ from calib.evaluate.layer_errors import LayerError, LayerValues, read_layers
 from calib.evaluate.report import Continuation, Search, Texts
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
+from calib.models.load import forget_positions
 from fp8kv_runtime.hf import new_cache
 
 _TOKENS, _LOGITS = 512, 2**26  # at a time, at most
@@ -75,6 +76,7 @@ def compare_variants(
 
     A model takes `media` with all the tokens that stand for them: these are read at once.
     """
+    forget_positions(setup.model)
     arguments = media_arguments(setup.model, media)
     config = setup.model.config
     caches = [(variant, new_cache(setup.model)) for variant in (UNCHANGED, *variants)]

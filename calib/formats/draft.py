@@ -5,6 +5,8 @@ from dataclasses import replace
 from calib.files.config import find_quantization_config
 from calib.formats.base import Export, ScaledModel
 
+DRAFT_LEFT_OUT = "scales of the layer that drafts tokens (MTP) are left out; calibrate again to have them"
+
 
 def add_draft(export: Export, draft: ScaledModel) -> Export:
     """Add the scales of a draft under the names that the engine's class loads, or say that it loads none."""

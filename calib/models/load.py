@@ -190,6 +190,16 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
+def forget_positions(model: PreTrainedModel) -> None:
+    """Let `model` count the positions of what it reads next anew.
+
+    Those like Qwen-VL move what follows a filled cache by what the last pictures, or generated rows, left.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
 def uses_gpu(device: Device) -> bool:
     """Return whether the model runs on a GPU; refuse `cuda` where there is none."""
     if device == "cuda" and not torch.cuda.is_available():

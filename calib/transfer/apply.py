@@ -12,6 +12,7 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
 from calib.formats.directory import check_output, check_places
+from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import (
     CalibrationRecord,
     Destination,
@@ -77,6 +78,7 @@ def apply(
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
     origin = _origin(source, name, marks, likeness)
     warnings = [*report["warnings"], *_notes(origin, checkpoint, likeness, unmarked)]
+    warnings += [DRAFT_LEFT_OUT] * bool(report.get("drafts"))
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)

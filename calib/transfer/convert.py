@@ -19,6 +19,7 @@ from calib.files.text import show_layers
 from calib.formats import FORMATS, Export, Format, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output
+from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import Destination, write_exports
 from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
@@ -67,8 +68,6 @@ def convert(
             f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
             "convert to vllm"
         )
-    if checkpoint.draft_tensors:
-        notes += ("scales of the layer that drafts tokens (MTP) are left out; calibrate again to have them",)
     if skip_layers and not FORMATS[to].skip_flag:
         legal = ", ".join(name for name, target in FORMATS.items() if target.skip_flag)
         raise UnsupportedExportError(
@@ -162,7 +161,7 @@ def write_scales(
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     if skipped := skipped_layers(checkpoint) if skipped is None else skipped:
         exported = _leave_out(exported, FORMATS[to], skipped)
-    warnings = exported.notes + exported.doubts
+    warnings = exported.notes + exported.doubts + (DRAFT_LEFT_OUT,) * bool(checkpoint.draft_tensors)
     strategy = written_strategy(scales.strategy, reduce)
     card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
 

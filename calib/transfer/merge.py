@@ -15,6 +15,7 @@ from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.formats.directory import check_output
+from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
@@ -63,6 +64,7 @@ def merge(
         data_warnings = dict.fromkeys(line for run in runs for line in _data_warnings(run))
         stats = reduce(KVStats.join, (run.stats for run in runs))
         warnings = [*data_warnings, *_thread_warnings(runs)]
+        warnings += [DRAFT_LEFT_OUT] * any(run.report.get("drafts") for run in runs)
         record = CalibrationRecord(
             name, checkpoint, first.recipe(), stats, dataset, warnings, threads=threads
         )

@@ -174,8 +174,7 @@ def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_pat
 
 def test_the_rest_of_a_book_is_held_out(first, model, book):
     small = {"evaluation.samples": 6, "evaluation.seq_len": 32, "device": "cpu"}
-    recipe = load_recipe(None, {"data.dataset": str(book), **small})
-    checkpoint = find_model(str(model))
+    recipe, checkpoint = load_recipe(None, {"data.dataset": str(book), **small}), find_model(str(model))
     config = load_config(checkpoint)
     suite, _ = inputs.fit_suite(config, recipe.evaluation, None)
     recipe = inputs.complete_recipe(recipe, suite)

@@ -13,8 +13,7 @@ from calib.errors import InputError
 from fp8kv_runtime.bench import correctness, session
 from fp8kv_runtime.kernels import targets
 
-CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-CPU = torch.device("cpu")
+CONFIGS, CPU = Path(__file__).parents[2] / "benchmarks" / "configs", torch.device("cpu")
 
 
 def bench(*arguments):

@@ -33,8 +33,7 @@ from calib.scales.summary import TEXT_ALONE
 from calib.transfer.merge import merge
 
 FEW = {"device": "cpu", "dtype": "float32", "data.seq_len": 256, "data.allow_few_tokens": True}
-TEXT = {"data.dataset": "builtin:python-docs", "data.samples": 2}
-ASKED = "Which colour is this, and why?"
+TEXT, ASKED = {"data.dataset": "builtin:python-docs", "data.samples": 2}, "Which colour is this, and why?"
 
 
 def calibrated(model, output, **settings):
@@ -125,6 +124,9 @@ def test_pictures_are_read_beside_text():
         (shown, {"also": ["all"]}, PYTHON_DOCS, ["a.json", "all"]),
         (shown, {"dataset": "a.txt"}, "a.txt", ["a.json"]),
         ({"dataset": PYTHON_DOCS, "images": "x"}, {"dataset": "a.json"}, PYTHON_DOCS, ["a.json"]),
+        ({"dataset": PICTURES}, {"dataset": MORE_PICTURES}, PYTHON_DOCS, [MORE_PICTURES]),
+        (shown, {"dataset": "b.json"}, PYTHON_DOCS, ["a.json", "b.json"]),
+        (shown, {"dataset": PICTURES}, PYTHON_DOCS, ["a.json", MORE_PICTURES]),
         ({"images": "x"}, {"dataset": "a.txt", "also": ["a.json"]}, "a.txt", ["a.json"]),
     ):
         recipe = complete_recipe(Recipe(data=data, evaluation=evaluation), SUITES["quick"])

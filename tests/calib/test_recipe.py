@@ -86,8 +86,7 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path):
 
 
 def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):
-    recipe = load_recipe("attn_head-mse", {"data.samples": 5})
-    saved = tmp_path / "fp8kv_calibration.json"
+    recipe, saved = load_recipe("attn_head-mse", {"data.samples": 5}), tmp_path / "fp8kv_calibration.json"
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
     for source, message in (("attn-head-mse", "did you mean 'attn_head-mse'"), ("x.yml", "recipe 'x.yml'")):

@@ -12,8 +12,7 @@ from calib.evaluate import inputs
 from calib.evaluate.report import Suite
 from calib.files.stored_scales import read_scales
 
-SCALES = "model-fp8kv-scales.safetensors"
-WORD = "w5 --max-new-tokens 8 --backend torch --json"
+SCALES, WORD = "model-fp8kv-scales.safetensors", "w5 --max-new-tokens 8 --backend torch --json"
 # what takes scales from files
 OF_FILES = {
     "convert": "convert DIR --to tgi -o OUT",

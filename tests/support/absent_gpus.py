@@ -27,8 +27,7 @@ from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.extend import extend_attention
 from fp8kv_runtime.kernels.targets import TARGETS
 
-TARGET = TARGETS["sm_90"]
-PLAIN = next(v for v in VARIANTS if v.name == "plain-64")
+TARGET, PLAIN = TARGETS["sm_90"], next(v for v in VARIANTS if v.name == "plain-64")
 
 
 def give_kernels_to(run):

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.files.stored_scales import read_scales
 
-LAYERS = range(3)
-ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+LAYERS, ATTENTION = range(3), "model.layers.{}.self_attn.{}_proj.weight"
 NORMS = {"input_layernorm": [f"self_attn.{letter}" for letter in "qkv"]}
 NORMS |= {"post_attention_layernorm": ["mlp.gate", "mlp.up"]}
 PACK_FILES = {"README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"}

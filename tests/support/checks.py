@@ -9,8 +9,7 @@ from paged import RUNTIME, Case, build
 
 # Rounding one value: half a step of its significand; Triton's interpreter cuts bfloat16 off, a whole step.
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-REFERENCE = RUNTIME.reference
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+REFERENCE, INTERPRETED = RUNTIME.reference, os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def tolerance(dtype):

@@ -38,10 +38,12 @@ FAMILIES: dict[str, dict] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 5},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_VISION |= {"patch_size": 14}
+_VISION |= {"patch_size": 14, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
 # the language models of those that see
 _TEXT = {"gemma3": _SLIDING, "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2}}
 _TEXT |= {"mllama": {"head_dim": 16, "cross_attention_layers": [1]}, "paligemma": {"model_type": "gemma"}}
+_ROPE = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4]}}
+_TEXT |= {"qwen2_5_vl": _ROPE, "glm4v": _ROPE, "paddleocr_vl": _ROPE}
 # linear attention or Mamba in all layers but one
 _QWEN3_NEXT = _WIDE | _EXPERTS | {"layer_types": _MOSTLY_LINEAR, "shared_expert_intermediate_size": 32}
 _QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
@@ -157,8 +159,7 @@ def tiny_listening_model(family, **options):
 
 def published_gemma4(directory):
     """A Gemma 4 that sees, saved, with the config fields of the models on the Hub."""
-    own = UNEVEN["gemma4_text"]
-    vision = _VISION | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}
+    own, vision = UNEVEN["gemma4_text"], _VISION | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}
     configs = {"text_config": _BASE | own, "vision_config": vision | {"position_embedding_size": 64}}
     model = _built(AutoModelForImageTextToText, "gemma4", **configs)
     save_model(model, directory)

@@ -20,8 +20,7 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}  # of
 NVFP4 |= {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
-NAMES = "{module}.{x}_scale"
-PROJ = "{module}.{x}_proj.{x}_scale"
+NAMES, PROJ = "{module}.{x}_scale", "{module}.{x}_proj.{x}_scale"
 MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
 WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
 

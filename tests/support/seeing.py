@@ -20,7 +20,7 @@ _NAMES["extra_special_tokens"] = {"image_token": "<image>", "boi_token": "<boi>"
 _NAMES["extra_special_tokens"]["audio_token"] = "<audio>"
 IMAGE, AUDIO = map(_SPECIAL.index, ("<image>", "<audio>"))
 PLACES = {"llava": "<image>", "gemma3": "<boi>", "idefics3": "<image>"}
-PLACES |= {"qwen2_audio": "<audio>", "glmasr": "<audio>"}
+PLACES |= {"paddleocr_vl": "<boi><image><eoi>", "qwen2_audio": "<audio>", "glmasr": "<audio>"}
 _PART = "{% if part.type != 'text' %}PLACE{% else %}{{ part.text }}{% endif %}"
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {% for part in m.content %}" + _PART
 _TEMPLATE += "{% endfor %}{{ '\\n' }}{% endfor %}"
@@ -68,6 +68,10 @@ def save_seeing(family, directory, model=None, tokenizer=None):
         sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
         pictures = classes.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(**sizes)
         processor = transformers.Idefics3Processor(pictures, image_seq_len=1, **own)
+    elif family == "paddleocr_vl":  # a token for four patches
+        module = classes.paddleocr_vl.image_processing_pil_paddleocr_vl
+        pictures = module.PaddleOCRVLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 56**2})
+        processor = transformers.PaddleOCRVLProcessor(pictures, **own)
     elif PLACES[family] == "<audio>":
         sounds = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
         own |= {"audio_token": "<audio>"}

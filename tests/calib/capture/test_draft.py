@@ -98,6 +98,26 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
     assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stdout.split())
 
 
+def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight(tmp_path):
+    file = Drafting("glm4_moe", tmp_path / "model").directory / "model.safetensors"
+    one, two = tmp_path / "1", tmp_path / "2"
+    for out in (one, two):
+        ran("calibrate", file.parent, "-o", out, *SMALL, "--seed", out.name)
+    for command, *given in (
+        *(("convert", one, "--to", "vllm"), ("repair", one, "--stats", two)),
+        *(("merge", one, two), ("apply", one, file.parent)),
+    ):
+        said = fp8kv(command, *given, "-o", tmp_path / command).output
+        assert "of the layer that drafts tokens (MTP) are left out" in " ".join(said.split()), command
+    weights = load_file(file)
+    del weights["model.layers.3.enorm.weight"]
+    save_file(weights, file, {"format": "pt"})
+    for out in (tmp_path / "none", tmp_path / "layerwise"):
+        said = ran("calibrate", file.parent, "-o", out, *SMALL, "--offload", out.name).stdout
+        assert "at scale 1.0: the files lack a weight of theirs" in " ".join(said.split())
+        assert len(load_file(out / SCALES_SHARD)) == 6
+
+
 class Rounded(DynamicCache):  # in FP8, with a scale for K and one for V
     def update(self, k, v, layer, *_):
         k, v = (dequantize(quantize(x, s), s) for x, s in ((k, self.scales[0]), (v, self.scales[1])))

@@ -229,8 +229,7 @@ class Adapters(nn.Sequential):
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, Adapters])
 def test_wrapped_models(wrap):
     model = tiny_model("llama")
-    expected = scales_for(model, [ROWS])
-    wrapped = wrap(nn.DataParallel(model))
+    expected, wrapped = scales_for(model, [ROWS]), wrap(nn.DataParallel(model))
     before = held(model)
     assert_same(scales_for(wrapped, [ROWS]), expected)
     assert_as_before(model, before)
@@ -306,8 +305,7 @@ def test_forms_of_batches():
 
 
 def test_zeros_that_say_that_all_is_text():
-    model = tiny_vision_language_model()
-    text = {"input_ids": ROWS, "token_type_ids": torch.zeros_like(ROWS)}
+    model, text = tiny_vision_language_model(), {"input_ids": ROWS, "token_type_ids": torch.zeros_like(ROWS)}
     assert scales_for(model, [text]) == scales_for(model, [ROWS])
     text["token_type_ids"][0, 3] = 1
     with pytest.raises(InputError, match="token_type_ids can change"):

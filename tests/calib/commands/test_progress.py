@@ -98,8 +98,7 @@ def test_the_rate_is_that_of_the_last_minute_and_time_left_runs_while_nothing_is
     runner.now -= 5
     for _ in range(8):
         runner.advance_after(10, 100)
-    assert look_after(5) == (10, 14)
-    assert look_after(105) == (10, 0)
+    assert (look_after(5), look_after(105)) == ((10, 14), (10, 0))
 
 
 def test_units():

@@ -103,8 +103,7 @@ def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *args: ["test", "train"])
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source(DataRecipe(dataset="o/d", config=config))
-    assert source.name == name
-    assert list(source.rows) == [("row 1 as shuffled", {"text": "streamed"})]
+    assert (source.name, list(source.rows)) == (name, [("row 1 as shuffled", {"text": "streamed"})])
     assert asked == [(("o/d", config), {"split": "train", "streaming": True})]
 
 
@@ -274,8 +273,7 @@ def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
     )
     assert first == again != other
     for order in (first, other):
-        assert order[0] == 29
-        assert sorted(order) == [*range(30)]
+        assert (order[0], sorted(order)) == (29, [*range(30)])
         assert order[1:] != sorted(order[1:], reverse=True)
 
 

@@ -88,8 +88,7 @@ def test_a_text_has_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template(tok
 def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
     rows = iter(["abcdef", " \n", {"text": "t", "body": "b"}, "c"])
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of(seq_len=4, column="body"))
-    assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>b"]
-    assert warnings == ()
+    assert ([tokenizer.decode(ids) for ids in samples], warnings) == (["<s>abc", "<s>b"], ())
     assert list(rows) == ["c"]
 
 
@@ -113,8 +112,7 @@ def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer):
         tokenizer = byte_tokenizer(chat_template=template)
         chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
         (ids,), warnings, _ = tokenize([{"messages": chat}], tokenizer, recipe_of(samples=1))
-        assert tokenizer.decode(ids) == f"<|user|>{expected}<|assistant|>yo"
-        assert warnings == ()
+        assert (tokenizer.decode(ids), warnings) == (f"<|user|>{expected}<|assistant|>yo", ())
 
 
 def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer):

@@ -18,8 +18,7 @@ from calib.engines.catalogue import GPUS, CacheSupport, Engine, find_engine, loa
 from calib.errors import InputError
 
 DEEPSEEK = Shape(1, 512, 64, "sparse latents")
-LATENTS = DEEPSEEK._replace(attention="latents")
-ROOT = Path(__file__).parents[3]
+LATENTS, ROOT = DEEPSEEK._replace(attention="latents"), Path(__file__).parents[3]
 FP8 = "--kv-cache-dtype fp8"
 HEADS, OF_64, UNEVEN = [(1, 128, 128)], [(1, 64, 64)], [(1, 128, 80), (1, 96, 128)]
 SIZES, OF_DEEPSEEK = "128, 256, 512 (vllm)", "on h100 with latents of 512 + 64 (vllm, sglang)"

@@ -54,8 +54,7 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     document = json.loads(ran("verify", tmp_path, "--engine", "vllm", "--json").stdout)
     assert document["good"]
     (engine,) = document["engines"]
-    assert engine["layers"][0]["values"] == [0.5]
-    assert engine["classes"] == "0.33.0"
+    assert (engine["layers"][0]["values"], engine["classes"]) == ([0.5], "0.33.0")
     # so are bad scales, even where they load
     done = fp8kv("verify", model(tmp_path, k=(0.0, 0.5)), "--engine", "vllm")
     assert done.exit_code == 1
@@ -184,8 +183,7 @@ def test_an_engine_wants_one_of_two_conventions(tmp_path):
     ):
         found = simulated(written(tmp_path / "made", divisor), engine)
         assert {outcome.status for outcome in found.outcomes if outcome.letter != "q"} == {"loaded"}
-        assert found.flag == "--kv-cache-dtype nvfp4"
-        assert found.is_good == (problem is None)
+        assert (found.flag, found.is_good) == ("--kv-cache-dtype nvfp4", problem is None)
         assert str(problem) in str(found.problem)
         if divisor != 7 and problem:
             out, to = tmp_path / engine, found.problem.rsplit(" ", 1)[1]

@@ -86,8 +86,7 @@ def test_a_cache_in_a_mode_is_the_engines_formula_with_the_models_windows_and_si
 def test_masks_of_float16_are_no_bias():
     model = make_model("gemma2").half()
     model.set_attn_implementation("eager")  # masks are numbers, the least -65504
-    variant = variants_of(model, IDS)["tensor"]
-    changed = IDS.clone()
+    variant, changed = variants_of(model, IDS)["tensor"], IDS.clone()
     changed[-1] += 1
     found, other = (logits(model, variant, "fa3", ids=ids[None]) for ids in (IDS, changed))
     assert torch.equal(found[:, :-1], other[:, :-1])  # no one sees the last token but itself

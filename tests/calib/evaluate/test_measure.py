@@ -11,8 +11,9 @@ from evaluations import variants_of
 from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
 
 from calib.capture.attention import observe_qkv
+from calib.capture.capabilities import check_fp8_cache
 from calib.capture.loop import calibrate
-from calib.data import make_batches
+from calib.data import MediaSample, make_batches
 from calib.errors import InputError
 from calib.evaluate import layer_errors, measure
 from calib.evaluate.measure import _only, compare_variants, search_layers
@@ -38,8 +39,7 @@ def test_chunks_give_what_one_pass_gives(monkeypatch):
     # float64, where chunks differ by what attention does in float32 alone; a document of which no K or V lies
     # so near the middle of two codes that this decides
     model, tokens = tiny_model("gemma3_text", **FAMILIES["gemma3_text"]).double(), document(1, 37)
-    variants = [*variants_of(model, tokens).values()]
-    setup = Setup(model, None, "torch")
+    variants, setup = [*variants_of(model, tokens).values()], Setup(model, None, "torch")
     whole = compare_variants(setup, tokens, variants)
     monkeypatch.setattr(measure, "_TOKENS", 10)
     chunked = compare_variants(setup, tokens, variants)
@@ -50,6 +50,26 @@ def test_chunks_give_what_one_pass_gives(monkeypatch):
         torch.testing.assert_close(chunked[name].nll, divergence.nll, rtol=1e-4, atol=1e-5)
         assert torch.equal(chunked[name].agrees, divergence.agrees)
     assert whole["e5m2"].kl.mean() > 1.5 * whole["tensor"].kl.mean() > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
+@torch.inference_mode()
+def test_pictures_and_generated_rows_move_no_text_that_is_read_later(family, monkeypatch):
+    model, text = tiny_vision_language_model(family, max_position_embeddings=512), document(1, 40)
+    model.config.image_token_id, kinds = 100, torch.tensor([0, 0, *[1] * 16, 0, 0])
+    pictures = {"pixel_values": torch.randn(64, 1176), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    sample = MediaSample((1, 0), kinds, b"", lambda: pictures | {"mm_token_type_ids": kinds[None]})
+    setup, expected = Setup(model, None, "torch"), model(text[None], labels=text[None]).loss.item()
+    monkeypatch.setattr(measure, "_TOKENS", 10)
+    for read_before in (
+        lambda: compare_variants(setup, torch.where(kinds == 1, 100, 5), [], sample),
+        lambda: model.generate(text.view(2, 20), max_new_tokens=3),
+    ):
+        read_before()
+        nll = compare_variants(setup, text, [])[REFERENCE].nll
+        assert nll.mean().item() == pytest.approx(expected, rel=1e-5)
+        read_before()
+        check_fp8_cache(model)
 
 
 @torch.inference_mode()
@@ -64,8 +84,7 @@ def test_the_kernels_give_the_same_figures():
 
 @torch.inference_mode()
 def test_no_other_choice_of_layers_is_smaller():
-    documents = [document(30, 30), document(20, 20)]
-    model = tiny_model("llama", num_hidden_layers=4).eval()
+    documents, model = [document(30, 30), document(20, 20)], tiny_model("llama", num_hidden_layers=4).eval()
     setup, variant = Setup(model, None, "torch"), variants_of(model, *documents)["tensor"]
 
     def mean_kl(skipped):
@@ -102,8 +121,7 @@ def test_a_model_with_one_attention_implementation_has_one_control(family, tmp_p
 
 
 def test_the_interval_covers_the_mean_19_times_in_20_and_quantiles_are_of_all_tokens():
-    rng = np.random.default_rng(1)
-    covered = 0
+    rng, covered = np.random.default_rng(1), 0
     for trial in range(200):
         # 40 documents that differ in level: tokens of one are alike
         documents = [rng.normal(rng.normal(3.0, 1.0), 0.1, size=30) for _ in range(40)]
@@ -122,8 +140,7 @@ def test_a_ratio_and_a_difference_of_means_are_resampled_by_document():
     spread = ratio(rng.normal(3.0, 1.0, 50) * weights, weights)
     assert 0.3 < spread.high - spread.low < 1.0  # a mean of 50 documents is off by about 1 / sqrt(50)
     rng = np.random.default_rng(1)
-    here = [rng.normal(2.0, 1.0, 50) for _ in range(40)]
-    there = [rng.normal(1.0, 1.0, 30) for _ in range(30)]
+    here, there = [rng.normal(2.0, 1.0, 50) for _ in range(40)], [rng.normal(1.0, 1.0, 30) for _ in range(30)]
     found = difference(here, there)
     assert found.value == pytest.approx(np.concatenate(here).mean() - np.concatenate(there).mean())
     assert found.low < found.value < found.high

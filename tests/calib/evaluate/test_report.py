@@ -86,8 +86,7 @@ def test_everything_is_there_and_figures_are_those_of_the_report(small_report, p
     assert all(len(label) > 20 for label in page.labels)
     for layer in small_report["layers"]:
         for points in layer["growth"].values():
-            assert points[-1][0] == tokens
-            assert points == sorted(points)
+            assert (points[-1][0], points) == (tokens, sorted(points))
     assert "Amax against tokens" in page.texts
 
 
@@ -279,8 +278,7 @@ def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe
     mean = sum(each["value"] * each["tokens"] for each in row["kl_by_position"]) / 120
     assert mean == pytest.approx(row["kl"]["value"], rel=1e-6)
     recipe = Recipe.model_validate(small_report["recipe"])
-    assert recipe.data.seed == small_recipe.data.seed
-    assert recipe.evaluation == small_recipe.evaluation
+    assert (recipe.data.seed, recipe.evaluation) == (small_recipe.data.seed, small_recipe.evaluation)
     assert recipe.data.seq_len == small_report["suite"]["seq_len"]
     written = json.dumps(small_report)
     assert json.dumps(Report.model_validate_json(written).to_json()) == written

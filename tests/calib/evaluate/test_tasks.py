@@ -192,8 +192,7 @@ def test_the_report_has_the_tasks(small_directory, task_files, tmp_path, monkeyp
     (line,) = (line for line in done.stdout.splitlines() if "exact_match" in line)
     assert [cell.strip() for cell in line.split("│")[1:4]] == ["tiny_text", "exact_match", "1 ± 0"]
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["harness"]["limit"] == 3
-    assert list(report["tasks"]) == ["tiny_likelihood", "tiny_text"]
+    assert (report["harness"]["limit"], list(report["tasks"])) == (3, ["tiny_likelihood", "tiny_text"])
     assert list(report["tasks"]["tiny_text"]) == ["reference", "tensor"]
     assert report["tasks"]["tiny_text"]["reference"]["exact_match"]["value"] == 1.0
     assert "| tiny\\_text | exact\\_match | 1 ± 0 |" in (tmp_path / "report.md").read_text()

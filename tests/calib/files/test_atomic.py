@@ -103,8 +103,7 @@ def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkey
                 pass
     write(tmp_path / "out")
     write(tmp_path / "link")
-    assert names(tmp_path / "out") == ["new"]
-    assert names(tmp_path) == ["link", "out"]
+    assert (names(tmp_path / "out"), names(tmp_path)) == (["new"], ["link", "out"])
 
 
 @pytest.mark.parametrize("place", ["file/out", "dangling", "loop", "/proc/out", "file", "x" * 300])

@@ -48,8 +48,7 @@ def test_scales_are_found_by_layer(tmp_path):
         (0, (0.5, 0.25), (0.125,), None),
         (1, (0.5, 0.25), (0.125,), None),
     ]
-    assert found.strategy == "attn_head"
-    assert found.formats == ["compressed-tensors"]
+    assert (found.strategy, found.formats) == ("attn_head", ["compressed-tensors"])
     assert found.problems == []
     save_file(layers([0.5, 0.25], 0.125, count=1), tmp_path / "again.safetensors")
     assert any("2 scales are there twice" in problem for problem in read_scales(tmp_path).problems)

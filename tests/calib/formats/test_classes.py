@@ -67,8 +67,7 @@ def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_
     deepseek = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "model")
     out, again = tmp_path / "out", tmp_path / "again"
     done = succeeded(calibrate(deepseek, "-o", out, "--format", "modelopt"))
-    command = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}"
-    card = (out / "README.md").read_text()
+    command, card = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}", (out / "README.md").read_text()
     for said, whom in ((" ".join(done.stdout.split()), "serve with vLLM:"), (card, "for vLLM; strategy")):
         assert command in said
         assert whom in said

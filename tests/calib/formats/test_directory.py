@@ -25,8 +25,7 @@ CASES = [
     for targets in (("kv", "qkv") if target.reads_q else ("kv",))
     if name != "fp8kv"  # statistics and recipe only: nothing engine-specific to pin
 ]
-OLD = "model.layers.0.self_attn"
-RENAMED = "model-00001-of-00001.safetensors"
+OLD, RENAMED = "model.layers.0.self_attn", "model-00001-of-00001.safetensors"
 
 
 def write(checkpoint, out, weights="link"):
@@ -57,8 +56,7 @@ def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint,
     for name in ("templates/tool.jinja", ".cache/x", "pytorch_model.bin", "consolidated.safetensors"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("x")
-    before = snapshot(source)
-    umask = os.umask(0o022)
+    before, umask = snapshot(source), os.umask(0o022)
     try:
         out = write(checkpoint, tmp_path / "out")
     finally:
@@ -148,8 +146,7 @@ def test_output_matches_its_golden_file(name, strategy, targets, checkpoint, tmp
         write_checkpoint(made, checkpoint, out, weights="link", readme="")
     else:
         write_documents(made, out)
-    golden = GOLDEN / f"{name}-{strategy}-{targets}.json"
-    found = describe(out)
+    golden, found = GOLDEN / f"{name}-{strategy}-{targets}.json", describe(out)
     if request.config.getoption("--update-golden"):
         golden.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(golden.read_text())

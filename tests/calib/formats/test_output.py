@@ -145,8 +145,7 @@ def test_what_appears_meanwhile_is_left_as_it_is(no_locks, tiny_directory, tmp_p
 
     with pytest.raises(InputError, match=f"'{out}' was written by another program"):
         calibrate(tiny_directory, out, at="write", then=another)
-    assert names(out) == ["thesis.txt"]
-    assert names(tmp_path) == ["out", "tiny-llama"]
+    assert (names(out), names(tmp_path)) == (["thesis.txt"], ["out", "tiny-llama"])
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -163,8 +162,7 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
 
     with pytest.raises(InputError, match="was written by another program"):
         calibrate(tiny_directory, out, at="calibrate", then=second, overwrite=True)
-    assert seed_of(out) == 2
-    assert names(tmp_path) == ["out", "tiny-llama"]
+    assert (seed_of(out), names(tmp_path)) == (2, ["out", "tiny-llama"])
 
 
 @pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])

@@ -205,8 +205,7 @@ def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, t
         assert done.exit_code == 0, (arguments, done.stderr)
     served = ours[-1][-1]  # what the last of them wrote
     garbage, right = (line for line in commands if not line.startswith("fp8kv"))
-    assert garbage == f"vllm serve {twin} {ending}"
-    assert right == f"vllm serve {served} {ending}"
+    assert (garbage, right) == (f"vllm serve {twin} {ending}", f"vllm serve {served} {ending}")
     done = fp8kv("verify", served, "--engine", "vllm", "--json")
     assert done.exit_code == 0, done.stdout
     (engine,) = json.loads(done.stdout)["engines"]

@@ -53,8 +53,7 @@ def norm_and_all_but_queries(tensors):
         scaled(f"{SELF}.{letter}_proj", 100)(tensors)
 
 
-HALF = slice(None, None, 2)
-SELF = "layers.1.self_attn"
+HALF, SELF = slice(None, None, 2), "layers.1.self_attn"
 BIAS = "model.layers.0.self_attn.v_proj.bias"
 EDITS = [
     (scaled("layers.1.input_layernorm", 1.5, HALF), "^norms differ, and 'layers.1.self_attn"),

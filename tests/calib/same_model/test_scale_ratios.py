@@ -52,8 +52,7 @@ def test_what_is_missing_wrong_or_of_another_model_is_said(tmp_path):
 
 
 def test_scales_of_other_kinds_are_said(tmp_path):
-    producer = {"name": "fp8kv", "nvfp4_kv_divisor": 448}
-    scales = model(tmp_path / "scales")
+    producer, scales = {"name": "fp8kv", "nvfp4_kv_divisor": 448}, model(tmp_path / "scales")
     values = model(tmp_path / "values", names=PROJ, config=NVFP4 | {"producer": producer})
     said = printed(scales, values)
     assert "note: A holds scales of e4m3fn, B values of an NVFP4 cache, absmax / 448" in said

@@ -42,8 +42,7 @@ def derive(measured, **options):
 def test_merge_takes_maxima_and_sums_and_refuses_what_does_not_fit():
     merged = stats().merge(stats([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5))
     found = merged.layers[NAME]
-    assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
-    assert found.k.histogram[:, 0].tolist() == [4, 4]
+    assert (found.k.amax.tolist(), found.k.histogram[:, 0].tolist()) == ([[3.0, 8.0], [4.0, 9.0]], [4, 4])
     assert found.k.total.tolist() == [[4.0, 13.0], [4.0, 11.0]]
     assert found.k.low.tolist() == [[-3.0, -8.0], [-4.0, -9.0]]
     assert found.k.high.tolist() == [[1.5, 4.0], [2.0, 4.5]]
@@ -187,8 +186,7 @@ def test_names_are_no_markup_and_layers_after_the_first_hundred_are_counted():
     for layers, hidden in ((100, []), (101, ["1 more layers are not shown"])):
         names = {f"m{i}": i for i in range(layers)}
         html = layers_html("", names, {(name, "K"): torch.ones(1) for name in names})
-        assert [row[1] for row in rows(html)] == [f"m{i}" for i in range(100)]
-        assert lines(html) == hidden
+        assert ([row[1] for row in rows(html)], lines(html)) == ([f"m{i}" for i in range(100)], hidden)
 
 
 VALUES = (torch.randn(4000, 2, 8, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()

@@ -28,8 +28,7 @@ def test_counts(skip_first):
     assert summary.unknown_tokens == counted.count(9) + counted.count(5)
     # tokens that differ in themselves or in what is before them have a K of their own
     beginnings = {tuple(s[: n + 1]) for s in samples for n in range(skip_first, len(s))}
-    assert summary.unrepeated_tokens == len(beginnings)
-    assert (summary.words, summary.word_tokens) == (12, 34)
+    assert (summary.unrepeated_tokens, (summary.words, summary.word_tokens)) == (len(beginnings), (12, 34))
 
 
 ENOUGH = TextSummary.of(texts(), unknown={1}, words=(1500, 2048))

@@ -166,8 +166,7 @@ def evaluated(model, measured, tmp_path_factory):
 def test_figures_of_an_evaluation(evaluated, model, measured, tmp_path, monkeypatch):
     pack = packed(measured, tmp_path / "pack", "--report", evaluated)
     report = json.loads((evaluated / "report.json").read_text())
-    rows = report["variants"]
-    found = manifest(pack)["evaluation"]["variants"]
+    rows, found = report["variants"], manifest(pack)["evaluation"]["variants"]
     for mine, theirs in {"these scales": measured.name, "scale 1.0": "none"}.items():
         assert found[mine] == {key: rows[theirs][key] for key in ("kl", "ppl_change", "top1")}
     card = (pack / "README.md").read_text()
@@ -273,8 +272,7 @@ def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, 
     found = report_of(pack)
     assert found["dataset"]["source"] == "HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt"
     asked = found["recipe"]["evaluation"]
-    assert asked["dataset"] == "rows.jsonl"
-    assert asked["tasks"] == ["gsm8k", "sums.yaml"]
+    assert (asked["dataset"], asked["tasks"]) == ("rows.jsonl", ["gsm8k", "sums.yaml"])
     assert asked["also"] == ["out", "HuggingFaceH4/ultrachat_200k", "builtin:python-docs"]
     assert found["model"] == "owner/name"
     assert found["warnings"] == ["nothing in first, row 1: none", warnings[1]]

@@ -65,8 +65,7 @@ def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_
     monkeypatch.setattr(hub, "answer", move)
     for out, name in ((tmp_path / "while", "me/scales"), (tmp_path / "after", f"me/scales@{first}")):
         ran("apply", name, model, "-o", out)
-        assert scales(out) == scales(measured)
-        assert report_of(out)["pack"]["name"] == f"me/scales@{first}"
+        assert (scales(out), report_of(out)["pack"]["name"]) == (scales(measured), f"me/scales@{first}")
     refuse("me/scales", model, tmp_path, "is damaged or changed")
     refuse("me/scales@v9", model, tmp_path, "'me/scales' on the Hub has no revision 'v9'")
 

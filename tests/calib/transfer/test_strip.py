@@ -13,8 +13,7 @@ from families import edit_json, save_model, tiny_model
 from calib.formats import FORMATS
 
 FORMS = tuple(name for name, target in FORMATS.items() if target.with_weights)
-INDEX = "model.safetensors.index.json"
-GOLDEN = Path(__file__).parents[2] / "golden"
+INDEX, GOLDEN = "model.safetensors.index.json", Path(__file__).parents[2] / "golden"
 CARD = b"---\nlicense: mit\n---\n\r\n<h1>A model</h1>\xff, in no encoding\n"
 
 
