@@ -82,7 +82,9 @@ def _scales_blocks(
 ) -> Iterator[Block]:
     yield from _opening_lines(scales)
     if scales.layers:
-        yield TextTable(str(path), _HEADINGS, [_layer_row(x, scales) for x in scales.layers])
+        rows = [_layer_row(x, scales) for x in scales.layers]
+        rows += [_layer_row(x, scales, " (draft)") for x in scales.drafts]
+        yield TextTable(str(path), _HEADINGS, rows)
     if places:
         title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
         rows = []
@@ -111,9 +113,9 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
     ]
 
 
-def _layer_row(layer: "StoredLayer", scales: "StoredScales") -> tuple[str, ...]:
+def _layer_row(layer: "StoredLayer", scales: "StoredScales", mark: str = "") -> tuple[str, ...]:
     return (
-        str(layer.layer),
+        f"{layer.layer}{mark}",
         *map(_show_scale, (layer.k, layer.v, layer.q)),
         ", ".join(sorted({tensor.dtype for tensor in layer.tensors}))
         or ("JSON" if scales.directory.json else "-"),
@@ -147,7 +149,9 @@ def compare(
     from calib.same_model.scale_ratios import compare_scales
 
     scales = compare_scales(a, b)
-    rows = [(str(x.layer), *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for x, y in scales.pairs]
+    named = [*((f"{x.layer}", x, y) for x, y in scales.pairs)]
+    named += ((f"{x.layer} (draft)", x, y) for x, y in scales.drafts)
+    rows = [(name, *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for name, x, y in named]
     table = TextTable(f"A: {a}, B: {b}", _PAIR_HEADINGS, rows)
     return Answer(scales.to_json(), [table, *(f"note: {note}" for note in scales.notes)])
 

@@ -209,6 +209,7 @@ class Engine(Section):
     classes: Classes | None = None  # what its model classes did with scales
     # architecture -> kind of config, or `all` -> names under which the class of its MTP layer loads scales
     drafts: dict[str, dict[str, tuple[str, ...]]] = {}
+    draft_crashes: dict[str, tuple[str, ...]] = {}  # by architecture, with which it does not start
     version: str = ""  # the one that the user named
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from statistics import median
@@ -186,6 +186,22 @@ def judge(
     if absent := {fit.layer for fit in fits} ^ {layer for layer, _ in amax}:
         findings.append(Finding(f"layer {min(absent)} is only in the scales, or only in the statistics"))
     return findings
+
+
+def judge_mtp(
+    drafts: Sequence[StoredLayer], against: Calibration, measured: MeasuredAmax, limits: Limits
+) -> list[Finding]:
+    """Judge the largest scales of layers that draft tokens (MTP) by what a report has of them."""
+    rows = {(row["layer_idx"], x): row for row in against.report.get("drafts", ()) for x in "kv"}
+    if not (drafts and rows):
+        text = "draft: it is not in the statistics, so it was not compared"
+        return [Finding(text, is_problem=False)] * bool(drafts)
+    amax: Amax = {key: (row[f"{key[1]}_amax"],) for key, row in rows.items()}
+    chosen: Amax = {key: (row[f"{key[1]}_scale"] * limits.largest,) for key, row in rows.items()}
+    layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
+    measured = measured._replace(amax=amax, thresholds=chosen if measured.thresholds else {})
+    findings = judge(layers, compare(layers, amax, limits), measured, limits.largest)
+    return [replace(finding, text=f"draft: {finding.text}") for finding in findings]
 
 
 def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:

@@ -136,7 +136,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
         fates = backend
         simulation.flag = " ".join(filter(None, [engine.transformers_flag, simulation.flag]))
     tensors = _loaded_tensors(directory, method, fates, simulation)
-    simulation.draft = _draft_fate(directory, engine, method)
+    _set_draft_fate(directory, method, simulation)
     for module in sorted(directory.modules, key=_layer_order):
         simulation.outcomes += layer_scales(directory, module, tensors, method, place)
     if place.fnuz and method and not method.doubles_fnuz and simulation.is_good:
@@ -164,14 +164,25 @@ def _config_kind(directory: ModelDirectory, method: Method | None) -> str:
     return kind + " attn_head" * (isinstance(scheme, dict) and scheme.get("strategy") == "attn_head")
 
 
-def _draft_fate(directory: ModelDirectory, engine: Engine, method: Method | None) -> str:
-    """Say whether the class of a layer that drafts tokens (MTP) loads its scales; empty where it has none."""
-    if not (tensors := directory.draft_tensors):
-        return ""
-    names = {split_name(tensor, directory.draft_modules)[1] for tensor in tensors}
-    if names <= {*engine.draft_names(directory.config, _config_kind(directory, method))}:
-        return "the layer that drafts tokens (MTP) loads its scales"
-    return f"'{tensors[0].name}', of a layer that drafts tokens (MTP), is not known to load: it works at 1.0"
+def _set_draft_fate(directory: ModelDirectory, method: Method | None, simulation: Simulation) -> None:
+    """Say whether the class of a layer that drafts tokens (MTP) loads its scales, where it has some."""
+    engine, config = simulation.engine, directory.config
+    names = {
+        split_name(tensor, directory.draft_modules)[1]: tensor.name for tensor in directory.draft_tensors
+    }
+    loaded = engine.draft_names(config, _config_kind(directory, method))
+    crashing = names.keys() & engine.draft_crashes.get(architecture(config) or "", ()) if loaded else ()
+    if crashing:
+        right = " and ".join(loaded[0].removeprefix("{module}.").format(x=letter) for letter in "kv")
+        simulation.problem = (
+            "with speculative decoding it does not start: its class of the layer that drafts tokens (MTP) "
+            f"fails at '{names[min(crashing)]}'; it loads {right}, which a new calibration writes"
+        )
+    elif unknown := names.keys() - {*loaded}:
+        layer = f"'{names[min(unknown)]}', of a layer that drafts tokens (MTP)"
+        simulation.draft = f"{layer}, is not known to load: it works at 1.0"
+    elif names:
+        simulation.draft = "the layer that drafts tokens (MTP) loads its scales"
 
 
 def _loaded_tensors(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from calib.engines.catalogue import Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
-from calib.engines.scale_fit import Fit, Limits, compare, judge, measured_amax, measured_convention
+from calib.engines.scale_fit import Fit, Limits, compare, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
@@ -102,6 +102,7 @@ def verify_directory(
         limits = _cache_limits(scales, place, nvfp4, baked=bool(bake))
         fits = compare(layers, measured.amax, limits)
         findings = judge(layers, fits, measured, limits.largest)
+        findings += judge_mtp(scales.drafts, against, measured, limits)
         problems += [finding.text for finding in findings if finding.is_problem]
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one = bake.get("latent") is True

@@ -31,6 +31,12 @@ class _ReportLayer(BaseModel):
     v_amax: FiniteFloat
 
 
+class _ReportDraft(_ReportLayer):
+    layer_idx: int
+    k_scale: FiniteFloat
+    v_scale: FiniteFloat
+
+
 class _CalibrationReport(_ReportModel):
     """The part of a calibration's report that is read again."""
 
@@ -38,6 +44,7 @@ class _CalibrationReport(_ReportModel):
     dataset: _ReportDataset
     warnings: list[str]
     layers: list[_ReportLayer]
+    drafts: list[_ReportDraft] = []
     measured_on: _ReportModel | None = None
 
 

@@ -48,6 +48,11 @@ class StoredLayer:
         """Return the scales of K, V or Q; none where there are none."""
         return getattr(self, letter) or ()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, with the tensors that hold the scales."""
+        tensors = {t.name: [t.file, t.dtype, t.shape] for t in self.tensors}
+        return {"layer": self.layer, "k": self.k, "v": self.v, "q": self.q, "tensors": tensors}
+
 
 @dataclass(frozen=True)
 class StoredScales:
@@ -83,7 +88,11 @@ class StoredScales:
     def problems(self) -> list[str]:
         """All that is wrong for any engine, one line each."""
         own = _value_problems(self.layers) + self.contradictions
-        return own + self.misread + _file_problems(self.directory)
+        draft = StoredScales(self.directory, self.drafts)
+        of_draft = _value_problems(draft.layers) + draft.contradictions
+        of_draft += _count_problems(draft.layers, self.directory.text_config)
+        own += self.misread + _file_problems(self.directory)
+        return own + [f"draft: {problem}" for problem in of_draft]
 
     @property
     def contradictions(self) -> list[str]:
@@ -143,11 +152,8 @@ class StoredScales:
             "formats": self.formats,
             "strategy": self.strategy if self.layers else None,
             "quantization": quantization(self.directory),
-            "layers": [
-                {"layer": layer.layer, "k": layer.k, "v": layer.v, "q": layer.q}
-                | {"tensors": {t.name: [t.file, t.dtype, t.shape] for t in layer.tensors}}
-                for layer in self.layers
-            ],
+            "layers": [layer.to_json() for layer in self.layers],
+            "drafts": [layer.to_json() for layer in self.drafts],
             "problems": self.problems,
         }
 
@@ -161,7 +167,8 @@ class StoredScales:
                 largest = max(own, key=lambda tensor: max(tensor.values))
                 places.insert(0, ((max(largest.values),), _describe(largest)))
             json = self.directory.json.layer_scales if self.directory.json else {}
-            if (scale := json.get(layer.layer)) is not None:
+            is_own = not any(self.directory.is_of_draft(tensor.name) for tensor in layer.tensors)
+            if is_own and (scale := json.get(layer.layer)) is not None:
                 places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
         for values, place in places[1:]:
             first, first_place = places[0]

@@ -1,5 +1,6 @@
 """The scales of two directories beside each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,25 +11,28 @@ from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_sc
 from calib.files.text import show_layers
 from calib.same_model.check import config_difference, known_config
 
+Pairs = list[tuple[StoredLayer, StoredLayer]]
+
 
 @dataclass(frozen=True)
 class ScaleComparison:
     """The layers of two directories A and B, and what keeps the ratios from saying what they seem to."""
 
-    pairs: list[tuple[StoredLayer, StoredLayer]]  # a layer that one of them lacks is empty there
+    pairs: Pairs  # a layer that one of them lacks is empty there
+    drafts: Pairs  # the same of layers that draft tokens (MTP)
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `fp8kv compare --json` prints."""
-        ratios = ({x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"} for a, b in self.pairs)
-        layers = [{"layer": a.layer, **pair} for (a, _), pair in zip(self.pairs, ratios, strict=True)]
-        return {"layers": layers, "notes": self.notes}
+        layers, drafts = map(_ratios, (self.pairs, self.drafts))
+        return {"layers": layers, "drafts": drafts, "notes": self.notes}
 
 
 def compare_scales(a: Path, b: Path) -> ScaleComparison:
     """Compare the scales of `a` and `b`; raise an InputError where they have no layer in common."""
     scales = {"A": read_scales(a), "B": read_scales(b)}
-    in_a, in_b = ({layer.layer: layer for layer in stored.layers} for stored in scales.values())
+    parts = [stored.layers for stored in scales.values()] + [stored.drafts for stored in scales.values()]
+    in_a, in_b, *drafts = ({layer.layer: layer for layer in part} for part in parts)
     if not in_a.keys() & in_b.keys():
         raise InputError(f"'{a}' and '{b}' have scales of no common layer")
     notes = [f"{name}: {problem}" for name, stored in scales.items() for problem in stored.problems]
@@ -40,9 +44,15 @@ def compare_scales(a: Path, b: Path) -> ScaleComparison:
     kind_a, kind_b = map(_describe, scales.values())
     if kind_a != kind_b:
         notes.append(f"A holds {kind_a}, B {kind_b}: equal absmax gives other numbers")
-    indices = sorted(in_a.keys() | in_b.keys())
-    pairs = [(in_a.get(i, StoredLayer(i)), in_b.get(i, StoredLayer(i))) for i in indices]
-    return ScaleComparison(pairs, notes)
+    return ScaleComparison(_pairs(in_a, in_b), _pairs(*drafts), notes)
+
+
+def _pairs(a: Mapping[int, StoredLayer], b: Mapping[int, StoredLayer]) -> Pairs:
+    return [(a.get(i, StoredLayer(i)), b.get(i, StoredLayer(i))) for i in sorted(a.keys() | b.keys())]
+
+
+def _ratios(pairs: Pairs) -> list[dict[str, Any]]:
+    return [{"layer": a.layer} | {x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"} for a, b in pairs]
 
 
 def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:

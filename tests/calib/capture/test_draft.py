@@ -23,7 +23,7 @@ _LATENT = "modelopt", "model.layers.3.self_attn.{x}_proj.{x}_scale"
 FAMILIES = {  # options, the format, and the names of the draft's scales
     **{family: (LATENT[family], *_LATENT) for family in ("deepseek_v3", "glm4_moe_lite")},
     "glm4_moe": (_GLM | {"attention_bias": True}, "vllm", "model.layers.3.self_attn.attn.{x}_scale"),
-    "qwen3_next": (_QWEN, "sglang", "mtp.layers.0.self_attn.{x}_proj.{x}_scale"),
+    "qwen3_next": (_QWEN, "modelopt", "mtp.layers.0.self_attn.{x}_proj.{x}_scale"),
 }
 JOINING = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}  # in Qwen3-Next
 
@@ -89,9 +89,8 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
         assert (tmp_path / "none" / file).read_bytes() == (out / file).read_bytes()
     assert {name.format(x=x) for x in "kv"} < load_file(out / SCALES_SHARD).keys()
     for engine in ("vllm", "sglang"):
-        loads = (
-            "(MTP) loads its scales" if engine in (form, "vllm") else "(MTP), is not known to load: it works"
-        )
+        is_loaded = engine == "vllm" or family == "qwen3_next"
+        loads = "(MTP) loads its scales" if is_loaded else "(MTP), is not known to load: it works"
         assert loads in " ".join(fp8kv("verify", out, "--engine", engine).stdout.split())
     edit_json(tmp_path / "model" / "config.json", architectures=["MyForCausalLM"])
     done = ran("calibrate", tmp_path / "model", "-o", tmp_path / "mine", *SMALL, "--format", "fp8kv")
@@ -116,6 +115,32 @@ def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight(tmp_path):
         said = ran("calibrate", file.parent, "-o", out, *SMALL, "--offload", out.name).stdout
         assert "at scale 1.0: the files lack a weight of theirs" in " ".join(said.split())
         assert len(load_file(out / SCALES_SHARD)) == 6
+
+
+def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tmp_path):
+    Drafting("glm4_moe", tmp_path / "m")
+    formats = ("--format", "vllm", "--format", "modelopt")
+    ran("calibrate", tmp_path / "m", "-o", tmp_path / "out", *SMALL, *formats)
+    good, bad = (tmp_path / "out" / name for name in formats[1::2])
+    scales = load_file(file := bad / SCALES_SHARD)
+    k, v = (f"model.layers.3.self_attn.attn.{x}_scale" for x in "kv")
+    for changes, problem in (
+        ({k: scales[k] * torch.nan}, "K scales are NaN in layer 3"),
+        ({k: -scales[k], v: scales[v] * 0}, "V scales are zero in layer 3"),
+        ({v: scales[v] / 9}, "1 layers clip what was measured, layer 3 the most: its V is 9.00 times what"),
+        ({k: scales[k].repeat(3)}, "K has 3 scales in layer 3, but the model has 2 KV heads there"),
+        ({"model.layers.3.self_attn.k_scale": scales[k] * 2}, "two values for the K scale of layer 3"),
+    ):
+        save_file(scales | changes, file)
+        done = fp8kv("verify", bad, "--engine", "vllm", "--against", good)
+        assert (done.exit_code, f"problem: draft: {problem}" in " ".join(done.stdout.split())) == (1, True)
+    save_file({n: x * 2 for n, x in scales.items()}, file)
+    assert "3 (draft)" in ran("inspect", bad).stdout
+    lines = ran("compare", good, bad).stdout.splitlines()
+    assert [[cell.strip() for cell in x.split("│")][4::3] for x in lines if "3 (draft)" in x] == [["2", "2"]]
+    save_file({n.replace("attn.attn", "attn"): x for n, x in scales.items()}, file)
+    done = fp8kv("verify", bad, "--engine", "vllm")  # whose class has no place under this name
+    assert (done.exit_code, "with speculative decoding it does not start" in done.stdout) == (1, True)
 
 
 class Rounded(DynamicCache):  # in FP8, with a scale for K and one for V

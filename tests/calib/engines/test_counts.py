@@ -56,7 +56,7 @@ def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
             one_line_error(fp8kv(*command, "-o", tmp_path / "out"), problem, "calibrate")
 
 
-def test_what_vllm_takes_of_too_many_is_predicted_and_named(tmp_path):
+def test_what_vllm_takes_of_too_many_is_predicted(tmp_path):
     """For two KV heads; `make interop` compares these cases with vLLM itself."""
     for name, letter, values in (
         ("per head, K scales of query heads", "k", (0.04, 0.05)),
@@ -70,10 +70,6 @@ def test_what_vllm_takes_of_too_many_is_predicted_and_named(tmp_path):
             held = next(o.values for o in found.outcomes if o.letter == letter)
             copies = max(1, ranks // 2)  # two ranks hold one head
             assert held == pytest.approx([value for value in values for _ in range(copies)])
-        done = fp8kv("verify", directory, "--engine", "vllm", "--tensor-parallel-size", "4", "--json")
-        assert done.exit_code == 1
-        (problem,) = json.loads(done.stdout)["problems"]
-        assert problem.startswith(f"{letter.upper()} has ")
 
 
 def test_latents_have_one_scale(tmp_path):

@@ -55,10 +55,6 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     assert document["good"]
     (engine,) = document["engines"]
     assert (engine["layers"][0]["values"], engine["classes"]) == ([0.5], "0.33.0")
-    # so are bad scales, even where they load
-    done = fp8kv("verify", model(tmp_path, k=(0.0, 0.5)), "--engine", "vllm")
-    assert done.exit_code == 1
-    assert "problem: K scales are zero in layer 0" in lines_of(done)
 
 
 def test_heads_are_split_over_ranks(tmp_path):
