@@ -55,7 +55,7 @@ def main() -> None:
     alarms, runs = Counter[tuple[int, str]](), []
     for row in documentation[1::2][:CLEAN]:
         engine.begin()
-        engine.files._next = engine.files._next_if_idle = float("inf")  # all is read at once
+        engine.files._earliest = float("inf")  # all is read at once
         engine.write_text([row])
         engine.files.write()
         report = report_on(read_watched(engine.out), ALARM, expected_shares(stats, good))

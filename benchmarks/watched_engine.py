@@ -79,7 +79,7 @@ class Engine:
         """Count anew, as in an engine that has just started."""
         watch = self.runner.fp8kv_harvest = self.watch
         watch._begin()
-        watch._next_note = self.files._next = self.files._next_if_idle = 0.0
+        watch._next_note = self.files._earliest = self.files._last = 0.0
         self.writes.begin()
         return watch
 

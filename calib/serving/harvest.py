@@ -264,17 +264,16 @@ class WatchFiles:
         _remove_files(directory)
         self._core, self.directory, self._failure = core, directory, ""
         self._seconds = float(os.environ.get("FP8KV_WATCH_SECONDS", _SECONDS))
-        self._next = self._next_if_idle = 0.0
+        self._last, self._earliest = -self._seconds, 0.0
 
     def after_step(self) -> None:
         """Write when it is time: every few seconds, and when the last request is over."""
-        is_idle = not self._core.scheduler.has_unfinished_requests()
-        if (start := time.monotonic()) < (self._next_if_idle if is_idle else self._next):
+        is_idle, start = not self._core.scheduler.has_unfinished_requests(), time.monotonic()
+        if start < self._earliest or not (is_idle or start >= self._last + self._seconds):
             return
         self.write()
         end = time.monotonic()
-        self._next_if_idle = end + (end - start) / _SHARE
-        self._next = max(start + self._seconds, self._next_if_idle)
+        self._last, self._earliest = start, end + (end - start) / _SHARE
 
     def write(self, timeout: float | None = None) -> None:
         """Write what all workers have counted; an engine goes on where that fails.
