@@ -253,14 +253,20 @@ def _measure(
         notes += [stop.line(stats, sum(batch.num_tokens for batch in batches), until)]
     # counted here, and not where batches run: every process has all data, resumed or not
     stats = replace(stats, text=data.summary(skip_first))
-    return _split_draft(stats, prepared.attention), data, [data.line, *notes]
+    stats, draft, why = _split_draft(stats, prepared.attention)
+    return (stats, draft), data, [data.line, *why, *notes]
 
 
-def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVStats | None]:
+def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVStats | None, list[str]]:
+    """Split statistics into those of the model and of its draft; say why there are none of it."""
     if attention.draft is None:
-        return stats, None
+        return stats, None, []
     own, name = dict(stats.layers), attention.draft.module.name
-    return replace(stats, layers=own), KVStats({name: own.pop(name)}, {})
+    draft, stats = KVStats({name: own.pop(name)}, {}), replace(stats, layers=own)
+    if all(tensor.isfinite().all() for tensor in draft.tensors().values()):
+        return stats, draft, []
+    why = "its K, V or Q hold NaN or Inf; check its weights, or use --dtype bfloat16 or float32"
+    return stats, None, [f"{name}, which drafts tokens (MTP), is left out and works at scale 1.0: {why}"]
 
 
 def _left_alone(config: PreTrainedConfig, attention: AttentionMap) -> list[str]:
@@ -281,4 +287,9 @@ def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[s
     notes = quantization_notes(checkpoint)
     if purpose := baked_for(checkpoint):
         notes.append(f"this model is baked for {purpose} (fp8kv bake)")
+    named, stored = checkpoint.text_config.get("num_nextn_predict_layers"), len(checkpoint.draft_modules)
+    if type(named) is int and named != stored:
+        notes.append(
+            f"config.json says num_nextn_predict_layers {named}, and the files hold {stored} of these"
+        )
     return [*notes, _PALIGEMMA] if config.model_type == "paligemma" else notes

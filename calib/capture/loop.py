@@ -62,7 +62,7 @@ def calibrate(
         layers = running_layers(attention, recipe)
         for batch in read_batches(batches, model, recipe.data.skip_first):
             _observe(model, batch, attention, layers)
-            if first_non_finite(layers):
+            if first_non_finite(layers, attention):
                 raise _find_non_finite(model, batch, attention, recipe)
             on_batch(batch, lambda: results(layers, attention))
     return results(layers, attention)
@@ -145,11 +145,11 @@ def observing(
             traceback.clear_frames(stop.__traceback__)
 
 
-def first_non_finite(layers: dict[str, RunningLayer]) -> str | None:
-    """Return the first module and tensor that held NaN or Inf, as `model.layers.0.self_attn: K`."""
+def first_non_finite(layers: dict[str, RunningLayer], attention: AttentionMap) -> str | None:
+    """Return the model's first module and tensor that held NaN or Inf, as `model.layers.0.self_attn: K`."""
     for name, layer in layers.items():
         for letter, tensor in (("K", layer.k), ("V", layer.v), ("Q", layer.q)):
-            if tensor.amax is not None and not torch.isfinite(tensor.amax).all():
+            if name in attention.cached and tensor.amax is not None and not torch.isfinite(tensor.amax).all():
                 return f"{name}: {letter}"
     return None
 
@@ -161,7 +161,7 @@ def _find_non_finite(
     for single in singles(batch):
         layers = running_layers(attention, recipe)
         _observe(model, single, attention, layers)
-        if place := first_non_finite(layers):
+        if place := first_non_finite(layers, attention):
             return blame(place, single)
     return blame(None, batch)
 

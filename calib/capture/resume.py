@@ -11,7 +11,7 @@ import glob
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,9 @@ def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Rec
         if decision < skip:
             continue
         stats = reduce(KVStats.merge, [part for part in world.gather(own) if part is not None])
-        layers = covered_share(stats, derive_scales(stats, recipe), LOOKAHEAD, recipe.data.until or 0)
+        # a draft may hold NaN
+        own = replace(stats, layers={n: stats.layers[n] for n in stats.layers if n in share.attention.cached})
+        layers = covered_share(own, derive_scales(own, recipe), LOOKAHEAD, recipe.data.until or 0)
         if layers >= LAYER_SHARE or count == len(batches):
             return stats, Stop(count, layers)
     raise AssertionError("the last decision is at the end")

@@ -82,8 +82,7 @@ def _scales_blocks(
 ) -> Iterator[Block]:
     yield from _opening_lines(scales)
     if scales.layers:
-        rows = [_layer_row(x, scales) for x in scales.layers]
-        rows += [_layer_row(x, scales, " (draft)") for x in scales.drafts]
+        rows = [_layer_row(x, scales) for x in (*scales.layers, *scales.drafts)]
         yield TextTable(str(path), _HEADINGS, rows)
     if places:
         title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
@@ -113,9 +112,9 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
     ]
 
 
-def _layer_row(layer: "StoredLayer", scales: "StoredScales", mark: str = "") -> tuple[str, ...]:
+def _layer_row(layer: "StoredLayer", scales: "StoredScales") -> tuple[str, ...]:
     return (
-        f"{layer.layer}{mark}",
+        str(layer.name),
         *map(_show_scale, (layer.k, layer.v, layer.q)),
         ", ".join(sorted({tensor.dtype for tensor in layer.tensors}))
         or ("JSON" if scales.directory.json else "-"),
@@ -149,9 +148,7 @@ def compare(
     from calib.same_model.scale_ratios import compare_scales
 
     scales = compare_scales(a, b)
-    named = [*((f"{x.layer}", x, y) for x, y in scales.pairs)]
-    named += ((f"{x.layer} (draft)", x, y) for x, y in scales.drafts)
-    rows = [(name, *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for name, x, y in named]
+    rows = [(str(x.name), *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for x, y in scales.pairs]
     table = TextTable(f"A: {a}, B: {b}", _PAIR_HEADINGS, rows)
     return Answer(scales.to_json(), [table, *(f"note: {note}" for note in scales.notes)])
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Convention
 from calib.files.calibration import Amax
+from calib.files.names import layer_of
 from calib.files.stored_scales import StoredLayer, is_usable
 from calib.files.text import show_layers
 
@@ -191,16 +192,14 @@ def judge(
 def judge_mtp(
     drafts: Sequence[StoredLayer], against: Calibration, measured: MeasuredAmax, limits: Limits
 ) -> list[Finding]:
-    """Judge the largest scales of layers that draft tokens (MTP) by what a report has of them."""
-    rows = {(row["layer_idx"], x): row for row in against.report.get("drafts", ()) for x in "kv"}
-    if not (drafts and rows):
-        text = "draft: it is not in the statistics, so it was not compared"
+    """Judge the largest scales of layers that draft tokens (MTP) by the absmax that a report has of them."""
+    rows = against.report.get("drafts", ())
+    amax: Amax = {(layer_of(row["module"]) or 0, x): (row[f"{x}_amax"],) for row in rows for x in "kv"}
+    if not (drafts and amax) or measured.thresholds:
+        text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
         return [Finding(text, is_problem=False)] * bool(drafts)
-    amax: Amax = {key: (row[f"{key[1]}_amax"],) for key, row in rows.items()}
-    chosen: Amax = {key: (row[f"{key[1]}_scale"] * limits.largest,) for key, row in rows.items()}
     layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
-    measured = measured._replace(amax=amax, thresholds=chosen if measured.thresholds else {})
-    findings = judge(layers, compare(layers, amax, limits), measured, limits.largest)
+    findings = judge(layers, compare(layers, amax, limits), measured._replace(amax=amax), limits.largest)
     return [replace(finding, text=f"draft: {finding.text}") for finding in findings]
 
 

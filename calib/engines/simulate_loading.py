@@ -171,13 +171,9 @@ def _set_draft_fate(directory: ModelDirectory, method: Method | None, simulation
         split_name(tensor, directory.draft_modules)[1]: tensor.name for tensor in directory.draft_tensors
     }
     loaded = engine.draft_names(config, _config_kind(directory, method))
-    crashing = names.keys() & engine.draft_crashes.get(architecture(config) or "", ()) if loaded else ()
-    if crashing:
-        right = " and ".join(loaded[0].removeprefix("{module}.").format(x=letter) for letter in "kv")
-        simulation.problem = (
-            "with speculative decoding it does not start: its class of the layer that drafts tokens (MTP) "
-            f"fails at '{names[min(crashing)]}'; it loads {right}, which a new calibration writes"
-        )
+    if crashing := names.keys() & engine.draft_crashes.get(architecture(config) or "", ()):
+        reason = f"its class of the layer that drafts tokens (MTP) fails at '{names[min(crashing)]}'"
+        simulation.problem = f"with speculative decoding it does not start: {reason}; calibrate again"
     elif unknown := names.keys() - {*loaded}:
         layer = f"'{names[min(unknown)]}', of a layer that drafts tokens (MTP)"
         simulation.draft = f"{layer}, is not known to load: it works at 1.0"

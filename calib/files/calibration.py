@@ -31,12 +31,6 @@ class _ReportLayer(BaseModel):
     v_amax: FiniteFloat
 
 
-class _ReportDraft(_ReportLayer):
-    layer_idx: int
-    k_scale: FiniteFloat
-    v_scale: FiniteFloat
-
-
 class _CalibrationReport(_ReportModel):
     """The part of a calibration's report that is read again."""
 
@@ -44,7 +38,7 @@ class _CalibrationReport(_ReportModel):
     dataset: _ReportDataset
     warnings: list[str]
     layers: list[_ReportLayer]
-    drafts: list[_ReportDraft] = []
+    drafts: list[_ReportLayer] = []
     measured_on: _ReportModel | None = None
 
 

@@ -43,15 +43,16 @@ class StoredLayer:
     q: Values | None = None
     tensors: list[ScaleTensor] = field(default_factory=list)
     is_baked: bool = False  # no file has them: the weights were baked, so 1.0 is right
+    is_draft: bool = False  # it predicts extra tokens (MTP)
 
     def values(self, letter: str) -> Values:
         """Return the scales of K, V or Q; none where there are none."""
         return getattr(self, letter) or ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data, with the tensors that hold the scales."""
-        tensors = {t.name: [t.file, t.dtype, t.shape] for t in self.tensors}
-        return {"layer": self.layer, "k": self.k, "v": self.v, "q": self.q, "tensors": tensors}
+    @property
+    def name(self) -> int | str:
+        """Its number, for reports; a draft's counts for itself in some models."""
+        return f"{self.layer} (draft)" if self.is_draft else self.layer
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class StoredScales:
     def drafts(self) -> list[StoredLayer]:
         """The scales of layers that predict extra tokens (MTP), by their numbers in the checkpoint."""
         layers = _group_by_layer(self.directory, self.directory.draft_tensors)
-        return [layers[index] for index in sorted(layers)]
+        return [replace(layers[index], is_draft=True) for index in sorted(layers)]
 
     @property
     def fp8_dtype(self) -> FP8Name:
@@ -87,19 +88,16 @@ class StoredScales:
     @property
     def problems(self) -> list[str]:
         """All that is wrong for any engine, one line each."""
-        own = _value_problems(self.layers) + self.contradictions
-        draft = StoredScales(self.directory, self.drafts)
-        of_draft = _value_problems(draft.layers) + draft.contradictions
-        of_draft += _count_problems(draft.layers, self.directory.text_config)
-        own += self.misread + _file_problems(self.directory)
-        return own + [f"draft: {problem}" for problem in of_draft]
+        own = _value_problems(self.layers) + _value_problems(self.drafts) + self.contradictions
+        return own + self.misread + _file_problems(self.directory)
 
     @property
     def contradictions(self) -> list[str]:
         """Scales that have two values, one line for K, V, Q, and what K and V share."""
         problems = []
         for letters in ("k", "v", "q", "kv"):
-            pairs = [(x.layer, pair) for x in self.layers if (pair := self._contradiction(x, letters))]
+            layers = (*self.layers, *self.drafts)
+            pairs = [(x.name, pair) for x in layers if (pair := self._contradiction(x, letters))]
             if pairs:
                 (layer, places), *further = pairs
                 scale = f"{' and '.join(letters.upper())} scale of layer {layer}"
@@ -110,7 +108,7 @@ class StoredScales:
     @property
     def misread(self) -> list[str]:
         """Reasons for which engines take the scales for other than they are."""
-        problems = _count_problems(self.layers, self.directory.text_config)
+        problems = _count_problems([*self.layers, *self.drafts], self.directory.text_config)
         if offsets := self.directory.offsets:
             problems.append(
                 f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less an "
@@ -152,8 +150,11 @@ class StoredScales:
             "formats": self.formats,
             "strategy": self.strategy if self.layers else None,
             "quantization": quantization(self.directory),
-            "layers": [layer.to_json() for layer in self.layers],
-            "drafts": [layer.to_json() for layer in self.drafts],
+            "layers": [
+                {"layer": layer.name, "k": layer.k, "v": layer.v, "q": layer.q}
+                | {"tensors": {t.name: [t.file, t.dtype, t.shape] for t in layer.tensors}}
+                for layer in (*self.layers, *self.drafts)
+            ],
             "problems": self.problems,
         }
 
@@ -167,8 +168,7 @@ class StoredScales:
                 largest = max(own, key=lambda tensor: max(tensor.values))
                 places.insert(0, ((max(largest.values),), _describe(largest)))
             json = self.directory.json.layer_scales if self.directory.json else {}
-            is_own = not any(self.directory.is_of_draft(tensor.name) for tensor in layer.tensors)
-            if is_own and (scale := json.get(layer.layer)) is not None:
+            if not layer.is_draft and (scale := json.get(layer.layer)) is not None:
                 places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
         for values, place in places[1:]:
             first, first_place = places[0]
@@ -266,12 +266,12 @@ def _group_by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -
 def _value_problems(layers: list[StoredLayer]) -> list[str]:
     problems = []
     for letter in "kvq":
-        layers_by_kind: Mapping[str, list[int]] = defaultdict(list)
+        layers_by_kind: Mapping[str, list[int | str]] = defaultdict(list)
         for layer in layers:
             values = layer.values(letter)
             kinds = (kind for kind, is_wrong in _UNUSABLE.items() if any(map(is_wrong, values)))
             if kind := next(kinds, None):
-                layers_by_kind[kind].append(layer.layer)
+                layers_by_kind[kind].append(layer.name)
         name = letter.upper()
         problems += [f"{name} scales {kind} in {show_layers(x)}" for kind, x in layers_by_kind.items()]
         if len(layers) > 1 and {x for layer in layers for x in layer.values(letter)} == {1.0}:
@@ -285,12 +285,12 @@ def _value_problems(layers: list[StoredLayer]) -> list[str]:
 def _count_problems(layers: list[StoredLayer], config: Config) -> list[str]:
     problems, heads_names = [], {"k": "KV", "v": "KV", "q": "query"}
     for letter, heads_name in heads_names.items():
-        wrong: dict[tuple[int, int], list[int]] = defaultdict(list)
+        wrong: dict[tuple[int, int], list[int | str]] = defaultdict(list)
         for layer in layers:
             counts = head_counts(layer_config(config, layer.layer), letter)
             count = len(layer.values(letter)) or 1
             if counts and count not in {1, *counts}:
-                wrong[count, max(counts)].append(layer.layer)
+                wrong[count, max(counts)].append(layer.name)
         for (count, heads), indices in wrong.items():
             model = f"has {heads} {heads_name} head{'s' * (heads != 1)} there"
             if letter != "q" and caches_latents(config):

@@ -33,7 +33,7 @@ def show_interval(low: float, high: float, form: str = "{:.2g}") -> str:
     return f"[{show_number(low, form)}, {show_number(high, form)}]" if is_known else ""
 
 
-def show_layers(indices: Sequence[int]) -> str:
+def show_layers(indices: Sequence[int | str]) -> str:
     """Name layers, the first eight by number."""
     ending = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"layer{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{ending}"

@@ -134,7 +134,7 @@ def _run_layers(
                     return_free_memory()
                 with loop.observing(source.model, batch, own, last=last):
                     _run_layer(source, replay, hidden, index, i, batch, shapes[i])
-                if place := loop.first_non_finite(own):
+                if place := loop.first_non_finite(own, source.parts.attention):
                     # an earlier batch may yet turn out not to be finite in a later layer
                     failure, batches = (i, place), batches[:i]
                     break
@@ -147,8 +147,6 @@ def _run_layers(
             for i, batch in enumerate(batches):
                 _run_layer(source, replay, hidden, len(names), i, batch, shapes[i])
                 loop.observe_draft(draft, batch, hidden.take(("hidden", i), source.device), running)
-                if place := loop.first_non_finite({draft.module.name: running[draft.module.name]}):
-                    return i, place
     return failure
 
 

@@ -1,6 +1,5 @@
 """The scales of two directories beside each other."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,48 +10,40 @@ from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_sc
 from calib.files.text import show_layers
 from calib.same_model.check import config_difference, known_config
 
-Pairs = list[tuple[StoredLayer, StoredLayer]]
-
 
 @dataclass(frozen=True)
 class ScaleComparison:
     """The layers of two directories A and B, and what keeps the ratios from saying what they seem to."""
 
-    pairs: Pairs  # a layer that one of them lacks is empty there
-    drafts: Pairs  # the same of layers that draft tokens (MTP)
+    pairs: list[tuple[StoredLayer, StoredLayer]]  # a layer that one of them lacks is empty there
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `fp8kv compare --json` prints."""
-        layers, drafts = map(_ratios, (self.pairs, self.drafts))
-        return {"layers": layers, "drafts": drafts, "notes": self.notes}
+        ratios = ({x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"} for a, b in self.pairs)
+        layers = [{"layer": a.name, **pair} for (a, _), pair in zip(self.pairs, ratios, strict=True)]
+        return {"layers": layers, "notes": self.notes}
 
 
 def compare_scales(a: Path, b: Path) -> ScaleComparison:
     """Compare the scales of `a` and `b`; raise an InputError where they have no layer in common."""
     scales = {"A": read_scales(a), "B": read_scales(b)}
-    parts = [stored.layers for stored in scales.values()] + [stored.drafts for stored in scales.values()]
-    in_a, in_b, *drafts = ({layer.layer: layer for layer in part} for part in parts)
+    in_a, in_b = ({(x.is_draft, x.layer): x for x in (*s.layers, *s.drafts)} for s in scales.values())
     if not in_a.keys() & in_b.keys():
         raise InputError(f"'{a}' and '{b}' have scales of no common layer")
+    keys = sorted(in_a.keys() | in_b.keys())
+    empty = {(is_draft, i): StoredLayer(i, is_draft=is_draft) for is_draft, i in keys}
     notes = [f"{name}: {problem}" for name, stored in scales.items() for problem in stored.problems]
     for name, layers in (("A", in_a.keys() - in_b.keys()), ("B", in_b.keys() - in_a.keys())):
         if layers:
-            notes.append(f"only {name} has scales of {show_layers(sorted(layers))}")
+            names = [empty[key].name for key in sorted(layers)]
+            notes.append(f"only {name} has scales of {show_layers(names)}")
     if difference := config_difference(known_config(a), known_config(b)):
         notes.append(f"A and B are of other models: {difference[0]} and {difference[1]}")
     kind_a, kind_b = map(_describe, scales.values())
     if kind_a != kind_b:
         notes.append(f"A holds {kind_a}, B {kind_b}: equal absmax gives other numbers")
-    return ScaleComparison(_pairs(in_a, in_b), _pairs(*drafts), notes)
-
-
-def _pairs(a: Mapping[int, StoredLayer], b: Mapping[int, StoredLayer]) -> Pairs:
-    return [(a.get(i, StoredLayer(i)), b.get(i, StoredLayer(i))) for i in sorted(a.keys() | b.keys())]
-
-
-def _ratios(pairs: Pairs) -> list[dict[str, Any]]:
-    return [{"layer": a.layer} | {x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"} for a, b in pairs]
+    return ScaleComparison([(in_a.get(key, none), in_b.get(key, none)) for key, none in empty.items()], notes)
 
 
 def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:

@@ -118,7 +118,8 @@ def check_unused_tensors(directory: ModelDirectory, names: Iterable[str], weight
         if owners & loaded or (is_weight_of_layer and not is_of_tower(name)):
             raise InputError(
                 f"'{directory.path}' holds '{name}', which its config.json does not use: K and V "
-                "would not be the model's; mend the config, or merge adapters into the weights"
+                "would not be the model's; mend the config (num_nextn_predict_layers, where layers after "
+                "the last draft tokens), or merge adapters into the weights"
             )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from command_line import SMALL, fp8kv, ran
+from command_line import SMALL, fp8kv, one_line_error, ran
 from families import HYBRIDS, LATENT, edit_json, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -97,7 +97,7 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
     assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stdout.split())
 
 
-def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight(tmp_path):
+def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(tmp_path):
     file = Drafting("glm4_moe", tmp_path / "model").directory / "model.safetensors"
     one, two = tmp_path / "1", tmp_path / "2"
     for out in (one, two):
@@ -108,13 +108,19 @@ def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight(tmp_path):
     ):
         said = fp8kv(command, *given, "-o", tmp_path / command).output
         assert "of the layer that drafts tokens (MTP) are left out" in " ".join(said.split()), command
-    weights = load_file(file)
-    del weights["model.layers.3.enorm.weight"]
-    save_file(weights, file, {"format": "pt"})
-    for out in (tmp_path / "none", tmp_path / "layerwise"):
-        said = ran("calibrate", file.parent, "-o", out, *SMALL, "--offload", out.name).stdout
-        assert "at scale 1.0: the files lack a weight of theirs" in " ".join(said.split())
-        assert len(load_file(out / SCALES_SHARD)) == 6
+    name, weights, config = "model.layers.3.enorm.weight", load_file(file), file.with_name("config.json")
+    edit_json(config, num_nextn_predict_layers=2)
+    spoiled = {name: weights.pop(name) * torch.nan}
+    for rest, why in (({}, "the files lack a weight of theirs"), (spoiled, "its K, V or Q hold NaN or Inf")):
+        save_file(weights | rest, file, {"format": "pt"})
+        for way in (("--offload", "none"), ("--offload", "layerwise"), ("--until", 1)):
+            options = (*SMALL, "--samples", 64, "--overwrite", *way)
+            said = " ".join(ran("calibrate", file.parent, "-o", one, *options).stdout.split())
+            assert f"at scale 1.0: {why}" in said
+            assert "num_nextn_predict_layers 2, and the files hold 1 of these" in said
+            assert len(load_file(one / SCALES_SHARD)) == 6
+    edit_json(config, num_nextn_predict_layers=0)
+    one_line_error(fp8kv("calibrate", file.parent, *SMALL), "mend the config (num_nextn_predict_layers")
 
 
 def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tmp_path):
@@ -125,15 +131,18 @@ def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tm
     scales = load_file(file := bad / SCALES_SHARD)
     k, v = (f"model.layers.3.self_attn.attn.{x}_scale" for x in "kv")
     for changes, problem in (
-        ({k: scales[k] * torch.nan}, "K scales are NaN in layer 3"),
-        ({k: -scales[k], v: scales[v] * 0}, "V scales are zero in layer 3"),
-        ({v: scales[v] / 9}, "1 layers clip what was measured, layer 3 the most: its V is 9.00 times what"),
-        ({k: scales[k].repeat(3)}, "K has 3 scales in layer 3, but the model has 2 KV heads there"),
-        ({"model.layers.3.self_attn.k_scale": scales[k] * 2}, "two values for the K scale of layer 3"),
+        ({k: scales[k] * torch.nan}, "K scales are NaN in layer 3 (draft)"),
+        ({k: -scales[k], v: scales[v] * 0}, "V scales are zero in layer 3 (draft)"),
+        ({v: scales[v] / 9}, "draft: 1 layers clip what was measured, layer 3 the most: its V is 9.00 times"),
+        ({k: scales[k].repeat(3)}, "K has 3 scales in layer 3 (draft), but the model has 2 KV heads there"),
+        (
+            {"model.layers.3.self_attn.k_scale": scales[k] * 2},
+            "two values for the K scale of layer 3 (draft)",
+        ),
     ):
         save_file(scales | changes, file)
         done = fp8kv("verify", bad, "--engine", "vllm", "--against", good)
-        assert (done.exit_code, f"problem: draft: {problem}" in " ".join(done.stdout.split())) == (1, True)
+        assert (done.exit_code, f"problem: {problem}" in " ".join(done.stdout.split())) == (1, True)
     save_file({n: x * 2 for n, x in scales.items()}, file)
     assert "3 (draft)" in ran("inspect", bad).stdout
     lines = ran("compare", good, bad).stdout.splitlines()

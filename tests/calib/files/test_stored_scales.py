@@ -140,18 +140,17 @@ def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
 
 def test_json_that_says_nothing_is_one_line(tmp_path):
     huge = json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 10**400}}}})
-    for i, (name, text) in enumerate(
-        (
-            ("config.json", '{"a": 1, "a": 2}'),
-            ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
-            ("model.safetensors.index.json", '{"weight_map": []}'),
-            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
-            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
-            ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
-            ("kv_cache_scales.json", huge),
-            ("hf_quant_config.json", "{"),
-        )
-    ):
+    cases = (
+        ("config.json", '{"a": 1, "a": 2}'),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
+        ("kv_cache_scales.json", huge),
+        ("hf_quant_config.json", "{"),
+    )
+    for i, (name, text) in enumerate(cases):
         directory = write(tmp_path / f"{i}", layers())
         (directory / name).write_text(text)
         one_line_error(fp8kv("inspect", directory), name)

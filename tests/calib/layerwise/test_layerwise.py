@@ -141,7 +141,7 @@ def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save):
 
 def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
     measured = iter(["model.layers.0.self_attn: K", None])
-    monkeypatch.setattr(loop.loop, "first_non_finite", lambda own: next(measured, None))
+    monkeypatch.setattr(loop.loop, "first_non_finite", lambda *_: next(measured, None))
     with pytest.raises(CalibrationError, match=r"a layer holds .* in samples \[0, 1\], only when"):
         llama.by_layer(llama.recipe(), llama.batches())
 
