@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from calib.scales.stats import KVStats, LayerStats, TensorStats
-from calib.scales.tail import poisson_interval
 
+_CHANCE = 0.025
 _RARE = 1e-3  # of the tokens: so many are expected beyond what a calibration has seen
 _MOST_BEYOND = 4.0  # an estimate is this many times the end of the range at most
 _MAGNITUDES = 128  # codes without their sign
@@ -108,11 +108,10 @@ class WatchedLayer:
     @property
     def is_beyond(self) -> Tensor:
         """Heads that clip more than one token in a thousand, which chance does not do: [2, H] bool."""
-        is_more = self.clipped > _RARE * self.tokens
-        for part, head in is_more.nonzero().tolist():
-            low, _ = poisson_interval(int(self.clipped[part, head]))
-            is_more[part, head] = low > _RARE * self.tokens[part, head]
-        return is_more
+        clipped, rare = self.clipped.double(), _RARE * self.tokens.double()
+        # the chance of as many: where it is this small, the whole 95 % interval of Poisson's lies beyond
+        chance: Tensor = torch.special.gammainc(clipped.clamp(min=1), rare)
+        return (clipped > rare) & (chance < _CHANCE)
 
     @property
     def amax(self) -> Tensor:
