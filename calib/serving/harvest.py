@@ -56,13 +56,13 @@ def watch_steps(runner: type[Any]) -> None:
     """Let runners of this class count what their steps store, once `watch` was called."""
 
     @wrap(runner, "execute_model")
-    def execute_and_count(execute: Any, self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_and_count(execute: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         harvest = None if kwargs.get("dummy_run") else getattr(self, "fp8kv_harvest", None)
         if harvest:
-            _try(self, lambda: harvest.before(step))
-        result = execute(self, step, *args, **kwargs)
+            _try(self, lambda: harvest.before(scheduler_output))
+        result = execute(self, scheduler_output, *args, **kwargs)
         if harvest:
-            _try(self, lambda: harvest.after(step))
+            _try(self, lambda: harvest.after(scheduler_output))
         return result
 
 

@@ -106,7 +106,10 @@ def _watch(module: ModuleType) -> None:
 
 
 def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Put the decorated function in the place of one of `owner`'s, which it gets as its first argument."""
+    """Put the decorated function in the place of one of `owner`'s, which it gets as its first argument.
+
+    Its parameters have that one's names, by which some are called.
+    """
     original = getattr(owner, name)
 
     def replace(function: Callable[..., Any]) -> None:

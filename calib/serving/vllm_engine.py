@@ -45,9 +45,9 @@ def watch_core(module: ModuleType) -> None:
     core = module.EngineCore
 
     @wrap(core, "_initialize_kv_caches")
-    def identify_and_make_caches(make_caches: Any, self: Any, config: Any) -> Any:
+    def identify_and_make_caches(make_caches: Any, self: Any, vllm_config: Any) -> Any:
         guard("vllm", lambda: refresh(self))
-        result = make_caches(self, config)
+        result = make_caches(self, vllm_config)
         if directory := os.environ.get("FP8KV_WATCH"):  # after the warm-up, which is not traffic
             import_module("calib.serving.harvest").watch_engine(self, directory)
         return result
@@ -173,9 +173,9 @@ def watch_block_hashes(module: ModuleType) -> None:
     """Block hashes: Mooncake's store, offloading, and every other connector that looks blocks up by them."""
 
     @wrap(module, "generate_block_hash_extra_keys")
-    def add_scales(extra_keys: Any, request: Any, start: int, *args: Any, **kwargs: Any) -> Any:
-        keys, place = extra_keys(request, start, *args, **kwargs)
-        if _identity and start == 0:  # the hash of a block is part of the next one's
+    def add_scales(extra_keys: Any, request: Any, start_token_idx: int, *args: Any, **kwargs: Any) -> Any:
+        keys, place = extra_keys(request, start_token_idx, *args, **kwargs)
+        if _identity and start_token_idx == 0:  # the hash of a block is part of the next one's
             keys = (*(keys or ()), ("fp8kv", _identity))
         return keys, place
 
@@ -184,8 +184,10 @@ def watch_example_connector(module: ModuleType) -> None:
     """vLLM's example of a connector, which knows blocks by tokens and pictures."""
 
     @wrap(module.ExampleConnector, "_generate_foldername_debug")
-    def add_scales(folder_name: Any, self: Any, tokens: Any, hashes: list[str], *args: Any, **kw: Any) -> Any:
-        return folder_name(self, tokens, [*hashes, *filter(None, [_identity])], *args, **kw)
+    def add_scales(
+        folder_name: Any, self: Any, token_ids: Any, mm_hashes: list[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        return folder_name(self, token_ids, [*mm_hashes, *filter(None, [_identity])], *args, **kwargs)
 
 
 def watch_nixl(module: ModuleType) -> None:

@@ -139,8 +139,8 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     hashes = ModuleType("kv_cache_utils")
     hashes.generate_block_hash_extra_keys = lambda request, start, end, place: (None, place)
     example, nixl = ModuleType("example_connector"), ModuleType("metadata")
-    folder_name = {"_generate_foldername_debug": lambda _, tokens, hashes, make=False: (tokens, hashes)}
-    example.ExampleConnector = type("ExampleConnector", (), folder_name)
+    name = {"_generate_foldername_debug": lambda _, token_ids, mm_hashes, make=False: (token_ids, mm_hashes)}
+    example.ExampleConnector = type("ExampleConnector", (), name)
     nixl.compute_nixl_compatibility_hash = lambda config: "abc"
     lmcache = ModuleType("multi_process_adapter")
 
@@ -157,7 +157,7 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
     def keys():
         return (
             hashes.generate_block_hash_extra_keys("request", 0, 16, 0),
-            example.ExampleConnector()._generate_foldername_debug([1], ["picture"], make=True),
+            example.ExampleConnector()._generate_foldername_debug(token_ids=[1], mm_hashes=["picture"]),
             nixl.compute_nixl_compatibility_hash("config"),
             lmcache.LMCacheMPWorkerAdapter("url", "context", model_name="llama").model_name,
             lmcache.LMCacheMPSchedulerAdapter("url", "context", "llama").model_name,

@@ -77,8 +77,8 @@ def engine(monkeypatch):
             def load_model(self):
                 pass
 
-            def execute_model(self, step):
-                slots = torch.tensor(step.slots)
+            def execute_model(self, scheduler_output):
+                slots = torch.tensor(scheduler_output.slots)
                 for layer, written in zip(model, self.written, strict=True):
                     k, v = torch.randn(2, len(slots), HEADS, SIZE, generator=self.random) * 100
                     layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
@@ -165,7 +165,7 @@ def steps(count, seed):
 
 def serve(runner, seed=0, count=60):
     for step in steps(count, seed):
-        runner.execute_model(step)
+        runner.execute_model(scheduler_output=step)
     runner.fp8kv_harvest.read()
     return [torch.cat(written) for written in runner.written]
 
