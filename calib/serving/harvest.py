@@ -1,7 +1,7 @@
 """FP8KV_WATCH=DIR: statistics of the traffic, read out of the cache of a running vLLM, written to DIR.
 
 A worker notes which slots its steps write, and reads them out of the cache now and then: of an FP8 cache a
-random part, in a two-hundredth of the time; of a 16-bit cache all, for exact maxima. The engine's core asks
+random part, in a four-hundredth of the time; of a 16-bit cache all, for exact maxima. The engine's core asks
 all workers for their counts and writes the files that commands read. Nothing of the text is kept.
 """
 
@@ -32,7 +32,7 @@ from calib.serving.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read
-_SHARE = 0.005  # of the time, for reading an FP8 cache, and for writing files
+_SHARE, _WRITING_SHARE = 0.0025, 0.001  # of the time, for reading an FP8 cache, and for writing files
 _SECONDS = 10.0  # between two writes of an engine that is busy
 _PATIENCE = 4.0  # seconds, for the answers of workers at the end; vLLM kills them after 5
 
@@ -149,7 +149,7 @@ class Harvest:
     def after(self, step: Any) -> None:
         """Note the slots that the step has written, and read them when they are many.
 
-        Of an FP8 cache a sample is enough: after a reading nothing is noted for 200 times as long.
+        Of an FP8 cache a sample is enough: after a reading nothing is noted for 400 times as long.
         """
         self.tokens += step.total_num_scheduled_tokens
         self._slots.note(step, with_slots=time.monotonic() >= self._next_note)
@@ -273,7 +273,7 @@ class WatchFiles:
             return
         self.write()
         end = time.monotonic()
-        self._last, self._earliest = start, end + (end - start) / _SHARE
+        self._last, self._earliest = start, end + (end - start) / _WRITING_SHARE
 
     def write(self, timeout: float | None = None) -> None:
         """Write what all workers have counted; an engine goes on where that fails.
