@@ -45,9 +45,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--update-golden", action="store_true", help="rewrite tests/calib/formats/golden; read the diff"
-    )
+    parser.addoption("--update-golden", action="store_true", help="rewrite formats/golden; read the diff")
 
 
 @pytest.fixture(scope="session")

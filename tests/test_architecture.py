@@ -14,8 +14,7 @@ from plain_words import class_homes, offences
 def test_the_pictures_of_the_house_are_fresh_and_leave_out_what_a_longer_way_explains():
     for picture, kind in PICTURES.items():
         assert picture.read_text() == draw(room_graph(), kind), f"{picture.name}: run `make house`"
-    rooms = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert needed_edges(rooms) == [("a", "b"), ("b", "c")]
+    assert needed_edges({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [("a", "b"), ("b", "c")]
 
 
 def test_the_command_line_imports_nothing_heavy_and_scales_are_read_and_verified_without_torch():

@@ -17,8 +17,7 @@ from fp8kv_runtime.bench.cases import shrink
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels import decode
 
-CPU = torch.device("cpu")
-CASES = {case.name: case for case in kernel_speed.CASES}
+CPU, CASES = torch.device("cpu"), {case.name: case for case in kernel_speed.CASES}
 REFERENCES = {n: getattr(reference, n) for n in ("append_kv", "decode_attention", "extend_attention")}
 
 

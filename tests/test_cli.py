@@ -147,11 +147,9 @@ def test_git_lfs_pointers_in_place_of_text_and_scales_but_not_of_what_is_not_rea
 
 def test_recipes_facts_of_the_machine_and_versions_are_shown():
     assert "qkv-attn_head" in fp8kv("recipes").stdout
-    listed = json.loads(fp8kv("recipes", "--json").stdout)
-    assert listed["tgi-kv_scale"].startswith("Scalar kv_scale")
+    assert json.loads(fp8kv("recipes", "--json").stdout)["tgi-kv_scale"].startswith("Scalar kv_scale")
     assert fp8kv("recipes", "tgi-kv_scale").stdout.startswith("# Text Generation Inference")
-    one = json.loads(fp8kv("recipes", "tgi-kv_scale", "--json").stdout)
-    assert one["export"]["formats"] == ["tgi"]
+    assert json.loads(fp8kv("recipes", "tgi-kv_scale", "--json").stdout)["export"]["formats"] == ["tgi"]
     one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'")
     # the facts of doctor, and the version of every command line
     printed, found = fp8kv("doctor").stdout, json.loads(fp8kv("doctor", "--json").stdout)

@@ -42,8 +42,7 @@ def work(tmp_path):
 
 
 def test_the_wheel_takes_the_names_of_our_two_packages_and_the_sdist_makes_the_same(wheel, tmp_path):
-    names = set(ZipFile(wheel).namelist())
-    version = wheel.name.split("-")[1]
+    names, version = set(ZipFile(wheel).namelist()), wheel.name.split("-")[1]
     assert {name.split("/")[0] for name in names} == {"calib", "fp8kv_runtime", f"fp8kv-{version}.dist-info"}
     assert {f"calib/recipes/{name}.yaml" for name in RECIPES} <= names
     assert {f"calib/formats/cards/{name}.md.j2" for name in CARDS} <= names

@@ -31,8 +31,7 @@ def exact(expected, found):
 
 def check(expected, found):
     rows = torch.tensor([[expected], [found]])
-    exactly = exact(*rows[:, 0].tolist())
-    assert divergence(*rows).item() == pytest.approx(exactly, rel=1e-6, abs=_SUBNORMAL)
+    assert divergence(*rows).item() == pytest.approx(exact(*rows[:, 0].tolist()), rel=1e-6, abs=_SUBNORMAL)
 
 
 @st.composite
@@ -86,8 +85,7 @@ def test_a_large_vocabulary_does_not_overflow_and_equal_ones_have_none_at_any_si
 
 def test_a_masked_vocabulary_counts_for_nothing():
     torch.manual_seed(0)
-    expected, noise = torch.randn(4, 60) * 5, torch.randn(4, 60)
-    masked = torch.arange(60) % 3 == 0
+    expected, noise, masked = torch.randn(4, 60) * 5, torch.randn(4, 60), torch.arange(60) % 3 == 0
     for change in (1.0, 1e-6):
         rows = [x.masked_fill(masked, -math.inf) for x in (expected, expected + change * noise)]
         whole = divergence(*(x[:, ~masked].contiguous() for x in rows))

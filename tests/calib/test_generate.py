@@ -28,8 +28,7 @@ def calibrated(model, tmp_path_factory):
 
 def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transformers_own(calibrated, model):
     expected = continuation(model, load_scales(calibrated))
-    done = succeeded(generate(calibrated, PROMPT))
-    lines = done.stdout.splitlines()
+    lines = succeeded(generate(calibrated, PROMPT)).stdout.splitlines()
     assert lines[0].split() == AutoTokenizer.from_pretrained(model).decode(expected).split()
     assert f"{len(expected)} tokens in " in lines[1]
     assert "tokens/s" in lines[1]
@@ -64,8 +63,7 @@ def test_sampling_repeats_with_its_seed_and_next_to_zero_is_greedy(calibrated):
 
 def test_a_chat_template_is_applied(calibrated, tmp_path):
     model = shutil.copytree(calibrated, tmp_path / "chats")
-    template = "w3 {{ messages[0]['content'] }} w4"
-    edit_json(model / "tokenizer_config.json", chat_template=template)
+    edit_json(model / "tokenizer_config.json", chat_template="w3 {{ messages[0]['content'] }} w4")
     assert as_json(model, PROMPT, "--chat")["cached_tokens"] == 1 + 6 + 1 + 9 - 1
 
 
@@ -101,8 +99,7 @@ def test_kernels_without_a_gpu_are_refused_and_scale_one_needs_no_calibration(mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     one_line_error(generate(model, PROMPT, "--scales", "none", "--backend", "triton"), "need a GPU")
     odd = save_model(tiny_model("llama", head_dim=24), tmp_path / "odd")
-    done = generate(odd, PROMPT, "--cache", "nvfp4")
-    one_line_error(done, "nvfp4: head size 24 is not a multiple of 16")
+    one_line_error(generate(odd, PROMPT, "--cache", "nvfp4"), "nvfp4: head size 24 is not a multiple of 16")
 
 
 def test_int8_is_what_attention_reads_and_its_bytes_and_speed_are_said(model, monkeypatch):

@@ -30,8 +30,7 @@ def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(model
     assert report["dataset"]["tokens"] == result.tokens == 6 * 32
     assert len(report["dataset"]["fingerprint"]) == 64
     assert f"vllm serve {result.output}" in (result.output / "README.md").read_text()
-    saved = load_recipe(str(result.output / "fp8kv_calibration.json"))
-    again = run(str(model), saved, tmp_path / "again")
+    again = run(str(model), load_recipe(str(result.output / "fp8kv_calibration.json")), tmp_path / "again")
     for name in (SCALES, STATS_FILE):
         assert (result.output / name).read_bytes() == (again.output / name).read_bytes()
     other = run(str(model), recipe(observer__name="mse", data__seed=1), tmp_path / "other")

@@ -103,8 +103,7 @@ def _filled(entry, data):
     dtype, size = DTYPES[entry.dtype], entry.size * DTYPES[entry.dtype].itemsize
     if dtype == torch.bool or not size:
         return torch.zeros(entry.shape, dtype=dtype)
-    values = bytearray((data * (size // len(data) + 1))[:size])
-    return torch.frombuffer(values, dtype=dtype).view(entry.shape)
+    return torch.frombuffer(bytearray((data * (size // len(data) + 1))[:size]), dtype=dtype).view(entry.shape)
 
 
 ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

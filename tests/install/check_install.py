@@ -15,8 +15,7 @@ from zipfile import ZipFile
 
 from installed_checks import CHECKS
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "installs.json"
+ROOT, RESULTS = Path(__file__).parents[2], Path(__file__).parent / "installs.json"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RESOLUTIONS = ("lowest-direct", "highest")
 

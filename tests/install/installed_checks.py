@@ -53,8 +53,7 @@ def passes_tests(environment):
     environment.install("pytest", "hypothesis")
     # warnings are errors to us, but older versions warn of what newer ones changed
     options = ("-q", "-p", "no:cacheprovider", "-o", "filterwarnings=ignore", "--rootdir", checkout)
-    chosen = [checkout / each for each in TESTS]
-    printed = environment.run("python", "-m", "pytest", *options, *chosen)
+    printed = environment.run("python", "-m", "pytest", *options, *[checkout / each for each in TESTS])
     assert " passed" in printed, printed
 
 

@@ -123,9 +123,7 @@ def function_of(context: str) -> str:
 def statement_lines(path: Path, line: int) -> range:
     """Return the lines of the statement at `line`; of a compound one, those of its head."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
-    node = max(
-        (node for node in nodes if node.lineno <= line <= node.end_lineno), key=lambda node: node.lineno
-    )
+    node = max((node for node in nodes if node.lineno <= line <= node.end_lineno), key=lambda n: n.lineno)
     end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
     return range(node.lineno, max(end, line) + 1)
 

@@ -6,8 +6,7 @@ from small_kernels import run
 from virtual_gpu.program import FaultError
 
 ADDRESS = "mov.b32 %r8, global_smem; shl.b32 %r9, %r2, 2; add.s32 %r8, %r8, %r9;"
-LOAD = "ld.global.b32 {%r5}, [%rd1];"
-STORE = "st.global.b32 [%rd0], {%r5};"
+LOAD, STORE = "ld.global.b32 {%r5}, [%rd1];", "st.global.b32 [%rd0], {%r5};"
 HALF_A_WARP = "setp.lt.u32 %p1, %r2, 16; @!%p1 bra DONE;"
 # the next thread's four bytes, where the last one has the first's
 OTHER = """add.s32 %r10, %r2, 1; and.b32 %r10, %r10, 63; shl.b32 %r10, %r10, 2;

@@ -54,8 +54,7 @@ def rounded(value):
 
 
 def test_multiply_add_rounds_once():
-    rng = random.Random(0)
-    rows = []
+    rng, rows = random.Random(0), []
     for _ in range(2048):
         if rng.random() < 0.5:  # 25 bits, of which the last decides: by c alone
             a, b = 2**12 + 1 + 2 * rng.randrange(2**11), 2**11 + 1 + 2 * rng.randrange(2**10)

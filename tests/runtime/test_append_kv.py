@@ -113,8 +113,7 @@ def test_inputs_that_are_views(device):
 
 
 def test_what_the_kernel_takes_for_granted_is_checked():
-    new, slots = torch.zeros(2, 1, 16), torch.tensor([0, 1])
-    own = "[2, 1, 16] float32 on cpu"
+    new, slots, own = torch.zeros(2, 1, 16), torch.tensor([0, 1]), "[2, 1, 16] float32 on cpu"
     for key, value, at, message in (
         (new[:1], new, slots, f"key must be {own}, got [1, 1, 16] float32 on cpu"),
         (new.to("meta"), new, slots, f"key must be {own}, got [2, 1, 16] float32 on meta"),

@@ -45,8 +45,7 @@ def test_any_batch_whose_kv_is_split(sequences, **options):
 
 def test_split_sums_are_float32_whatever_the_default_and_too_few_announced_queries_harm_no_other(device):
     batch = build(Case((70, 30), query_lens=(4, 3), kv_heads=1, group=3, extend_splits=4), device)
-    want = batch.attend("kernel")
-    got = replace(batch, max_query_len=3).attend("kernel")
+    want, got = batch.attend("kernel"), replace(batch, max_query_len=3).attend("kernel")
     assert torch.equal(got[:3], want[:3])
     assert torch.equal(got[4:], want[4:])
     torch.set_default_dtype(torch.bfloat16)

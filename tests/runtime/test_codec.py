@@ -15,8 +15,7 @@ from fp8kv_runtime.kernels.targets import current_target
 
 ON_GPU = torch.cuda.is_available()
 # the interpreter is fastest with few programs, a GPU with small ones
-BLOCK = 1024 if ON_GPU else 2**20
-ONE = torch.ones(1)
+BLOCK, ONE = 1024 if ON_GPU else 2**20, torch.ones(1)
 
 # NaN and Inf are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -108,8 +107,7 @@ def test_decode_is_exact_of_every_code_and_every_pair(format, hardware, device):
     assert_same(high, values.repeat_interleave(256))
 
 
-N = 2**14
-LIMIT = 2.0**17
+N, LIMIT = 2**14, 2.0**17
 
 
 def fused(self, x, y, z):

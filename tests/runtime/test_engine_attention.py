@@ -66,9 +66,8 @@ def inputs(tokens, length, dim, window=None):
     """
     generator = torch.Generator().manual_seed(tokens + length + dim)
     query = 2 * torch.randn(tokens, 4, dim, generator=generator)
-    key, value = (
-        e4m3(100 * torch.randn(length, 2, dim, generator=generator)) * scale for scale in (2.0**-6, 2.0**-5)
-    )
+    scales = 2.0**-6, 2.0**-5
+    key, value = (e4m3(100 * torch.randn(length, 2, dim, generator=generator)) * scale for scale in scales)
     rows, columns = torch.arange(length - tokens, length)[:, None], torch.arange(length)
     visible = columns <= rows
     if window is not None:
@@ -85,8 +84,7 @@ def dense(attention, query, key, value, visible, options, **kwargs):
 
 def assert_nearly_all_close(made, want):
     """A weight in the middle of two codes may go the other way in float64: in few rows of many."""
-    sees_nothing = (want == 0).all(-1)
-    assert (made[sees_nothing] == 0).all()
+    assert (made[(want == 0).all(-1)] == 0).all()
     is_close = ((made - want).abs() <= CLOSE["atol"] + CLOSE["rtol"] * want.abs()).all(-1)
     assert is_close.double().mean() >= 0.97
 
@@ -142,8 +140,7 @@ def test_queries_have_scale_1_unless_one_is_given():
 
     small, large = query / 2**14, 2**14 * key  # at scale 1.0 all of the small ones are 0
     assert torch.equal(attend(small, large), attend(torch.zeros_like(small), key))
-    made = attend(small, large, torch.full((4,), 2.0**-14))
-    torch.testing.assert_close(made, attend(query, key), **CLOSE)
+    torch.testing.assert_close(attend(small, large, torch.full((4,), 2.0**-14)), attend(query, key), **CLOSE)
     # query heads that share keys have the largest of their scales
     apart, shared = torch.tensor([[0.01, 0.03, 0.02, 0.001], [0.03, 0.03, 0.02, 0.02]])
     assert torch.equal(attend(query, key, apart), attend(query, key, shared))

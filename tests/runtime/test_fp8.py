@@ -5,8 +5,7 @@ import torch
 
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize, scale_from_amax
 
-ONE = torch.ones(1)
-MAXIMA = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
+ONE, MAXIMA = torch.ones(1), {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
 OF_EVERY_FORMAT = pytest.mark.parametrize("format", FP8_DTYPES)
 
 

@@ -51,8 +51,7 @@ def plan(lens, num_splits, least, tile=TILE, starts=None, window=0, queries=None
 def tiles_of(lens, starts=None, window=0, queries=None):
     found = []
     for seq, length in enumerate(lens):
-        new = 1 if queries is None else queries[seq]
-        first = starts[seq] if starts else 0
+        new, first = 1 if queries is None else queries[seq], starts[seq] if starts else 0
         if window:
             first = max(first, length - new + 1 - window)
         found.append(-(-(length - first // TILE * TILE) // TILE) if new else 0)

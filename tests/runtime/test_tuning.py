@@ -41,8 +41,7 @@ def test_a_config_is_shipped_for_every_head_dim_of_every_target(target):
     names = ("", target.name, target.backend)
     for kernel, bits in product(("decode", "extend"), (8, 16)):
         for head_dim in (32, 64, 80, 128, 192, 256):
-            config = tuning.find_config(kernel, names, bits, head_dim)
-            assert config.tile * head_dim <= 64 * 256
+            assert tuning.find_config(kernel, names, bits, head_dim).tile * head_dim <= 64 * 256
         with pytest.raises(ValueError, match="^head_dim 257 is more than the 256 that kernels handle$"):
             tuning.find_config(kernel, names, bits, 257)
     for head_dim in (64, 128, 256):  # queries in two parts have more than one warp
@@ -188,5 +187,4 @@ def test_tuning_writes_what_later_launches_use(monkeypatch, own_table, device):
     rows = json.loads(own_table.read_text())
     for kernel in ("decode", "extend"):
         assert [(row["bits"], row["tile"]) for row in rows[kernel]] == [(8, 32), (16, 32)]
-    found = tuning.find_config("extend", INTERPRETED, 8, 64)
-    assert asdict(found).items() <= rows["extend"][0].items()
+    assert asdict(tuning.find_config("extend", INTERPRETED, 8, 64)).items() <= rows["extend"][0].items()

@@ -53,8 +53,7 @@ def twice():
     JITFunction.run = counted
     give_kernels_to(record)
     for variant in (v for v in VARIANTS if v.name in ("plain-64", "float16-64")):
-        launched, by_triton = [], []
-        blocks, options = variant.blocks(TARGET), variant.options()
+        launched, by_triton, blocks, options = [], [], variant.blocks(TARGET), variant.options()
         shape = (4, variant.group * 8, variant.head_dim)
         memory = torch.zeros(math.prod(shape) + 1, dtype=variant.dtype)
         aligned, not_aligned = memory[:-1].view(shape), memory[1:].view(shape)

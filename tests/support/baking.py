@@ -71,5 +71,4 @@ def seen_amax(directory):
 
 def scales_of(directory):
     assert apply_cases.report_of(directory)["recipe"]["strategy"] == "attn_head"
-    layers = load_scales(directory).layers.values()
-    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
+    return torch.stack([torch.stack([layer.k, layer.v]) for layer in load_scales(directory).layers.values()])

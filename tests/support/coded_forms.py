@@ -12,8 +12,7 @@ from families import edit_json
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
-FP8 = torch.float8_e4m3fn
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FP8, E2M1 = torch.float8_e4m3fn, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble i of a word holds output channel AWQ_ORDER[i]
 
 
@@ -136,8 +135,7 @@ def mxfp4(module, weight, *, name="weight_packed"):
     exponent = torch.floor(torch.log2(blocked(weight, 1, 32, 6)[0])) + 1
     full = exponent.exp2().repeat_interleave(32, 1)
     codes, value = fp4_codes(weight / full)
-    scales = (exponent + 127).byte()
-    return {f"{module}.{name}": pairs(codes), f"{module}.weight_scale": scales}, value * full
+    return {f"{module}.{name}": pairs(codes), f"{module}.weight_scale": (exponent + 127).byte()}, value * full
 
 
 def gpt_oss(name, weight):

@@ -94,8 +94,7 @@ class FakeServer:
             if self.model:
                 logits = self.model(input_ids=ids).logits[0].float()
         logprobs = (logits + self.noise * torch.randn_like(logits)).log_softmax(-1)
-        top = logprobs[-1].max().item()
-        choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [top]}}
+        choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [logprobs[-1].max().item()]}}
         if "prompt_logprobs" in body and self.prompt_logprobs == "given":
             pairs = zip(body["prompt"][1:], logprobs, strict=False)
             given = [{str(i): {"logprob": row[i].item(), "rank": 1}} for i, row in pairs]

@@ -16,8 +16,7 @@ def generate(*arguments):
 
 
 def as_json(*arguments):
-    done = succeeded(generate(*arguments, "--json"))
-    return json.loads(done.stdout)
+    return json.loads(succeeded(generate(*arguments, "--json")).stdout)
 
 
 def continuation(directory, scales=None):

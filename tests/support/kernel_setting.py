@@ -26,7 +26,6 @@ def nan_in_new_memory(monkeypatch):
 def table_of_small_tiles(directory):
     """Write a tuning table, for `FP8KV_TUNING`, with tiles of 32: short sequences have several."""
     decode = {"on": "interpreter", "head_dim": 256, "tile": 32, "num_warps": 4, "least": 1}
-    rows = [decode | {"bits": bits} for bits in (8, 16)]
-    path = directory / "small_tiles.json"
+    rows, path = [decode | {"bits": bits} for bits in (8, 16)], directory / "small_tiles.json"
     path.write_text(json.dumps({"decode": rows, "extend": rows}))
     return path

@@ -10,8 +10,7 @@ from paged import load_runtime
 
 import fp8kv_runtime
 
-SOURCE = Path(fp8kv_runtime.__file__).parent
-_numbers = count()
+SOURCE, _numbers = Path(fp8kv_runtime.__file__).parent, count()
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import torch
 def dequantised(stored, scale, table, length):
     size, as_bytes = stored.shape[2], stored.view(torch.uint8)
     rows = [as_bytes[int(table[at // size]), :, at % size] for at in range(length)]
-    codes = torch.stack(rows).cpu().view(stored.dtype)
-    scale = scale.cpu().double()
+    codes, scale = torch.stack(rows).cpu().view(stored.dtype), scale.cpu().double()
     return codes.double() * (scale if scale.dim() == 2 else scale.view(1, -1, 1))
 
 
@@ -18,8 +17,7 @@ def attention(batch):
         scale, limit = options.q_scale.cpu().view(1, -1, 1), torch.finfo(blocks.key.dtype).max
         query = (query.float() / scale).clamp(-limit, limit).to(blocks.key.dtype)  # divided in fp32
         query = query.double() * scale.double()
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    ends = batch.cu_seqlens.tolist()
+    out, ends = torch.zeros(query.shape, dtype=torch.float64), batch.cu_seqlens.tolist()
     for s, length in enumerate(batch.sequences.seq_lens.tolist()):
         if length == 0:
             continue

@@ -16,8 +16,7 @@ NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "float16": 0x7F}  # 
 
 
 def load_runtime(package="fp8kv_runtime"):
-    modules = {name.split(".")[-1]: import_module(f"{package}.{name}") for name in MODULES}
-    return SimpleNamespace(**modules)
+    return SimpleNamespace(**{name.split(".")[-1]: import_module(f"{package}.{name}") for name in MODULES})
 
 
 RUNTIME = load_runtime()
@@ -71,8 +70,7 @@ class Batch:
 
 def build(case, device="cpu", runtime=RUNTIME):
     """Draw a batch: K about ten times V, every head of its own magnitude, blocks in any order."""
-    random = torch.Generator().manual_seed(case.seed)
-    decodes = case.query_lens is None
+    random, decodes = torch.Generator().manual_seed(case.seed), case.query_lens is None
     query_lens = [1] * len(case.lengths) if decodes else case.query_lens
     heads = case.kv_heads * case.group
     query = torch.randn(sum(query_lens), heads, case.head_dim, generator=random) * 1.5

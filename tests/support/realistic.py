@@ -114,8 +114,7 @@ def rows_of_keys(attention):
         start = attention.embed_dim
         return children["c_attn"], range(start, start + getattr(attention, "kv_dim", start))
     if "query_key_value" in children:  # by KV head: its queries, its key, its value
-        stacked = children["query_key_value"]
-        groups = getattr(config, "num_kv_heads", heads)
+        stacked, groups = children["query_key_value"], getattr(config, "num_kv_heads", heads)
         rows_of_group = len(stacked.weight) // groups
         starts = [(group + 1) * rows_of_group - 2 * size for group in range(groups)]
         return stacked, [start + i for start in starts for i in range(size)]

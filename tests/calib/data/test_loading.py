@@ -34,12 +34,10 @@ def fingerprint(*samples):
 
 
 def test_a_local_file_becomes_samples_with_source_and_warnings(tokenizer, tmp_path):
-    mixed = tmp_path / "mixed.jsonl"
-    rows = [{"messages": CHAT}, {"text": "plain"}, {"text": " "}]
+    mixed, rows = tmp_path / "mixed.jsonl", [{"messages": CHAT}, {"text": "plain"}, {"text": " "}]
     mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load_data(DataRecipe(dataset=str(mixed), split="x", samples=9), tokenizer, None)
-    texts = {tokenizer.decode(ids) for ids in loaded.samples}
-    assert texts == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
+    assert {tokenizer.decode(ids) for ids in loaded.samples} == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
     assert (loaded.num_tokens, loaded.source) == (7 + 6, str(mixed))
     assert loaded.fingerprint == fingerprint(*loaded.samples)
     assert loaded.warnings == (

@@ -45,8 +45,7 @@ def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
             with_tensors(directory, q, "q_scale")
         done = fp8kv("verify", directory, "--json")
         assert done.exit_code == bool(problem)
-        said = json.loads(done.stdout)["problems"]
-        assert [problem in each for each in said] == [True] * bool(problem)
+        assert [problem in each for each in json.loads(done.stdout)["problems"]] == [True] * bool(problem)
         if not problem:
             per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
             assert [engine for engine in ENGINES if simulated(directory, engine).is_good] == per_head
@@ -153,5 +152,4 @@ def test_scales_beside_offsets_that_are_not_0_are_a_problem_and_go_with_them(tmp
     command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")
     one_line_error(fp8kv(*command), "v_bias' is not 0, and 1 more", "calibrate the model again")
     assert fp8kv("strip", directory, "-o", tmp_path / "plain").exit_code == 0
-    left = {n for f in (tmp_path / "plain").glob("*.safetensors") for n in load_file(f)}
-    assert left == {*WEIGHTS}
+    assert {n for f in (tmp_path / "plain").glob("*.safetensors") for n in load_file(f)} == {*WEIGHTS}

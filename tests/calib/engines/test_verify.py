@@ -44,8 +44,7 @@ def test_engines_differ(tmp_path):
 
 
 def test_the_command_says_what_each_engine_loads(tmp_path):
-    done = ran("verify", model(tmp_path))
-    printed = lines_of(done)
+    printed = lines_of(ran("verify", model(tmp_path)))
     assert "vLLM 0.33.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed
     assert "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run" in printed
@@ -114,8 +113,7 @@ def test_legacy_json_is_thrown_away_whole(tmp_path):
     assert loaded(both, ranks=2).outcomes[0].values == (0.5, 0.125)
 
 
-NAMES, MQA = "{module}.{x}_scale", "{module}.attn_mqa.{x}_scale"
-FLAG = "--model-impl transformers"
+NAMES, MQA, FLAG = "{module}.{x}_scale", "{module}.attn_mqa.{x}_scale", "--model-impl transformers"
 
 
 def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRESSED):
@@ -154,8 +152,7 @@ def test_vllm_loads_latents_of_modelopt_and_some_with_a_flag(tmp_path):
         found = simulated(latents(tmp_path, name, f"{family}ForCausalLM", config), "vllm")
         assert (found.fate, found.flag, found.is_good) == (fate, flag, fate == "loaded")
         assert (found.refused, found.problem) == (None, None)
-        values = {o.values for o in found.outcomes if o.letter != "q"}
-        assert values == {(0.5 if fate == "loaded" else 1.0,)}
+        assert {o.values for o in found.outcomes if o.letter != "q"} == {(0.5 if fate == "loaded" else 1.0,)}
         done = fp8kv("verify", tmp_path, "--engine", "vllm")
         assert done.exit_code == (fate != "loaded")
         assert (flag or "by itself") in lines_of(done)

@@ -54,8 +54,7 @@ def test_scales_of_other_tools_are_read_exactly_and_what_is_wrong_with_them_is_s
     alone = case.match("nvidia-modelopt-*/kv") or case.match("nvidia-modelopt-*/nvfp4-kv")
     assert ("quant_algo is missing" in said) == alone
     if "nvfp4" in case.name:
-        convention = CONVENTIONS[case.name]
-        assert f"values of an NVFP4 cache: {convention}" in lines_of(fp8kv("inspect", case))
+        assert f"values of an NVFP4 cache: {CONVENTIONS[case.name]}" in lines_of(fp8kv("inspect", case))
         # what was measured says the same
         told, measured = nvfp4_convention(opened), load_stats(statistics).amax_by_head()
         assert measured_convention(told, layers, measured) == (told, [])

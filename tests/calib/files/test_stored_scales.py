@@ -21,8 +21,7 @@ def write(directory, tensors, *, index=None, config=None, file="model.safetensor
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / file)
     if index is not None:
-        document = json.dumps({"weight_map": index})
-        (directory / "model.safetensors.index.json").write_text(document)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (directory / "config.json").write_text(json.dumps(config or {}))
     return directory
 
@@ -162,8 +161,7 @@ def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
     done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
     assert "0.25 to 0.5 (2)" in done.stdout
-    document = json.loads(fp8kv("inspect", tmp_path, "--json").stdout)
-    assert document["layers"][1]["q"] == [3.0]
+    assert json.loads(fp8kv("inspect", tmp_path, "--json").stdout)["layers"][1]["q"] == [3.0]
     # names cannot steer a terminal
     done = fp8kv("inspect", write(tmp_path, {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}))
     assert "\x1b" not in done.stdout

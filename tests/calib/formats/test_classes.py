@@ -59,8 +59,7 @@ def test_a_class_that_was_never_run_gets_the_usual_name_and_a_warning(tmp_path):
     quiet = calibrate(source, "-o", out, "--format", "sglang", "--quiet", "--overwrite")
     assert quiet.stdout == ""
     assert quiet.stderr.startswith("warning: whether SGLang loads these scales is not known for")
-    as_json = calibrate(source, "-o", out, "--format", "sglang", "--json", "--overwrite")
-    assert as_json.stderr == ""
+    assert calibrate(source, "-o", out, "--format", "sglang", "--json", "--overwrite").stderr == ""
 
 
 def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_path):
@@ -71,8 +70,7 @@ def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_
     for said, whom in ((" ".join(done.stdout.split()), "serve with vLLM:"), (card, "for vLLM; strategy")):
         assert command in said
         assert whom in said
-    checked = ran("verify", out, "--engine", "vllm", "--json")
-    (engine,) = json.loads(checked.stdout)["engines"]
+    (engine,) = json.loads(ran("verify", out, "--engine", "vllm", "--json").stdout)["engines"]
     assert engine["flag"] == FLAG
     # vLLM passes them through bfloat16
     layers = json.loads((out / "fp8kv_calibration.json").read_text())["layers"]

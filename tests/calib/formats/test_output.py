@@ -130,8 +130,7 @@ def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
             calibrate(tiny_directory, tmp_path / "out", changes={"data.seed": 2})
         seen.append(before == (saved.exists() and saved.read_bytes()) and bool(before))
 
-    seen = []
-    recipe = load_recipe(None, {**SMALL, "data.batch_size": 2, "save_minutes": 0})
+    seen, recipe = [], load_recipe(None, {**SMALL, "data.batch_size": 2, "save_minutes": 0})
     run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(on_advance=second))
     assert seen[-1]
 

@@ -34,8 +34,7 @@ def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(che
         refuse(make_scales("attn_head"), checkpoint, name, way_out)
         refuse(make_scales(q=True), checkpoint, name, "holds no query scales. Use --targets kv")
     for name in (name for name in FORMATS if name != "fp8kv"):
-        channel = r"--reduce max, or --format fp8kv"
-        refuse(make_scales("channel"), checkpoint, name, channel)
+        refuse(make_scales("channel"), checkpoint, name, r"--reduce max, or --format fp8kv")
         for fp8_dtype in ("e4m3fnuz", "e5m2"):
             if (name, fp8_dtype) != ("tgi", "e4m3fnuz"):
                 fp8_types = "holds e4m3fn .*scales; .* --fp8-dtype e4m3fn"
@@ -102,8 +101,7 @@ def test_attention_that_quark_leaves_out_and_weights_that_rule_scales_out_are_re
     for method, version in (("gptq", ", if any"), ("awq", ", which compressed-tensors' AutoAWQConverter")):
         message = f"no place for KV scales beside '{method}'.*{version}"
         refuse(make_scales(), of_weights(make_checkpoint, method), "vllm", message)
-    kept = "Use --format vllm, which keeps it"
-    refuse(make_scales(), of_weights(make_checkpoint, "fp8"), "modelopt", kept)
+    refuse(make_scales(), of_weights(make_checkpoint, "fp8"), "modelopt", "Use --format vllm, which keeps it")
 
 
 def test_a_class_that_loads_nothing_is_refused_with_what_becomes_of_it_and_the_way_out(make_checkpoint):
@@ -163,8 +161,7 @@ def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_
     assert one_per_rank == {str(rank): {"0": 0.25, "1": 1.25} for rank in range(2 * kv_heads)}
 
 
-FLAG = "--model-impl transformers"
-BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
+FLAG, BAKE = "--model-impl transformers", "fp8kv bake after fp8kv calibrate --format fp8kv"
 
 
 def of_latents(make_checkpoint, family="DeepseekV3", **config):

@@ -82,8 +82,7 @@ def test_nothing_is_written(after, module, name, change, command, tiny_directory
 def test_nothing_is_written_in_place(after, tiny_directory, tmp_path):
     after(output, "write_checkpoint", tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())
-    done = calibrate(tiny_directory, "--in-place")
-    one_line_error(done, "has changed since", "nothing was written")
+    one_line_error(calibrate(tiny_directory, "--in-place"), "has changed since", "nothing was written")
     assert sorted(path.name for path in tiny_directory.iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
 

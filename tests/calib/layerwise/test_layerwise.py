@@ -118,8 +118,7 @@ def test_non_finite_numbers_are_blamed_as_in_memory(poison, save):
             model.model.get_submodule(name).weight[row] = value
     saved = save(model)
     samples = [[5, 6, 7, 8, 9], [8, 9, 10, 3, 4], [11, 77, 12], [13, 14, 15], [9, 77, 77]]
-    recipe, batches = saved.recipe(), saved.batches(samples)
-    errors = []
+    recipe, batches, errors = saved.recipe(), saved.batches(samples), []
     for way in (saved.in_memory, saved.by_layer):
         with pytest.raises(CalibrationError) as raised:
             way(recipe, batches)

@@ -131,9 +131,8 @@ def peak(directory, *numbers):
     """Bytes that a pass takes at most, beside what its process takes anyway."""
     command = [sys.executable, "-c", MEASURE, str(directory), *map(str, numbers)]
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return int(
-        subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
-    )
+    own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return int(subprocess.check_output(command, env=own))
 
 
 def test_the_memory_limit_is_kept_by_weights(tmp_path):

@@ -67,8 +67,7 @@ def test_a_sequence_longer_than_the_models_positions(tiny_llama):
 
 def test_missing_weights_are_never_made_up(tiny_directory):
     edit_tensors(tiny_directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
-    said = "lacks 1 weights, such as 'model.layers.1.self_attn.k_proj"
-    refused(tiny_directory, said, loaders=[load_model])
+    refused(tiny_directory, "lacks 1 weights, such as 'model.layers.1.self_attn.k_proj", loaders=[load_model])
 
 
 def test_norms_of_another_architecture_and_a_bias_that_the_config_makes_no_use_of(tiny_directory, tmp_path):
@@ -199,8 +198,7 @@ def test_tokens_that_have_no_row_are_refused_before_the_model_runs(run, tmp_path
     ):
         monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
         output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
-        done = run(*command, *output, rows=rows)
-        one_line_error(done, "130 tokens", "128 rows", "token id")
+        one_line_error(run(*command, *output, rows=rows), "130 tokens", "128 rows", "token id")
         assert not (tmp_path / "out").exists()
 
 
@@ -212,8 +210,7 @@ def test_samples_that_the_model_writes_need_a_row_for_bos_and_none_for_padding(t
         outputs.append(json.loads((tmp_path / pad / "fp8kv_calibration.json").read_text())["dataset"])
     assert outputs[0] == outputs[1]
     edit_json(tiny_directory / "tokenizer_config.json", bos_token="<new>")
-    done = run("calibrate", "-o", tmp_path / "out", *flags)
-    one_line_error(done, "130 tokens", "128 rows", "token id")
+    one_line_error(run("calibrate", "-o", tmp_path / "out", *flags), "130 tokens", "128 rows", "token id")
 
 
 SIZES = (
@@ -296,6 +293,7 @@ NONSENSE = [
     ('"rms_norm_eps": 1e999', "beyond any float"),
     ('"vocab_size": 128', "the key 'vocab_size' is there twice"),
 ]
+PETIT = '"quantization_config": {"quant_method": "petit"}', "give the model it was"
 
 
 def test_every_command_refuses(edit, saved_llama, tmp_path):
@@ -314,10 +312,7 @@ def test_every_command_refuses(edit, saved_llama, tmp_path):
     ):
         nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:3]
         if command[0] in ("calibrate", "eval", "generate", "stress"):
-            nonsense = [
-                *nonsense,
-                ('"quantization_config": {"quant_method": "petit"}', "give the model it was"),
-            ]
+            nonsense = [*nonsense, PETIT]
         for text, said in nonsense:
             model = edit()
             document = json.loads((model / "config.json").read_text())

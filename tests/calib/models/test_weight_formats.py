@@ -178,8 +178,7 @@ def test_every_result_says_that_activations_were_not_quantised(tiny_directory, t
         assert f"the weights are quantised (GPTQ): they {NOTE}" in text
     suite = Suite(4, 2, 16, 2, 4, (), (), 2)
     choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
-    found = evaluate(str(quantised), load_recipe(None, choices), suite=suite)
-    assert NOTE in found.warnings[0]
+    assert NOTE in evaluate(str(quantised), load_recipe(None, choices), suite=suite).warnings[0]
     done = fp8kv("generate", quantised, "w5", "--scales", "none", "--device", "cpu")
     assert f"warning: the weights are quantised (GPTQ): they {NOTE}" in done.stdout
 
@@ -296,8 +295,7 @@ def test_real_outputs_of_other_tools(case):
 @pytest.mark.parametrize(("place", "says"), [("quantization_config", []), ("compression_config", "fp8")])
 def test_a_quantization_config_that_is_no_mapping(tiny_directory, tmp_path, place, says):
     edit_json(tiny_directory / "config.json", **{place: says})
-    done = calibrate(tiny_directory, "-o", tmp_path / "out")
-    one_line_error(done, place, type(says).__name__)
+    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), place, type(says).__name__)
     one_line_error(fp8kv("strip", tiny_directory, "-o", tmp_path / "out"), place)
 
 

@@ -26,8 +26,7 @@ KINDS = ["gptq-4", "awq", "compressed-fp8", "compressed-w4-asymmetric", "compres
 KINDS += ["compressed-int8-asymmetric", "modelopt-nvfp4", "fp8-block", "quark-mxfp4"]
 OF_FLOATS = ["compressed-fp8", "compressed-nvfp4", "fp8-block"]
 LARGE_SCALES = ["gptq-4", "awq", "compressed-fp8", "fp8-block", "quark-mxfp4"]
-MODULE = "model.layers.1.self_attn.k_proj"
-EXPERT = "model.layers.1.block_sparse_moe.experts.0"
+MODULE, EXPERT = "model.layers.1.self_attn.k_proj", "model.layers.1.block_sparse_moe.experts.0"
 
 
 @pytest.fixture
@@ -64,8 +63,7 @@ def refused(directory, *said):
     """By whatever reads its weights, in memory or layer by layer."""
     with pytest.raises(InputError) as error:
         read(directory)
-    message = str(error.value)
-    assert [words for words in (str(directory), *said) if words not in message] == []
+    assert [words for words in (str(directory), *said) if words not in str(error.value)] == []
 
 
 def refused_by_calibrate(directory, tmp_path, *said):
@@ -199,8 +197,7 @@ def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
 
 @pytest.mark.parametrize(("name", "part"), [("gptq-4", "g_idx"), ("compressed-w4", "weight_g_idx")])
 def test_a_group_that_there_is_not_an_order_of_columns_that_is_lost_and_another_shape(name, part, edited):
-    beyond = edited(f"{name}-ordered", lambda parts: parts[part].add_(1))
-    refused(beyond, f"'{MODULE}.weight'", "_idx")
+    refused(edited(f"{name}-ordered", lambda parts: parts[part].add_(1)), f"'{MODULE}.weight'", "_idx")
     refused(edited(f"{name}-ordered", lambda parts: parts.pop(part)), f"'{MODULE}' has no '{part}'")
     if name == "compressed-w4":
         refused(edited(f"{name}-ordered", lambda parts: parts["weight_shape"].add_(1)), "weight_shape")
@@ -215,8 +212,7 @@ def test_two_configs_and_codes_of_two_formats_that_do_not_agree(edited):
     refused(edited("gptq-4", change), f"'{MODULE}.weight' as F8_E4M3")
     directory = edited("gptq-4", lambda parts: parts["qzeros"].fill_(-1))
     refused(directory, "stored as 15, which AutoGPTQ reads as 0 and GPTQModel as 16")
-    document = {"quantization": {"quant_algo": "FP8"}}
-    (directory / "hf_quant_config.json").write_text(json.dumps(document))
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     refused(directory, "in one way by quantization_config and in another")
 
 

@@ -32,6 +32,7 @@ REFUSED = {
 }
 # what their norms multiply by 1 + is not exact in bfloat16
 FLAGS = dict.fromkeys(("qwen3_next", "gemma3_text"), ("--dtype", "float32"))
+CLIPPING = ("--headroom=0.1", "--observer=percentile", "--fp8-dtype=e5m2", "--fp8-dtype=e4m3fnuz")
 SHARED_BY_HEADS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"}
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", DOCS.read_text(), re.MULTILINE))
@@ -78,8 +79,7 @@ def check_channels(model_type, outputs, before, baked, after):
     model = in_float32(baked)
     old_layers, new_layers = load_stats(before).layers, load_stats(after).layers
     for name, module in cached_attention(model).items():
-        pair = rotated_pairs(model, module)
-        old, new = old_layers[name], new_layers[name]
+        pair, old, new = rotated_pairs(model, module), old_layers[name], new_layers[name]
         k_before, k = (x.k.amax.maximum(x.k.amax[:, pair]) for x in (old, new))
         if AttentionWeights(module, model.get_submodule(name)).shares_k:
             k_before, k = (x.amax(0, keepdim=True) for x in (k_before, k))
@@ -103,9 +103,7 @@ def test_what_cannot_be_baked(model_type, tmp_path):
     assert ROWS.keys() == {*EXACT, *REFUSED}
 
 
-@pytest.mark.parametrize(
-    "flag", ["--headroom=0.1", "--observer=percentile", "--fp8-dtype=e5m2", "--fp8-dtype=e4m3fnuz"]
-)
+@pytest.mark.parametrize("flag", CLIPPING)
 def test_recipes_that_clip_or_are_for_another_type(flag, llama, tmp_path):
     out, largest = tmp_path / "out", 240 / 448 if "fnuz" in flag else 1
     scales = calibrated(llama.source, tmp_path / "scales", flag, "--format", "fp8kv")

@@ -20,8 +20,7 @@ from calib.rescale.factors import uniform_factors
 from calib.rescale.weight_changes import cached_attention, list_changes
 from calib.scales.stats_file import load_stats
 
-DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
-FP8 = "--kv-cache-dtype fp8"
+DOCS, FP8 = Path(__file__).parents[3] / "docs" / "bake.md", "--kv-cache-dtype fp8"
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")
 
 

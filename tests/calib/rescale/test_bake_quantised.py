@@ -41,8 +41,7 @@ def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
                 rows = getattr(layer.self_attn, name).weight
                 rows.mul_(torch.tensor([size, size / 5]).repeat_interleave(32)[:, None])
                 rows.mul_(torch.linspace(0, -octaves, 64).exp2()[:, None])
-    source = save_model(model.to(torch.bfloat16), path)
-    return FORMS[form].quantise(source, path.with_name("plain"))
+    return FORMS[form].quantise(save_model(model.to(torch.bfloat16), path), path.with_name("plain"))
 
 
 def measured(source, out, strategy="attn_head"):
@@ -161,6 +160,7 @@ def test_exponents_end_at_0_and_254_as_those_of_mxfp4_do():
 
 # blocks of 32 lie as DeepSeek-V3's of 128 do: a head's queries end amid one, keys end with one
 ALIGNED = {"qk_nope_head_dim": 32, "v_head_dim": 32}
+OF_LATENTS = ("fp8-block", "compressed-fp8-channel", "compressed-mxfp4", "compressed-w4", "gptq-4")
 MIXED = {"qk_nope_head_dim": 24, "v_head_dim": 40}
 
 
@@ -184,9 +184,7 @@ def amax(directory, out):
     return [[x.amax.max().item() for x in (layer.k, layer.v)] for layer in layers]
 
 
-@pytest.mark.parametrize(
-    "form", ["fp8-block", "compressed-fp8-channel", "compressed-mxfp4", "compressed-w4", "gptq-4"]
-)
+@pytest.mark.parametrize("form", OF_LATENTS)
 def test_scale_one_becomes_right_for_latents(form, tmp_path):
     # scales in float16 hold no factors as small as those of small latents would be
     latent = 3000.0 if form in ("compressed-w4", "gptq-4") else 0.003

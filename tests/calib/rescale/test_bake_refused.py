@@ -105,13 +105,11 @@ def test_weights_that_would_not_be_baked(llama, tmp_path):
 def test_in_place_keeps_what_it_replaces(llama, tmp_path):
     source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
     flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
-    done = ran("bake", source, *flags, "--json")
-    assert json.loads(done.stdout)["backup"] == str(backup)
+    assert json.loads(ran("bake", source, *flags, "--json").stdout)["backup"] == str(backup)
     for kept, directory in ((llama.source, backup), (llama.baked, source)):
         assert (directory / "model.safetensors").read_bytes() == (kept / "model.safetensors").read_bytes()
     one_line_error(fp8kv("bake", source, *flags), IS_BAKED)
-    refused = fp8kv("bake", "builtin:smollm2", *flags)
-    one_line_error(refused, "--in-place writes into a local directory")
+    one_line_error(fp8kv("bake", "builtin:smollm2", *flags), "--in-place writes into a local directory")
 
 
 def test_statistics_far_below_what_the_model_computes(llama, tmp_path, monkeypatch):

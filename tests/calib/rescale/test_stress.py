@@ -79,8 +79,7 @@ def test_weights_that_the_dtype_cannot_hold_times_the_factor(tmp_path):
     one_line_error(stress(small, no), inexact, "add --dtype float32", "nearer to 1")
     succeeded(stress(small, twin, "--dtype", "float32"))
     assert config_of(twin)["dtype"] == "float32"
-    weights = load_file(twin / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(twin / "model.safetensors").values()} == {torch.float32}
     done = stress(small, no, "--dtype", "bfloat16")
     one_line_error(done, "--dtype bfloat16 may round the source's weights", "use auto or float32")
     with torch.no_grad():

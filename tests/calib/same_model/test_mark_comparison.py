@@ -53,8 +53,7 @@ def norm_and_all_but_queries(tensors):
         scaled(f"{SELF}.{letter}_proj", 100)(tensors)
 
 
-HALF, SELF = slice(None, None, 2), "layers.1.self_attn"
-BIAS = "model.layers.0.self_attn.v_proj.bias"
+HALF, SELF, BIAS = slice(None, None, 2), "layers.1.self_attn", "model.layers.0.self_attn.v_proj.bias"
 EDITS = [
     (scaled("layers.1.input_layernorm", 1.5, HALF), "^norms differ, and 'layers.1.self_attn"),
     (scaled("layers.1.post_attention_layernorm", 100), "^norms differ, and a row of 'layers.1.mlp.gate_proj"),
@@ -147,8 +146,7 @@ def test_every_family_has_marks_of_what_makes_k_and_v(family, tmp_path):
     weight, rows = CACHED[family]
     module = f"{above}.layers.{{}}.{weight.partition('.')[0]}"
     marks = marks_of(model, name=module)
-    copied = marks_of(copy(model, tmp_path / "copy"), name=module)
-    assert compare_marks(marks, copied).largest_error == 0
+    assert compare_marks(marks, marks_of(copy(model, tmp_path / "copy"), name=module)).largest_error == 0
     name = f"layers.1.{weight}.weight"
     other = copy(model, tmp_path / "other", lambda tensors: tensors[f"{above}.{name}"][rows].mul_(1.2))
     with pytest.raises(OtherWeightsError, match=f"'{name}'"):

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from calib.errors import InputError
 from calib.scales.stats_file import open_calibration
 
-STATS, REPORT = "fp8kv_stats.safetensors", "fp8kv_calibration.json"
-K = "model.layers.1.self_attn.k."
+STATS, REPORT, K = "fp8kv_stats.safetensors", "fp8kv_calibration.json", "model.layers.1.self_attn.k."
 NAN = "model.layers.1.self_attn K: NaN or Inf was seen"
 NOT_SUMMED_UP = f"are not those that its {REPORT} sums up"
 

@@ -50,8 +50,7 @@ def test_a_second_run_comes_after_the_first():
     # tokens 5; 6 and 7: of the last two nobody knows which was the largest
     assert reached(joined)[:5] == [1.0, 1.0, 2.0, 3.0, 3.0]
     assert (joined.tokens, joined.layers["a"].tokens_read) == (8, 8)
-    other = run([2.0, 1.0, 3.0]).join(run([1.0] * 5))
-    assert reached(other)[:4] == [2.0, 3.0, 3.0, 3.0]
+    assert reached(run([2.0, 1.0, 3.0]).join(run([1.0] * 5)))[:4] == [2.0, 3.0, 3.0, 3.0]
     # tokens that no statistic counts were read nevertheless
     joined = run([1.0] * 5, read=100).join(run([2.0]))
     assert joined.layers["a"].k.curve[0].nonzero().flatten().tolist() == [0, 1, 2, bucket_of(100)]
@@ -114,8 +113,7 @@ def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx
         for letter in "kv":
-            positions = getattr(layer, letter).positions.amax(0)
-            first, second, *rest = positions.tolist()
+            first, second, *rest = getattr(layer, letter).positions.amax(0).tolist()
             largest = {"position_0": first, "positions_1_2": second, "rest": max(rest)}
             assert shown[letter] == largest | {"scale_without_first": max(second, *rest) / 448}
     printed = fp8kv("inspect", measured).stdout

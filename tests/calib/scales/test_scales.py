@@ -19,8 +19,7 @@ from calib.scales.stats import KVStats, LayerStats, TensorStats, derive_scales
 from calib.scales.summary import summarize
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
-K = [[1.0, 8.0], [4.0, 2.0]]
-NAME = "a.self_attn"
+K, NAME = [[1.0, 8.0], [4.0, 2.0]], "a.self_attn"
 
 
 def layer(k, v=1.0, q=2.0, tokens=10):
@@ -99,8 +98,7 @@ def test_scales_cover_what_is_left_of_k_by_strategy(strategy, model, tmp_path):
         assert len(layer.v) == 2 - (strategy == "tensor")
     rows = summarize(stats, scales)
     assert all(row.k_range_used == pytest.approx(1 / 1.5) for row in rows) == (strategy != "tensor")
-    facts = as_json(model, PROMPT, "--scales", out)
-    assert facts["fp8"]["token_ids"] == continuation(model, scales)
+    assert as_json(model, PROMPT, "--scales", out)["fp8"]["token_ids"] == continuation(model, scales)
 
 
 def test_centred_keys_are_refused_with_the_way_out_where_nothing_holds_them(model, tmp_path):
@@ -142,8 +140,7 @@ def test_scales_are_reduced_to_the_largest_and_shared_with_modules_without_a_cac
 
 
 def rows(html):
-    root = ElementTree.fromstring(html)
-    return [[cell.text for cell in row] for row in root.iter("tr")][1:]
+    return [[cell.text for cell in row] for row in ElementTree.fromstring(html).iter("tr")][1:]
 
 
 def lines(html):
@@ -181,8 +178,7 @@ def test_names_are_no_markup_and_layers_after_the_first_hundred_are_counted():
     assert html.count("alert") == 4
     assert rows(html)[0][1].startswith("<script>alert('&')")
     values = {("a", "K"): torch.tensor(torch.nan), ("b", "K"): torch.ones(1), ("b", "Q"): torch.zeros(1)}
-    shown = rows(layers_html("", {"a": 0, "b": 1}, values))
-    assert shown == [["0", "a", "nan", None], ["1", "b", "1", "0"]]
+    assert rows(layers_html("", {"a": 0, "b": 1}, values)) == [["0", "a", "nan", None], ["1", "b", "1", "0"]]
     for layers, hidden in ((100, []), (101, ["1 more layers are not shown"])):
         names = {f"m{i}": i for i in range(layers)}
         html = layers_html("", names, {(name, "K"): torch.ones(1) for name in names})
@@ -191,8 +187,7 @@ def test_names_are_no_markup_and_layers_after_the_first_hundred_are_counted():
 
 VALUES = (torch.randn(4000, 2, 8, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
 VALUES[7, 1, 3] = 90.0  # an outlier in head 1
-AMAX = VALUES.abs().amax(0).float()
-HISTOGRAM = magnitude_histogram(VALUES)
+AMAX, HISTOGRAM = VALUES.abs().amax(0).float(), magnitude_histogram(VALUES)
 
 
 def test_each_value_is_counted_in_the_bin_of_its_bfloat16_magnitude_and_head():

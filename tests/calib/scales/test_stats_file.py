@@ -55,8 +55,7 @@ def load(path, facts=FACTS, changes=None):
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):
-    shared = {**FACTS, "shared": {"b": OWNER}, "progress": {"run": {}, "batches": 3}}
-    stats, progress = load(tmp_path, shared)
+    stats, progress = load(tmp_path, {**FACTS, "shared": {"b": OWNER}, "progress": {"run": {}, "batches": 3}})
     assert progress == {"run": {}, "batches": 3}
     save_stats(stats, tmp_path / STATS_FILE)
     loaded = load_stats(tmp_path)

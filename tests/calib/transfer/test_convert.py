@@ -87,8 +87,7 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     one_line_error(done, "the k_scale of layer 2 is missing", "fp8kv repair")
     assert not out.exists()
     convert(per_head, "tgi", out, "--without-q", "--reduce", "max")
-    largest = [(i, (max(k),), (max(v),), None) for i, k, v, _ in scales(per_head)]
-    assert scales(out) == largest
+    assert scales(out) == [(i, (max(k),), (max(v),), None) for i, k, v, _ in scales(per_head)]
     out = convert(per_head, "aphrodite", tmp_path / "aphrodite")
     assert scales(out) == scales(per_head)
     assert config_of(out)["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
@@ -199,8 +198,7 @@ def several(model, tmp_path_factory):
 
 
 def values_of(directory):
-    layers = read_scales(directory).layers
-    return {(layer.layer, x): getattr(layer, x)[0] for layer in layers for x in "kv"}
+    return {(layer.layer, x): getattr(layer, x)[0] for layer in read_scales(directory).layers for x in "kv"}
 
 
 def converted(source, to, out):
@@ -224,8 +222,7 @@ def test_each_is_made_of_each_and_of_statistics(several, tiny_directory, tmp_pat
         assert values_of(out) == pytest.approx(values_of(several / to), rel=rel, abs=0)
     # scales of an observer that clips are no absmax, and its statistics are
     mse = calibrated(tiny_directory, tmp_path / "mse", "--observer", "mse")
-    said = converted(mse, "vllm-nvfp4", tmp_path / "out")
-    assert "from the absmax in the calibration's statistics" in said
+    assert "from the absmax in the calibration's statistics" in converted(mse, "vllm-nvfp4", tmp_path / "out")
     assert values_of(mse) != values_of(tmp_path / "out") == values_of(several / "vllm-nvfp4")
 
 
@@ -248,8 +245,7 @@ def test_modelopts_version_tells_what_its_fp8_scales_and_values_are(tmp_path):
         assert not (tmp_path / "no").exists()
     producer = {"name": "modelopt", "version": "0.41.0"}
     source = directory_of(tmp_path / "a", names=PROJ, config=NVFP4 | {"producer": producer})
-    said = converted(source, "vllm-nvfp4", tmp_path / "new")
-    assert "absmax / 2688 (ModelOpt 0.41.0 writes it so)" in said
+    assert "absmax / 2688 (ModelOpt 0.41.0 writes it so)" in converted(source, "vllm-nvfp4", tmp_path / "new")
     assert values_of(tmp_path / "new") == {at: value * 6 for at, value in values_of(source).items()}
     source = directory_of(tmp_path / "b", names=PROJ, config=NVFP4)
     done = fp8kv("convert", source, "--to", "vllm", "-o", tmp_path / "no")

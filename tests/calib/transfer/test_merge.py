@@ -101,16 +101,14 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
 def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
     """As of a run in which a layer was skipped at times: its scale would rest on less text."""
     stats = load_stats(halves[1])
-    counts = [(50, 60), *stats.counts()[1:]]
-    odd = shutil.copytree(halves[1], tmp_path / "odd")
+    counts, odd = [(50, 60), *stats.counts()[1:]], shutil.copytree(halves[1], tmp_path / "odd")
     (odd / STATS_FILE).unlink()
     save_stats(stats.replace_tensors(stats.tensors(), counts), odd / STATS_FILE)
     for order in ((halves[0], odd), (odd, halves[0])):
         done = fp8kv("merge", *order, "-o", tmp_path / "merged")
         one_line_error(done, "model.layers.0.self_attn counted", "another share than in")
     # the same share in both adds up, and is said
-    dataset = report_of(odd)["dataset"] | {"fingerprint": "0" * 64}
-    twin = edited(odd, tmp_path / "twin", dataset=dataset)
+    twin = edited(odd, tmp_path / "twin", dataset=report_of(odd)["dataset"] | {"fingerprint": "0" * 64})
     done = ran("merge", odd, twin, "-o", tmp_path / "merged")
     assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
 

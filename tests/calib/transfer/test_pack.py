@@ -64,8 +64,7 @@ def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, 
     other = copy(model, tmp_path / "edited", apply_cases.rescale_values)
     apply_cases.refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")
-    alone = applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone")
-    assert scales(alone) == scales(measured)
+    assert scales(applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone")) == scales(measured)
     shown, same = (json.loads(ran("inspect", each, "--json").stdout) for each in (measured, pack))
     assert shown["first_tokens"] == same["first_tokens"]
     assert "100%" in ran("verify", measured, "--engine", "vllm", "--against", pack).stdout
@@ -180,8 +179,7 @@ def test_figures_of_an_evaluation(evaluated, model, measured, tmp_path, monkeypa
     # or beside the formats of one
     several = calibrated(model, tmp_path / "several", "--format", "vllm", "--format", "tgi")
     shutil.copytree(evaluated, several / "evaluation")
-    source = {"source": "acme/rows.jsonl"}
-    edit_json(several / "evaluation" / "report.json", data=report["data"] | source)
+    edit_json(several / "evaluation" / "report.json", data=report["data"] | {"source": "acme/rows.jsonl"})
     monkeypatch.chdir(several / "tgi")
     pack = packed(".", tmp_path / "here")
     assert manifest(pack)["evaluation"]["data"] == "rows.jsonl"  # whose place is hidden

@@ -15,8 +15,7 @@ from calib.scales.observers import AbsMax
 from calib.scales.stats import PER_TOKEN
 from calib.scales.stats_file import load_stats, save_stats
 
-LAYERS, SCALES = range(3), "model-fp8kv-scales.safetensors"
-NAN = float("nan")
+LAYERS, SCALES, NAN = range(3), "model-fp8kv-scales.safetensors", float("nan")
 
 
 def name(layer, letter):
@@ -114,8 +113,7 @@ def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tm
     told = fp8kv("verify", good, "--against", good, "--engine", "vllm", "--json")
     clip = [text for text in json.loads(told.stdout)["warnings"] if "clip what was" in text]
     assert [text.partition("; ")[2] for text in clip] == ["the calibration's observer chose so"]
-    broken = changed(good, tmp_path / "broken", some(k1=1 / 1.1))
-    found, done = repaired(broken, good, tmp_path / "mended")
+    found, done = repaired(changed(good, tmp_path / "broken", some(k1=1 / 1.1)), good, tmp_path / "mended")
     assert (done.exit_code, found) == (0, {(1, "k")}), done.stdout
 
 

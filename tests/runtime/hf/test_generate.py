@@ -20,8 +20,7 @@ MASK = (IDS != 0).long()
 # the same float32 sums in another order
 ROUNDING = 2e-5
 
-GREEDY = {"do_sample": False}
-LONG = {"max_new_tokens": 10, "min_new_tokens": 10}
+GREEDY, LONG = {"do_sample": False}, {"max_new_tokens": 10, "min_new_tokens": 10}
 BEAM = {"do_sample": False, "num_beams": 3, **LONG}
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 0}
 RUNS = {f"{family}-greedy": (family, GREEDY, 4) for family in ALL}
@@ -155,6 +154,7 @@ def test_scales_of_channels_and_centred_keys_where_heads_differ_in_size(family):
 # sinks; heads of two sizes
 DIFFERENT = ("gemma2", "granite", "gemma3n_text", "qwen3_next", "mimo_v2_flash", "gemma4_text")
 KERNELS = [name for name in ALL if name not in ("falcon", *LATENT, *PARALLEL)]
+FAMILIES_OF_KERNELS = [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.nightly) for n in KERNELS]
 # fp32 queries are computed with in two float16 parts, 22 bits
 SAME = 1e-5  # of the largest logit
 
@@ -169,9 +169,7 @@ def run(model, scales, backend, **options):
     return torch.cat([prompt.logits[mask.bool()], step.logits[:, 0]]), cache
 
 
-@pytest.mark.parametrize(
-    "family", [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.nightly) for n in KERNELS]
-)
+@pytest.mark.parametrize("family", FAMILIES_OF_KERNELS)
 def test_logits_of_the_kernels_agree(family, device):
     model = tiny_model(family, **ALL[family]).to(device)
     scales = scales_for(model)

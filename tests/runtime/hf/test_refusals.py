@@ -17,8 +17,7 @@ from fp8kv_runtime.hf import EngineQuery, attention, fp8_attention, paged_cache,
 from fp8kv_runtime.hf.attention import check_mask
 from fp8kv_runtime.hf.layers import left_padding
 
-ALL = {**FAMILIES, **LATENT}
-IDS = torch.arange(3, 11)[None]
+ALL, IDS = {**FAMILIES, **LATENT}, torch.arange(3, 11)[None]
 PAD = "this model or input needs another one. Pad on the left, or use the torch backend"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
