@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Cache
 
+from calib import recommendation
 from calib.evaluate import measure, run
 from calib.evaluate.recommend import Wish
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
@@ -80,12 +81,13 @@ def measure_stages(model: str, dataset: str) -> dict[str, Any]:
 
     with ExitStack() as stack:
         for name, stage in _STEPS.items():
-            stack.enter_context(patch.object(run, name, watch.wrap(getattr(run, name), stage)))
+            module = recommendation if name == "summarize" else run
+            stack.enter_context(patch.object(module, name, watch.wrap(getattr(module, name), stage)))
         stack.enter_context(patch.object(measure, "_read", read))
         for name, stage in (("ReferenceLogits", "softmax of the reference"), ("compare", "compare logits")):
             stack.enter_context(patch.object(measure, name, watch.wrap(getattr(measure, name), stage)))
         recipe = load_recipe(None, {"data.dataset": dataset})
-        run.run_recommendation(model, recipe, Wish(), progress=SILENT)
+        recommendation.run_recommendation(model, recipe, Wish(), progress=SILENT)
     return {clock: _ratios(seconds, next(passes)) for clock, seconds in vars(watch).items()}
 
 

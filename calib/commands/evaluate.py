@@ -126,23 +126,38 @@ def recommend(
     backend: choices.Backend | None = flags.BACKEND,
     dtype: choices.DType | None = flags.DTYPE,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    write: Path | None = flags.output(
+        "Make a directory that serves the cache, and measure it again. Default: print the commands.",
+        "--write",
+        metavar="DIR",
+    ),
+    output: Path | None = flags.output(
+        "Write a report with a picture to this directory. Default: none.", "-o", "--output", metavar="DIR"
+    ),
     *,
+    overwrite: bool,
     progress: Progress,
 ) -> Answer:
     """Measure the KV caches that engines offer, and name the cheapest that keeps the model's output."""
     from calib.evaluate.recommend import make_wish
-    from calib.evaluate.run import run_recommendation
     from calib.recipe import load_recipe
+    from calib.recommendation import run_recommendation
 
     wish = make_wish(budget_kl, budget_bytes, engine, gpu)
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
-    advice, warnings = run_recommendation(model, recipe, wish, progress=progress)
+    advice, warnings, written = run_recommendation(
+        model, recipe, wish, write=write, output=output, overwrite=overwrite, progress=progress
+    )
     document = {**advice.model_dump(by_alias=True), "warnings": warnings}
-    return Answer(document, _advice_blocks(model, advice), warnings)
+    if written is None:
+        return Answer(document, _advice_blocks(model, advice), warnings)
+    document["written"] = written.to_json()
+    blocks = [*_advice_blocks(model, advice, with_commands=False), *written.lines()]
+    return Answer(document, blocks, warnings, failures=written.problems)
 
 
-def _advice_blocks(model: str, advice: "Recommendation") -> Iterator[Block]:
+def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool = True) -> Iterator[Block]:
     from calib.evaluate.recommend import answer_lines
 
     rows = [
@@ -159,4 +174,4 @@ def _advice_blocks(model: str, advice: "Recommendation") -> Iterator[Block]:
         f"KV caches of {model}, not chosen", ("cache", "bytes", "of 16 bits", "KL", "why not"), rows
     )
     yield from (f"{name} cannot be served: {reason}" for name, reason in advice.not_served.items())
-    yield from answer_lines(advice)
+    yield from answer_lines(advice, with_commands=with_commands)

@@ -132,8 +132,8 @@ def _why_not(cache: ServedCache, chosen: ServedCache, wish: Wish, judgement: Jud
     return f"{comparison}, needs {cache.needs}" if is_harder else comparison
 
 
-def answer_lines(answer: Recommendation) -> list[str]:
-    """Word the answer, without what it was chosen over."""
+def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[str]:
+    """Word the answer, without what it was chosen over; with the commands that make and serve it."""
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
         has_nan = any(not alternative.kl.is_finite for alternative in answer.alternatives)
@@ -141,15 +141,16 @@ def answer_lines(answer: Recommendation) -> list[str]:
         reason = f"nothing else that can be served{finite} stays within {budget}"
         if answer.budget_bytes == 1:  # where 16 bits is within the budget itself
             reason = f"nothing that can be served has a lower KL within {budget}"
-        return [f"16 bits: {reason}", *cache.commands]
+        return [f"16 bits: {reason}", *(cache.commands if with_commands else ())]
     notes = f" ({'; '.join(cache.notes)})" if cache.notes else ""
     return [
         f"{cache.cache}: {cache.description}; KL {cache.kl.value:.2g} nats "
         f"[{cache.kl.low:.2g}, {cache.kl.high:.2g}], within {budget}",
         f"{cache.bytes_per_token:,} bytes a token, {cache.share:.1%} of 16 bits; "
         f"needs {cache.needs}; speed was not measured",
-        f"served by {cache.engine} {cache.engine_version} on {', '.join(cache.gpus)}{notes}:",
-        *(f"  {command}" for command in cache.commands),
+        f"served by {cache.engine} {cache.engine_version} on {', '.join(cache.gpus)}{notes}"
+        + ":" * with_commands,
+        *(f"  {command}" for command in cache.commands if with_commands),
     ]
 
 

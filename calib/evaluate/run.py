@@ -29,7 +29,7 @@ from calib.evaluate.other_text import (
 )
 from calib.evaluate.page.page import check_report_directory, write_report
 from calib.evaluate.recommend import Wish
-from calib.evaluate.report import Recommendation, Report, Suite
+from calib.evaluate.report import Report, Suite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.tasks import find_tasks, name_tasks, run_tasks, task_variants
@@ -251,14 +251,3 @@ def run_evaluation(
             write_report(report, output)
     lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
     return report, lines
-
-
-def run_recommendation(
-    model_name: str, recipe: Recipe, wish: Wish, *, progress: Progress
-) -> tuple[Recommendation, list[str]]:
-    """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
-    recipe = recipe.model_copy(update={"evaluation": settings})
-    report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress))
-    assert report.recommended is not None
-    return report.recommended, report.warnings

@@ -29,6 +29,13 @@ _LATENT_SCALES = (
 )
 
 
+def format_for(engine: str, gpu: str | None) -> FormatName:
+    """Return the format of scales that an engine of _LOADING reads right on a GPU."""
+    if engine == "vllm" and gpu is not None and GPUS[gpu].is_fnuz:
+        return "modelopt"
+    return "sglang" if engine == "sglang" else "vllm"
+
+
 @dataclass(frozen=True)
 class Offers:
     """Engines for the caches of one model."""
@@ -42,7 +49,7 @@ class Offers:
     def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
         """Find how the first engine serves a variant there, or say in a sentence why none does."""
         if variant.kind == REFERENCE:
-            return self._serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
+            return self.serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
         if variant.scales is not None and variant.name != "none":
             return self._find_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
@@ -52,11 +59,11 @@ class Offers:
         if isinstance(offer, str):
             return offer
         if not variant.is_baked:
-            return self._serve(offer, self.model)
+            return self.serve(offer, self.model)
         purpose = "fp8" if cache == "fp8" else "int8"
         scales, output = f"{short_name(self.model)}-calibration", f"{short_name(self.model)}-baked-{purpose}"
         bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
-        return self._serve(offer, output, self._calibration("--format fp8kv", scales), bake)
+        return self.serve(offer, output, self._calibration("--format fp8kv", scales), bake)
 
     def _find_calibrated(
         self, name: str, scales: KVScales, engine: str | None, gpu: str | None
@@ -74,15 +81,14 @@ class Offers:
             if isinstance(offer, str):
                 reason = offer
                 continue
-            is_modelopt = engine_name == "vllm" and gpu is not None and GPUS[gpu].is_fnuz
-            format_name: FormatName = "modelopt" if is_modelopt else engine_name
+            format_name = format_for(engine_name, gpu)
             if problem := self._format_problem(scales, format_name):
                 reason = problem
                 continue
             output = f"{short_name(self.model)}-fp8kv-{name}"
             observer = " --observer mse" * (name == "mse")
             flags = f"--strategy {scales.strategy}{observer} --format {format_name}"
-            return self._serve(offer, output, self._calibration(flags, output))
+            return self.serve(offer, output, self._calibration(flags, output))
         return reason
 
     def _format_problem(self, scales: KVScales, name: FormatName) -> str | None:
@@ -96,7 +102,7 @@ class Offers:
             return str(error)
         return None
 
-    def _serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
+    def serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
         """Add the command that serves `path`, after those that make it."""
         before, _, after = find_engine(offer.engine).serve.partition("{path}")
         serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)

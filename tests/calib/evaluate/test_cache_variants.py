@@ -12,6 +12,7 @@ from baking import bake
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from evaluations import caches_recipe, plain_comparison, plain_inputs
 from families import LATENT, save_model, tiny_model
+from safetensors.torch import load_file
 
 from calib.caches.rounding import rounding
 from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, Layers, Shape, cache_type
@@ -28,6 +29,7 @@ from calib.evaluate.statistics import Divergence, estimate
 from calib.evaluate.summarize import summarize
 from calib.evaluate.variants import Variant
 from calib.evaluate.verdict import Judgement
+from calib.job import run as calibrate_model
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import is_latent, swap_attention
@@ -437,13 +439,48 @@ def test_the_command_line_of_recommend(tmp_path):
     one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
-    done = ran("recommend", directory, "--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS)
+    flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
+    done = ran("recommend", directory, *flags)
     assert any("nvfp4: head size 24" in each for each in done.stderr.splitlines())
     assert "not chosen" in done.stdout
     assert "speed was not measured" in done.stdout
     for name in ("int4_per_token_head, baked", "int8_per_token_head", "tensor"):
         assert f" {name} │" in done.stdout
-    assert "vllm serve" in done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines()[-1].startswith(f"  vllm serve {tmp_path / 'out'} --kv-cache-dtype int4")
+    weights = [load_file(next(path.glob("*.safetensors"))) for path in (directory, tmp_path / "out")]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)  # this cache needs nothing
+    one_line_error(fp8kv("recommend", directory, *flags), "exists; add --overwrite")
     refused = [line.split(" does not have")[0] for line in done.stdout.splitlines() if "cannot be" in line]
     types = [f"lmdeploy_{bits}{baked}" for bits in ("int8", "int4") for baked in ("", ", baked")]
     assert refused == [f"{name} cannot be served: vllm" for name in types]
+
+
+@pytest.mark.parametrize(
+    ("wish", "prepared"),
+    [(("--budget-bytes", "0.55"), "baked"), (("--budget-kl", "0.02", "--engine", "sglang"), "tensor")],
+)
+def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_path, monkeypatch):
+    model = tiny_model("llama", head_dim=64, num_hidden_layers=2)
+    for layer in model.model.layers if prepared == "tensor" else ():  # V beyond FP8 at scale 1.0
+        layer.self_attn.v_proj.weight.data *= 2.0**12
+        layer.self_attn.o_proj.weight.data *= 2.0**-12
+    directory, out = save_model(model, tmp_path / "model"), tmp_path / "out"
+    flags = (*wish, *FLAGS, "--write", out, "--json")
+    answer = json.loads(ran("recommend", directory, *flags, "-o", tmp_path / "report").stdout)
+    assert prepared in answer["chosen"]["cache"]
+    assert (tmp_path / "report" / "report.html").exists()
+    recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
+    assert recommended / 3 < kl < 3 * recommended  # of other text and another calibration
+    assert str(out) in answer["written"]["serve"].split()
+    if prepared == "baked":
+        assert json.loads((out / "fp8kv_bake.json").read_text())["for"] == "int8"
+        return
+    succeeded(fp8kv("verify", out, "--engine", "sglang"))
+
+    def spoil(model, recipe, output, **flags):
+        return calibrate_model(model, recipe.model_copy(update={"headroom": 1 / 16}), output, **flags)
+
+    monkeypatch.setattr("calib.recommendation.calibrate", spoil)
+    done = fp8kv("recommend", directory, *flags, "--overwrite")
+    assert done.exit_code == 1
+    assert "its KL is above" in done.stderr
