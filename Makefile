@@ -164,6 +164,7 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
 	$(INTEROP)/bin/python tools/engine_classes/draft_classes.py vllm
+	$(INTEROP)/bin/python tools/engine_classes/drafter_states.py $(OUT)/drafters
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tools/engine_classes/draft_classes.py sglang
 	PYTHONPATH=$(INTEROP)/sglang:$$PYTHONPATH $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/python tests/interop/write_models.py families $(OUT)/families

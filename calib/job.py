@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +16,7 @@ from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
 from calib.capture.draft import add_draft_layer
+from calib.capture.drafter import layers_read, read_by_drafter
 from calib.capture.loop import media_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (
@@ -70,6 +71,7 @@ def run(
     recipe: Recipe,
     output: str | os.PathLike[str] | None = None,
     *,
+    draft: str | os.PathLike[str] | None = None,
     in_place: bool = False,
     overwrite: bool = False,
     resume: bool = False,
@@ -77,40 +79,40 @@ def run(
 ) -> Result | None:
     """Calibrate `model`, a name or a path, as `recipe` says; write all of `output` or nothing.
 
-    With `in_place` the output is the model's own directory, and what is replaced is kept beside it.
-    One of several processes, started by torchrun or accelerate launch, measures a share; the first
-    writes and has a result, the others return None. What a user can put right is an Fp8kvError.
+    With `draft`, a drafter of the model (EAGLE), that one is calibrated, and the model only read. With
+    `in_place` the output is its own directory, and what is replaced is kept beside it. Of several processes
+    (torchrun, accelerate launch) the first has a result. What a user can put right is an Fp8kvError.
     """
     to_path(model)
-    name, path = str(model), None if output is None else to_path(output)
+    names = [str(model), *([] if draft is None else [str(draft)])]
+    name, path = names[-1], None if output is None else to_path(output)
     check_places(path, in_place=in_place, overwrite=overwrite)
     path = check_in_place(name, recipe.export) if in_place else path or default_output(name, recipe.strategy)
     for format in recipe.export.formats:
         check_recipe(format, recipe)
     destination = Destination(path, in_place, overwrite, progress.copied)
     with joined_world() as world:
-        world.check_same("commands or recipes", [name, str(path), recipe.model_dump()])
+        world.check_same("commands or recipes", [*names, str(path), recipe.model_dump()])
         start = time.perf_counter()
         progress.stage("load")
-        checkpoint = world.together(lambda: _find_checkpoint(name, destination))
+        checkpoints = world.together(lambda: [_find_checkpoint(x, destination) for x in names])
         with _claimed_output(destination, world) as claim:
-            prepared = world.together(lambda: _prepare(checkpoint, recipe, world.size, resume=resume))
+            prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
-            (stats, draft), data, notes = _measure(checkpoint, prepared, path, world, progress, resume=resume)
+            (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)
             measured = time.perf_counter()
             progress.stage("write")
 
             def write() -> Result | None:
                 if world.is_first:
                     record = CalibrationRecord(
-                        name, checkpoint, prepared.recipe, stats, dataset_facts(data), data.warnings, notes,
-                        torch.get_num_threads(), draft=draft,
+                        name, checkpoints[-1], prepared.recipe, stats, dataset_facts(data), data.warnings,
+                        notes, torch.get_num_threads(), draft=mtp, drafts_for="".join(names[:-1]),
                     )  # fmt: skip
                     return write_output(record, replace(destination, claim=claim))
                 return None
 
-            # what goes wrong while the first process writes ends all of them
-            result = world.together(write)
+            result = world.together(write)  # what goes wrong there ends all of them
             remove_progress(progress_file(path, world.rank))
             end = time.perf_counter()
     seconds = {"load": loaded - start, "calibrate": measured - loaded, "write": end - measured}
@@ -144,9 +146,13 @@ class Prepared:
     data: CalibrationData
 
 
-def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
+def _prepare(
+    checkpoints: Sequence[ModelDirectory], recipe: Recipe, processes: int, *, resume: bool
+) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written."""
+    checkpoint, *drafters = checkpoints
     config = load_config(checkpoint, recipe.trust_remote_code)
+    read = [layers_read(x, config.get_text_config(decoder=True), recipe) for x in drafters]
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
@@ -162,16 +168,18 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
     reader = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
     data = load_data(data_recipe, tokenizer, model, reader)
-    _check_data(data, recipe, by_layer=by_layer)
+    _check_data(data, recipe, by_layer=by_layer, has_drafter=bool(drafters))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else _map_attention(model(), data)
-    attention = attention if layers else add_draft_layer(attention, model(), checkpoint)
+    attention = attention if layers or drafters else add_draft_layer(attention, model(), checkpoint)
+    for drafter, indices in zip(drafters, read, strict=True):
+        attention = read_by_drafter(attention, model(), drafter, indices)
     # an export that must fail should do so before hours of calibration
     units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
-    make_exports(units, checkpoint, recipe.export)
-    reason = None if layers else reason_against_fp8(model(), attention)
+    make_exports(units, checkpoints[-1], recipe.export)
+    reason = None if layers or drafters else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
     size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
@@ -185,13 +193,16 @@ def _prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int, *, resu
     return Prepared(recipe.model_copy(update=resolved), model(), layers, attention, data)
 
 
-def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool) -> None:
-    """Refuse data that is too little, and pictures and sound for a model that runs layer by layer."""
-    if by_layer and data.media:
+def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool, has_drafter: bool) -> None:
+    """Refuse data that is too little, and what a model does not read layer by layer, or for its drafter."""
+    if by_layer and (has_drafter or data.media):
+        reader = "a drafter reads states" if has_drafter else "pictures and sound need all"
         raise InputError(
-            "pictures and sound are read by a whole model, and this one runs layer by layer; use --offload "
-            "none, with enough memory for its weights"
+            f"{reader} of a whole model, and this one runs layer by layer; use --offload none, with enough "
+            "memory for its weights"
         )
+    if has_drafter and data.media:
+        raise InputError("engines run drafters on text alone; use a dataset without pictures or sound")
     text = data.summary(recipe.data.skip_first)
     if recipe.headroom == "auto" or recipe.data.until is not None:
         check_enough(text.tokens)
@@ -210,7 +221,7 @@ def _map_attention(model: PreTrainedModel, data: CalibrationData) -> AttentionMa
 
 
 def _measure(
-    checkpoint: ModelDirectory,
+    checkpoints: Sequence[ModelDirectory],
     prepared: Prepared,
     output: Path,
     world: World,
@@ -230,7 +241,7 @@ def _measure(
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
     def open_share() -> Share:
-        inputs = compared_inputs(checkpoint, recipe, data, world)
+        inputs = compared_inputs(checkpoints, recipe, data, world)
         saved = SavedProgress(progress_file(output, world.rank), inputs, 60 * recipe.save_minutes)
         return Share(prepared.model, own, recipe, prepared.attention, saved, resume, progress.advance)
 
@@ -244,7 +255,7 @@ def _measure(
             prepared.layers, own, recipe, limit=limit, directory=scratch, progress=progress
         )
 
-    notes = _left_alone(prepared.model.config, prepared.attention)
+    notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:
@@ -259,7 +270,7 @@ def _measure(
 
 def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVStats | None, list[str]]:
     """Split statistics into those of the model and of its draft; say why there are none of it."""
-    if attention.draft is None:
+    if attention.draft is None or attention.draft.module.name in attention.cached:
         return stats, None, []
     own, name = dict(stats.layers), attention.draft.module.name
     draft, stats = KVStats({name: own.pop(name)}, {}), replace(stats, layers=own)

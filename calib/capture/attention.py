@@ -66,14 +66,22 @@ class CachedAttention:
 
 @dataclass(frozen=True)
 class Draft:
-    """A layer that predicts extra tokens (MTP), without its experts, on which K and V do not depend."""
+    """A layer that drafts tokens (MTP, EAGLE), without what K and V do not depend on."""
 
-    model: PreTrainedModel  # transformers' model of MTP layers, with the embeddings of the whole model
+    model: PreTrainedModel  # with the embeddings that it reads
     inner: str  # the attention module in `model`
     module: CachedAttention  # the same, by its name and number in the checkpoint
+    layers: tuple[int, ...] = ()  # whose inputs it reads; none: the model's last hidden states
+
+    def hidden_states(self, output: Any) -> Tensor:
+        """Return what it reads of a model's output [B, T, D], with the `hidden_states` of its `layers`."""
+        if not self.layers:
+            return output.last_hidden_state  # type: ignore[no-any-return]
+        device = output.last_hidden_state.device
+        return torch.cat([output.hidden_states[i].to(device) for i in self.layers], -1)
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """Run the layer on token ids [B, T] and the model's last hidden states [B, T, D], as engines do.
+        """Run the layer on token ids [B, T] and hidden states [B, T, D] of the model, as engines do.
 
         The embedding of token j > 0 is joined with the hidden state of token j - 1, at its position. In the
         place of token 0 is what vLLM reads at position 0.
@@ -98,10 +106,10 @@ class AttentionMap:
     draft: Draft | None = None  # measured besides
 
     def read(
-        self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **media: Tensor
+        self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **options: Any
     ) -> Any:
         """Run `model` on token ids [B, T], as far as what it caches needs; return its output."""
-        return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **media)
+        return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **options)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Return scale 1.0 for every module, which engines use where they have no other."""
@@ -221,11 +229,11 @@ def _calls_and_cache(
 
 
 def _run(
-    reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool, **media: Tensor
+    reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool, **options: Any
 ) -> Any:
     # a reader with an LM head, as Llama 4's, would compute logits of every token
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(reader.forward).parameters else {}
-    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last, **media)
+    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last, **options)
 
 
 def _cached_attention(

@@ -95,16 +95,18 @@ def _observe(
     batch = to_device(batch, input_device(model))
     # accelerate takes weights off the device again when a module returns, so each one must
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    last = None if is_offloaded or attention.draft else [*layers][-1]
+    draft = attention.draft
+    last = None if is_offloaded or draft else [*layers][-1]
     with observing(model, batch, layers, last=last):
-        media = media_arguments(model, batch.media)
-        output = attention.read(model, batch.input_ids, batch.attention_mask, **media)
-    if attention.draft:
-        observe_draft(attention.draft, batch, output.last_hidden_state, layers)
+        options: dict[str, Any] = {**media_arguments(model, batch.media)}
+        options |= {"output_hidden_states": True} if draft and draft.layers else {}
+        output = attention.read(model, batch.input_ids, batch.attention_mask, **options)
+    if draft:
+        observe_draft(draft, batch, draft.hidden_states(output), layers)
 
 
 def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, RunningLayer]) -> None:
-    """Add what a draft caches of `batch` to `layers`, from the model's last hidden states."""
+    """Add what a draft caches of `batch` to `layers`, from hidden states of the model."""
     own = {draft.inner: layers[draft.module.name]}
     with observing(draft.model, batch, own, last=draft.inner):
         draft.read(batch.input_ids, hidden)

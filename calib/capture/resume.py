@@ -41,13 +41,13 @@ _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
 
 
 def compared_inputs(
-    checkpoint: ModelDirectory, recipe: Recipe, data: CalibrationData, world: World
+    checkpoints: Sequence[ModelDirectory], recipe: Recipe, data: CalibrationData, world: World
 ) -> dict[str, Any]:
     """Return the inputs of the statistics, by their names in errors: a run resumes only with equal ones."""
     return {
-        "model": fingerprint(checkpoint),
+        "model": [*map(fingerprint, checkpoints)],
         # values that the fingerprint did not sample
-        "state of the weight files": checkpoint.sizes_and_times(),
+        "state of the weight files": [checkpoint.sizes_and_times() for checkpoint in checkpoints],
         "recipe": recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
         "dataset": data.fingerprint,
         "number of processes": [world.rank, world.size],

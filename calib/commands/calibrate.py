@@ -29,6 +29,10 @@ def calibrate(
     output: Path | None = flags.option(
         "Write to this directory. Default: ./<model>-fp8kv-<strategy>.", "-o", "--output", metavar="DIR"
     ),
+    draft: str | None = flags.option(
+        "Calibrate this drafter (EAGLE, EAGLE-3), a checkpoint of its own, as it drafts for MODEL.",
+        metavar="DRAFTER",
+    ),
     recipe: str | None = flags.option(
         "Take settings from this recipe: a name (see `fp8kv recipes`), a YAML file, or a calibration."
     ),
@@ -118,7 +122,7 @@ def calibrate(
     if evaluate:
         _check_evaluation(model, resolved, output, in_place=in_place)
     result = run_job(
-        model, resolved, output, in_place=in_place, overwrite=overwrite, resume=resume,
+        model, resolved, output, draft=draft, in_place=in_place, overwrite=overwrite, resume=resume,
         progress=progress if is_first_process() else SILENT,
     )  # fmt: skip
     if result is None:  # the first process has the result
@@ -169,7 +173,7 @@ def result_blocks(result: "Result") -> Iterator[Block]:
         if form.serve:
             flags = result.flags.get(name, "")
             yield from ("", f"serve with {engine_of(name, flags)}:")
-            yield f"  {serve_command(name, directory, strategy, flags)}"
+            yield f"  {serve_command(name, directory, strategy, flags, result.drafts_for)}"
     yield from ("", _next_step(result))
 
 
@@ -204,7 +208,7 @@ def _next_step(result: "Result") -> str:
     from calib.capture.capabilities import NO_FP8_CACHE
     from calib.formats import FORMATS
 
-    runs = not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
+    runs = not result.drafts_for and not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))
     path = shlex.quote(str(directory))
     if runs and FORMATS[name].with_weights and result.recipe.export.weights != "none":

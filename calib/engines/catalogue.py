@@ -207,9 +207,11 @@ class Engine(Section):
     backends: dict[str, Backend] = {}
     up_to: dict[str, str] = {}  # version -> what it and those before do to scales in use
     classes: Classes | None = None  # what its model classes did with scales
-    # architecture -> kind of config, or `all` -> names under which the class of its MTP layer loads scales
+    # architecture, of a drafter or of a model with a layer that drafts (MTP) -> kind of config, or `all` ->
+    # names under which the draft's class loads scales
     drafts: dict[str, dict[str, tuple[str, ...]]] = {}
     draft_crashes: dict[str, tuple[str, ...]] = {}  # by architecture, with which it does not start
+    draft_flag: str = ""  # after the model, what lets the drafter {path} draft for it by its {method}
     version: str = ""  # the one that the user named
 
     @model_validator(mode="after")
@@ -289,6 +291,8 @@ class Engine(Section):
         """
         name = architecture(config)
         if self.classes:
+            if self.is_drafter(config) and (names := self.draft_names(config, quantization)):
+                return dict.fromkeys(names, "loaded")
             if not self.is_run_version:
                 return f"not known: its classes were run at {self.classes_version} alone"
             return self.classes.fates(name, quantization, modules, self.engine)
@@ -301,6 +305,11 @@ class Engine(Section):
             f"not known for {name or 'a model whose config.json does not name one architecture'}: "
             f"the rules were read for {', '.join(self.architectures)}"
         )
+
+    def is_drafter(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the class that config.json names drafts tokens for a model in another directory."""
+        name, classes = architecture(config), self.classes
+        return name in self.drafts and classes is not None and name not in classes.results
 
     def draft_names(self, config: Mapping[str, Any], quantization: str) -> tuple[str, ...]:
         """Return names under which scales of MTP layers are loaded with a kind of config, ours first."""

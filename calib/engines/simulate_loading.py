@@ -129,7 +129,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
     nvfp4 = is_for_nvfp4(directory)
     simulation.flag = engine.nvfp4.flag if nvfp4 and engine.nvfp4 else engine.flag
     method = choose_method(directory, engine)
-    if not nvfp4 and method and turns_fp8_on(directory, method):
+    if not (nvfp4 or engine.is_drafter(directory.config)) and method and turns_fp8_on(directory, method):
         simulation.flag = None
     fates = _class_fates(directory, engine, method)
     if fates and (backend := _transformers_fates(directory, engine, fates)):

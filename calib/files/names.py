@@ -91,9 +91,9 @@ def is_of_tower(name: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer of a tensor or module: the first number between dots of its name."""
+    """Return the layer of a tensor or module: the first number between dots of its name, 0 of a drafter."""
     match = _LAYER.search(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else 0 if name.startswith("midlayer.") else None
 
 
 def pattern_of(module: str) -> str:

@@ -61,7 +61,8 @@ def format_card(
 ) -> str:
     """Return the card of scales in one format: of a calibration's `report`, or converted without one."""
     facts = {"model": model, "name": name, "format": FORMATS[name], "strategy": strategy, "report": report}
-    facts |= {"engine": engine_of(name, flags), "serve": serve_command(name, path, strategy, flags)}
+    command = serve_command(name, path, strategy, flags, (report or {}).get("drafts_for"))
+    facts |= {"engine": engine_of(name, flags), "serve": command}
     facts |= {"version": __version__, "warnings": warnings, "no_weights": NO_WEIGHTS}
     return render_card("output", **facts)
 
@@ -71,10 +72,23 @@ def engine_of(name: FormatName, flags: str = "") -> str:
     return "vLLM" if flags else FORMATS[name].engine
 
 
-def serve_command(name: FormatName, path: Path, strategy: Strategy, flags: str = "") -> str:
-    """Return the exact command that serves an output directory, or "" where no engine does."""
-    target = FORMATS[name]
-    command = target.serve.format(path=shlex.quote(str(path)))
+def serve_command(
+    name: FormatName,
+    path: Path,
+    strategy: Strategy,
+    flags: str = "",
+    drafts_for: tuple[str, str] | None = None,
+) -> str:
+    """Return the exact command that serves an output directory, or "" where no engine does.
+
+    A drafter is served with the model that it drafts for.
+    """
+    target, place = FORMATS[name], shlex.quote(str(path))
+    if drafts_for and target.rules:
+        model, method = drafts_for
+        arguments = target.rules.draft_flag.format(path=path, method=method, METHOD=method.upper())
+        place = f"{shlex.quote(model)} {arguments}"
+    command = target.serve.format(path=place)
     return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
 
 

@@ -13,6 +13,7 @@ import torch
 from calib import __version__
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
+from calib.engines.model_classes import architecture
 from calib.errors import InputError
 from calib.files.atomic import Claim, OnCopied, Placing, atomic_directory
 from calib.files.fingerprint import fingerprints
@@ -66,6 +67,7 @@ class CalibrationRecord:
     threads: int | None = None  # of a CPU in each process; None: not known, or not the same in all runs
     origin: Mapping[str, Any] | None = None  # facts about the model that was measured, where it is another
     draft: KVStats | None = None  # of the layer that predicts extra tokens (MTP)
+    drafts_for: str = ""  # the model that a drafter is for, if it is one
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Result:
     flags: dict[FormatName, str] = field(default_factory=dict)  # that serving needs besides
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
     notes: list[str] = field(default_factory=list)  # what was read, and what to expect
+    drafts_for: tuple[str, str] | None = None  # a drafter's model, and what engines call its method
 
     @property
     def written_layers(self) -> list[LayerSummary]:
@@ -188,8 +191,9 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     backup = write_exports(exports, checkpoint, destination, cards, add_files, weights)
     flags = {name: each.flags for name, each in exports.items()}
     return Result(
-        output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, notes=notes
-    )
+        output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, {}, notes,
+        report.get("drafts_for"),
+    )  # fmt: skip
 
 
 def _draft_scales(record: CalibrationRecord) -> tuple[KVScales | None, list[LayerSummary]]:
@@ -206,6 +210,7 @@ def _draft_line(row: LayerSummary) -> str:
 def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[str, Any]:
     """Return what the saved report says of the run; its recipe gives the same scales."""
     text, modalities = record.stats.text, record.stats.amax_by_modality()
+    method = "eagle3" if "Eagle3" in str(architecture(record.checkpoint.config)) else "eagle"
     return {
         "fp8kv_calibration": 1,
         "model": record.model,
@@ -218,6 +223,7 @@ def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[s
         "threads": record.threads,
         **({"modalities": modalities} if modalities else {}),
         **({"drafts": [asdict(row) for row in drafts]} if drafts else {}),
+        **({"drafts_for": (record.drafts_for, method)} if record.drafts_for else {}),
     }
 
 

@@ -1,9 +1,9 @@
-"""Whether classes of layers that draft tokens (MTP) load scales under the names in the catalogue's `drafts`.
+"""Whether classes of drafters (EAGLE), and of layers that draft tokens (MTP), load the catalogue's `drafts`.
 
 draft_classes.py vllm|sglang   prints a line for each class and kind of config; ends with 1 if one fails
 
-With the names in `draft_crashes` the class must not start.
-The class of the model itself must load its own scales beside them.
+With the names in `draft_crashes` the class must not start. The class of a model with such a layer must load
+its own scales beside them.
 """
 
 import sys
@@ -31,7 +31,17 @@ KINDS = (
 )
 
 
-def build_draft(name: str, engine: Any, directory: Path, **options: Any) -> Any:
+DRAFTERS = {  # what vLLM calls how they draft, and their attention module
+    "Eagle3LlamaForCausalLM": ("eagle3", "midlayer.self_attn"),
+    "EagleLlamaForCausalLM": ("eagle", "layers.0.self_attn"),
+    "LlamaForCausalLMEagle": ("eagle", "layers.0.self_attn"),
+    "LlamaForCausalLMEagle3": ("eagle3", "midlayer.self_attn"),
+}
+
+
+def build_draft(
+    name: str, engine: Any, directory: Path, drafter: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """The draft's class, as the engine's loader makes it."""
     if name == "sglang":
         from sglang_classes import DRAFTS
@@ -40,7 +50,7 @@ def build_draft(name: str, engine: Any, directory: Path, **options: Any) -> Any:
         return engine.build(directory)
     import vllm_classes as vllm
 
-    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    speculative = {"num_speculative_tokens": 1, **(drafter or {"method": "mtp"})}
     config = vllm.config_of(directory, speculative_config=speculative, **options)
     draft = config.speculative_config.draft_model_config
     with vllm.set_current_vllm_config(config), vllm.set_default_torch_dtype(torch.bfloat16):
@@ -58,6 +68,22 @@ def fixture_of(architecture: str) -> tuple[Fixture, str]:
         config["mlp_layer_types"] = ["dense"] + ["sparse"] * (count - 1)
     modules = tuple(f"model.layers.{i}.self_attn" for i in range(count))
     return replace(fixture, config=config, modules=modules), f"model.layers.{count}.self_attn"
+
+
+def check_drafter(name: str, engine: Any, architecture: str, kind: str, naming: str) -> tuple[str, str]:
+    """What becomes of the scales of a drafter of Llama."""
+    quantization, (method, module) = QUANTIZATIONS[kind], DRAFTERS[architecture]
+    whole, _ = fixture_of("LlamaForCausalLM")
+    changes = {"architectures": [architecture], "num_hidden_layers": 1}
+    config = {**whole.config, **changes, "draft_vocab_size": whole.config["vocab_size"]}
+    drafter = replace(whole, config=config, modules=(module,))
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        directory, place = write(drafter, quantization, Path(one)), write(whole, quantization, Path(two))
+        facts = {"method": method, "model": str(directory)}
+        model = build_draft(name, engine, directory if name == "sglang" else place, facts)
+        heads = engine.heads(model) if quantization.per_head else 0
+        held = engine.hold(model, scale_tensors(drafter, naming, heads))
+        return fate(wanted(drafter, naming, heads or 1), held), "apart"
 
 
 def check(name: str, engine: Any, architecture: str, kind: str, naming: str) -> tuple[str, str]:
@@ -84,6 +110,12 @@ def check(name: str, engine: Any, architecture: str, kind: str, naming: str) -> 
     return of_draft, "loaded" if "loaded" in of_model else " ".join(sorted(of_model))
 
 
+def of_latents(engine: Any, architecture: str) -> tuple[str, ...]:
+    """The further kinds of config for a model that caches latents (MLA)."""
+    is_mla = architecture not in DRAFTERS and fixture_of(architecture)[0].is_mla
+    return engine.of_latents if is_mla else ()
+
+
 def main(name: str) -> int:
     if name == "sglang":
         from sglang_classes import SGLang as Kind
@@ -95,7 +127,7 @@ def main(name: str) -> int:
         (architecture, kind, naming)
         for architecture, names in rules.drafts.items()
         for kind in KINDS
-        if kind in (*engine.quantizations, *(engine.of_latents if fixture_of(architecture)[0].is_mla else ()))
+        if kind in engine.quantizations or kind in of_latents(engine, architecture)
         for naming in (
             *names.get(kind.removesuffix(" transformers"), names.get("all", ())),
             *rules.draft_crashes.get(architecture, ()),
@@ -103,7 +135,8 @@ def main(name: str) -> int:
     ]
     for architecture, kind, naming in cases:
         try:
-            found = check(name, engine, architecture, kind, naming)
+            way = check_drafter if architecture in DRAFTERS else check
+            found = way(name, engine, architecture, kind, naming)
         except Exception as error:  # noqa: BLE001 (whatever the engine raises)
             found = reason("crash", error), ""
         crashes = naming in rules.draft_crashes.get(architecture, ())

@@ -332,14 +332,15 @@ def worker(monkeypatch, tmp_path):
 def test_a_worker_compares_its_draft_too_repairs_and_takes_new_scales(worker, monkeypatch):
     worker, layers = worker
     good = vllm_worker.state(worker).report
-    assert (good.problems, good.notes, good.used) == ([], [], 4)
+    of_draft = "draft: 2 of 2 KV scales in use"
+    assert (good.problems, good.notes, good.used) == ([], [of_draft], 4)
     layers[0]._k_scale_float = layers[2]._k_scale_float = 1.0
     copy = "K's copy _k_scale_float is twice the file's in layer {}"
     spoiled = [copy.format(0), f"draft: {copy.format(2)}"]
     assert vllm_worker.state(worker).report.problems == spoiled
     monkeypatch.setenv("FP8KV_REPAIR_SCALES", "1")
     repaired = vllm_worker.state(worker).report
-    assert (repaired.problems, repaired.notes) == ([], [f"repaired: {problem}" for problem in spoiled])
+    assert (repaired.problems, repaired.notes) == ([], [of_draft, *(f"repaired: {x}" for x in spoiled)])
     vllm_worker.set_scales(worker, {str(i): {"k": [0.25], "v": [0.75]} for i in range(2)})
     state = vllm_worker.state(worker)
     assert (state.report.problems, state.stored[1]) == ([], ("fp8", (0.25,), (0.75,)))
@@ -352,7 +353,7 @@ def test_weights_that_are_loaded_by_hand_are_compared_before_the_next_step(worke
     assert worker.model_runner.get_model().load_weights("weights") == "weights"
     layers[1]._v_scale_float, layers[0]._q_scale, layers[0]._q_scale_float = 1.0, torch.tensor(0.25), 0.25
     assert worker.model_runner.execute_model("step") == "step"
-    assert caplog.messages[0].partition("; ")[2] == "V's copy _v_scale_float is twice the file's in layer 1"
+    assert caplog.messages[0].rpartition("; ")[2] == "V's copy _v_scale_float is twice the file's in layer 1"
 
 
 def held(k, v, is_fp8=True, **others):

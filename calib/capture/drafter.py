@@ -1,0 +1,108 @@
+"""A drafter in a checkpoint of its own (EAGLE, EAGLE-3), loaded as far as its attention."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaModel, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from calib.capture.attention import AttentionMap, CachedAttention, Draft
+from calib.engines.model_classes import architecture
+from calib.errors import InputError, UnsupportedModelError
+from calib.files.model_directory import ModelDirectory
+from calib.formats import FORMATS
+from calib.models.config import read_config
+from calib.models.load import LazyWeight, input_device
+from calib.models.quantized.weights import all_weights
+from calib.recipe import Recipe
+
+# types of models whose hidden states were compared with those that a drafter reads in vLLM
+_MODELS = ("llama", "qwen2", "qwen3")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_NOT_KNOWN = ("norm_before_fc", "fc_norm", "use_aux_norm", "num_aux_hidden_states")
+
+
+class _DrafterLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    fc: nn.Linear
+    hidden_norm: nn.Module  # of EAGLE-3 alone
+
+    def forward(self, embedded: Tensor, hidden: Tensor, angles: Any, *_: Any) -> None:
+        if hasattr(self, "hidden_norm"):
+            joined = torch.cat((self.input_layernorm(embedded), self.hidden_norm(self.fc(hidden))), -1)
+        else:
+            joined = self.fc(torch.cat((embedded, hidden), -1))
+        self.self_attn(joined, angles, None)
+
+
+def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe) -> tuple[int, ...]:
+    """Return the layers of `model` whose inputs a drafter reads; none: it reads the last hidden states.
+
+    An UnsupportedModelError where what engines run of it is not known.
+    """
+    config, name, count = drafter.config, architecture(drafter.config), model.num_hidden_layers
+    own = config.get("eagle_config")
+    settings = config | (own if isinstance(own, dict) else {})
+    formats = {form: FORMATS[form] for form in recipe.export.formats}
+    unknown = [form for form, x in formats.items() if x.nvfp4 or not (x.rules and name in x.rules.drafts)]
+    special = [key for key in _NOT_KNOWN if settings.get(key)]
+    special += ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
+    is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
+    layers = settings.get(_LAYERS) or (2, count // 2, count - 3)
+    if unknown:
+        reason = f"the engine of --format {unknown[0]} is not known to load scales of a drafter {name}"
+    elif model.model_type not in _MODELS:
+        reason = f"what it reads of a {model.model_type} is not known, only of {', '.join(_MODELS)}"
+    elif special or not is_single:
+        reason = f"its config.json says {special[0]}" if special else "it is not one layer of a llama"
+    elif "Eagle3" not in str(name):
+        return ()
+    elif settings.get(_LAYERS) and "sglang" in formats:
+        reason = f"SGLang counts {_LAYERS} of its config.json in another way than vLLM"
+    elif not (isinstance(layers, list | tuple) and {*layers} <= {*range(count)} and len({*layers}) > 2):
+        reason = f"the layers that it reads are {layers}, and the model has {count}"
+    else:
+        return tuple(sorted({*layers}))
+    raise UnsupportedModelError(f"the drafter '{drafter.path}' cannot be measured: {reason}")
+
+
+def read_by_drafter(
+    attention: AttentionMap, model: PreTrainedModel, drafter: ModelDirectory, layers: tuple[int, ...]
+) -> AttentionMap:
+    """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own.
+
+    An InputError if it lacks a weight, or is one for another model.
+    """
+    config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
+    weights = {name: LazyWeight(source) for name, source in all_weights(drafter, model.dtype).items()}
+    last, embeddings, (name,) = [*attention.cached][-1], model.get_input_embeddings(), drafter.modules
+    heads = config.num_attention_heads, config.num_key_value_heads
+    # K and V depend on no other weights
+    config.update({"vocab_size": 1, "intermediate_size": 1, "pad_token_id": None})
+    whole, layer = LlamaModel(config).eval(), _DrafterLayer(config, 0).eval()
+    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias="fc.bias" in weights)
+    parts = {f"{name}.{x}_proj": layer.get_submodule(f"self_attn.{x}_proj") for x in "qkv"}
+    parts["fc"] = layer.fc
+    if layers:
+        layer.hidden_norm, outer = LlamaRMSNorm(1, config.rms_norm_eps), name.rpartition(".")[0]
+        parts |= {f"{outer}.{x}": layer.get_submodule(x) for x in ("input_layernorm", "hidden_norm")}
+    if "embed_tokens.weight" in weights:
+        parts["embed_tokens"] = whole.embed_tokens
+    device = next(model.get_submodule(last).parameters()).device
+    for prefix, module in parts.items():
+        for key, _ in [*module.named_parameters()]:
+            weight = weights.get(f"{prefix}.{key}")
+            if weight is None:
+                raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")
+            values = weight[...].to(device, model.dtype)
+            setattr(module, key, nn.Parameter(values, requires_grad=False))
+    size = embeddings.weight.shape
+    read, owned = layer.fc.weight.shape[1], whole.embed_tokens.weight.shape
+    if read != size[1] * (len(layers) or 2) or ("embed_tokens" in parts and owned != size):
+        raise InputError(f"'{drafter.path}' is a drafter of a model of another size than this one")
+    whole.embed_tokens = whole.embed_tokens.to(input_device(model)) if "embed_tokens" in parts else embeddings
+    whole.rotary_emb.to(device)
+    module = CachedAttention(name, 0, *heads, 1, config.head_dim, config.head_dim)
+    draft = Draft(whole, "layers.0.self_attn", module, layers)
+    return replace(attention, cached={name: module}, shared={}, draft=draft)
