@@ -156,8 +156,7 @@ def _prepare(
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
-    offload = resolve_offload(checkpoint, config, recipe, resume=resume)
-    by_layer = offload == "layerwise"
+    by_layer = (offload := resolve_offload(checkpoint, config, recipe, resume=resume)) == "layerwise"
 
     @cache
     def model() -> PreTrainedModel:
@@ -166,8 +165,8 @@ def _prepare(
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    reader = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
-    data = load_data(data_recipe, tokenizer, model, reader)
+    media = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
+    data = load_data(data_recipe, tokenizer, model, media)
     _check_data(data, recipe, by_layer=by_layer, has_drafter=bool(drafters))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
@@ -177,8 +176,7 @@ def _prepare(
     for drafter, indices in zip(drafters, read, strict=True):
         attention = read_by_drafter(attention, model(), drafter, indices)
     # an export that must fail should do so before hours of calibration
-    units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
-    make_exports(units, checkpoints[-1], recipe.export)
+    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints[-1], recipe.export)
     reason = None if layers or drafters else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
@@ -196,13 +194,13 @@ def _prepare(
 def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool, has_drafter: bool) -> None:
     """Refuse data that is too little, and what a model does not read layer by layer, or for its drafter."""
     if by_layer and (has_drafter or data.media):
-        reader = "a drafter reads states" if has_drafter else "pictures and sound need all"
+        reader = "a drafter reads states of" if has_drafter else "pictures and sound are read by"
         raise InputError(
-            f"{reader} of a whole model, and this one runs layer by layer; use --offload none, with enough "
+            f"{reader} a whole model, and this one runs layer by layer; use --offload none, with enough "
             "memory for its weights"
         )
     if has_drafter and data.media:
-        raise InputError("engines run drafters on text alone; use a dataset without pictures or sound")
+        raise InputError("a drafter is measured on text alone; use a dataset without pictures or sound")
     text = data.summary(recipe.data.skip_first)
     if recipe.headroom == "auto" or recipe.data.until is not None:
         check_enough(text.tokens)
