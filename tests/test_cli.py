@@ -10,8 +10,9 @@ import sys
 
 import pytest
 import torch
-from command_line import SMALL, calibrate, fp8kv, one_line_error, ran, succeeded
-from safetensors.torch import load_file, save_file
+from command_line import SMALL, calibrate, fp8kv, json_of, one_line_error, ran, succeeded
+from families import edit_tensors
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from calib import __version__
@@ -56,8 +57,7 @@ def test_table_and_json_show_the_scales_that_are_written(name, title, tiny_direc
         assert [row[column].strip() for row in rows] == scales
         assert [f"{layer[f'{letter}_scale']:.4g}" for layer in printed["layers"]] == scales
     assert [layer["layer_idx"] for layer in printed["layers"]] == [0, 1, 2]
-    assert printed["output"] == str(tmp_path / "out")
-    assert printed["tokens"] == 128
+    assert (printed["output"], printed["tokens"]) == (str(tmp_path / "out"), 128)
     assert set(printed["seconds"]) == {"load", "calibrate", "write"}
     assert printed["tokens_per_second"] == pytest.approx(128 / printed["seconds"]["calibrate"])
     assert printed["warnings"]
@@ -111,10 +111,8 @@ def test_weights_that_are_damaged_or_that_the_disk_has_no_room_for(tiny_director
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     one_line_error(done, f"cannot write '{out}'")
-    file = tiny_directory / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    file, name = tiny_directory / "model.safetensors", "model.layers.1.self_attn.v_proj.weight"
+    edit_tensors(tiny_directory, lambda tensors: tensors[name][0, 0].fill_(torch.nan))
     one_line_error(calibrate(tiny_directory, "-o", out), "layers.1.self_attn: V holds NaN or Inf in sample ")
     file.write_bytes(file.read_bytes()[:-100])
     one_line_error(calibrate(tiny_directory, "-o", out), "model.safetensors' is damaged: its tensors end at")
@@ -147,12 +145,12 @@ def test_git_lfs_pointers_in_place_of_text_and_scales_but_not_of_what_is_not_rea
 
 def test_recipes_facts_of_the_machine_and_versions_are_shown():
     assert "qkv-attn_head" in fp8kv("recipes").stdout
-    assert json.loads(fp8kv("recipes", "--json").stdout)["tgi-kv_scale"].startswith("Scalar kv_scale")
+    assert json_of("recipes")["tgi-kv_scale"].startswith("Scalar kv_scale")
     assert fp8kv("recipes", "tgi-kv_scale").stdout.startswith("# Text Generation Inference")
-    assert json.loads(fp8kv("recipes", "tgi-kv_scale", "--json").stdout)["export"]["formats"] == ["tgi"]
+    assert json_of("recipes", "tgi-kv_scale")["export"]["formats"] == ["tgi"]
     one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'")
     # the facts of doctor, and the version of every command line
-    printed, found = fp8kv("doctor").stdout, json.loads(fp8kv("doctor", "--json").stdout)
+    printed, found = fp8kv("doctor").stdout, json_of("doctor")
     for what in ("Python", "torch", "triton", "GPU", "builtin:smollm2"):
         assert what in printed
         assert what in found

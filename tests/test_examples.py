@@ -235,8 +235,7 @@ def test_the_training_loop_trains_and_without_vllm_it_asks_for_it(monkeypatch):
     batch = torch.randint(3, 128, (8, 128), generator=torch.Generator().manual_seed(1))
     before = scales_for(model, [batch])
     losses = [*runpy.run_path(script)["updates"](model, batch)]
-    assert len(losses) == 3
-    assert losses == sorted(losses, reverse=True)
+    assert (len(losses), losses) == (3, sorted(losses, reverse=True))
     assert scales_for(model, [batch]) != before
     monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
     with pytest.raises(SystemExit, match=r"needs vLLM .*: pip install vllm$"):

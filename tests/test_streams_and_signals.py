@@ -47,8 +47,7 @@ def test_a_full_screen_is_one_line_that_says_what_was_written(tiny_directory, tm
     out = tmp_path / "out"
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        arguments = ["calibrate", str(tiny_directory), "-o", str(out), *SMALL]
-        assert app(arguments, standalone_mode=False) == 2
+        assert app(["calibrate", str(tiny_directory), "-o", str(out), *SMALL], standalone_mode=False) == 2
     said = f"fp8kv: cannot print: No space left on device; written: '{out}'"
     # without a terminal there is no bar
     assert capsys.readouterr().err.splitlines() == ["load", "calibrate", "write", said]
@@ -173,8 +172,7 @@ def test_sigterm_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path, m
     read = Share.read
     monkeypatch.setattr(Share, "read", lambda share: (read(share, 1), os.kill(os.getpid(), signal.SIGTERM)))
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--batch-size", "1")
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1] == "fp8kv: terminated; nothing was written"
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, "fp8kv: terminated; nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
 
 
@@ -220,8 +218,7 @@ def test_a_stopped_run_cleans_up_undisturbed(first, more, status, said, tmp_path
     for work, names in ((write_and_stop, f"written: '{tmp_path / 'out'}'"), (stop, "nothing was written")):
         with pytest.raises(typer.Exit) as ended:
             run(work)
-        assert ended.value.exit_code == status
-        assert done.pop() == "cleaned up"
+        assert (ended.value.exit_code, done.pop()) == (status, "cleaned up")
         assert capsys.readouterr().err == f"fp8kv: {said}; {names}\n"
         assert signal.getsignal(signal.SIGTERM) is before
 

@@ -37,11 +37,10 @@ def test_heads_of_configs_and_of_the_bundled_model(tmp_path):
 def test_models_without_k_and_v_of_one_shape_and_what_cannot_be_read_are_refused(tmp_path):
     latent = tiny_model("minicpm3", **LATENT["minicpm3"]).config.to_dict()
     uneven = tiny_model("gemma4_text", **UNEVEN["gemma4_text"]).config.to_dict()
-    mamba = {"model_type": "mamba", "num_hidden_layers": 2}
     for document, said in (
         (latent, "minicpm3 caches latents (MLA), and the kernels are for K and V of heads; give"),
         (uneven, "have several shapes of heads (4/2/32 and 4/4/16); give the shape of one with --heads"),
-        (mamba, "no layer of XForCausalLM attends"),
+        ({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of XForCausalLM attends"),
         ({"model_type": "nonsense"}, "cannot read"),
     ):
         one_line_error(bench(write_config(tmp_path, document)), said)

@@ -6,12 +6,13 @@ import shutil
 import families
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
-from families import published_gemma4, save_model, tiny_model
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
+from families import edit_tensors, published_gemma4, save_model, tiny_model
 from families_page import compare_amax, plain_caches
 from generation import PROMPT
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from calib.files.names import SCALES_SHARD
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf.layers import Fp8CacheLayer
 
@@ -56,16 +57,14 @@ def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
 
 def test_an_engine_has_a_scale_for_each_head_of_its_layer_and_of_no_other(job, tmp_path):
     family, _, out = job
-    (engine,) = json.loads(ran("verify", out, "--engine", "vllm", "--json").stdout)["engines"]
+    (engine,) = json_of("verify", out, "--engine", "vllm")["engines"]
     for letter in "kv":
         values = [layer["values"] for layer in engine["layers"] if layer["letter"] == letter]
         assert values == [getattr(layer, letter).tolist() for layer in load_scales(out).layers.values()]
         assert [len(each) for each in values] == [heads for heads, _, _ in HEADS[family]]
     spoilt = shutil.copytree(out, tmp_path / "spoilt")
-    file = spoilt / "model-fp8kv-scales.safetensors"
-    tensors = load_file(file)
-    first, *_, last = (name for name in sorted(tensors) if name.endswith("k_scale"))
-    save_file(tensors | {last: tensors[first].clone()}, file)
+    first, *_, last = (name for name in sorted(load_file(spoilt / SCALES_SHARD)) if name.endswith("k_scale"))
+    edit_tensors(spoilt, lambda tensors: tensors.update({last: tensors[first].clone()}), SCALES_SHARD)
     done = fp8kv("verify", spoilt, "--engine", "vllm")
     assert done.exit_code == 1
     said = " ".join(done.stdout.split())
@@ -81,7 +80,7 @@ def test_every_command_reads_it_and_counts_the_bytes_of_a_token(job, tmp_path):
     ran("eval", model, *TEXT, "--scales", out, "-o", tmp_path / "report")
     size = sum(heads * (k + v) for heads, k, v in HEADS[family])
     largest = sum(2 * heads * max(k, v) for heads, k, v in HEADS[family])
-    found = json.loads(ran("generate", out, PROMPT, "--max-new-tokens", 3, "--json").stdout)
+    found = json_of("generate", out, PROMPT, "--max-new-tokens", 3)
     assert (found["bytes_per_token"], found["bytes_per_token_16bit"]) == (size, 2 * size)
     assert found["bytes_per_token_in_blocks"] == largest
     printed = ran("generate", out, PROMPT, "--max-new-tokens", 3).stdout

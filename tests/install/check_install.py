@@ -63,9 +63,8 @@ class Environment:
         own = {k: v for k, v in os.environ.items() if k not in _FOREIGN}
         own |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
         own |= {"PATH": f"{self.bin}{os.pathsep}{own['PATH']}", "XDG_CACHE_HOME": str(self.path / "cache")}
-        words = [str(self.bin / command[0]), *map(str, command[1:])]
         options = {"cwd": self.work, "capture_output": True, "text": True, "timeout": 1500}
-        done = subprocess.run(words, env=own, **options)
+        done = subprocess.run([str(self.bin / command[0]), *map(str, command[1:])], env=own, **options)
         if done.returncode != status:
             said, shown = done.stderr or done.stdout, " ".join(map(str, command))
             raise subprocess.CalledProcessError(done.returncode, shown, done.stdout, said)

@@ -68,14 +68,13 @@ def test_counts_by_hand(format, device):
 
 
 def test_counts_are_per_head_in_units_of_the_scale_and_add_up(device):
-    blocks = plain(kv_heads=2, k_scale=2.0, v_scale=0.5, device=device)
     key, value = (torch.ones(3, 2, 16, device=device) for _ in "kv")
     key[0, 1, :5] = 897.0  # 448.5 units
     key[1, 0, 0] = 895.0
     value[2, 1, 3] = -225.0
     value[2, 0, 1:3] = 2.0**-12
     slots = torch.tensor([0, 1, 2], device=device)
-    for once in both(key, value, blocks, slots):
+    for once in both(key, value, plain(kv_heads=2, k_scale=2.0, v_scale=0.5, device=device), slots):
         assert once.counts.tolist() == [[[0, 0, 0], [5, 0, 0]], [[0, 2, 0], [1, 0, 0]]]
         for twice in both(key, value, once, slots):
             assert torch.equal(twice.counts, 2 * once.counts)

@@ -18,14 +18,12 @@ def test_slots_are_blocks_times_block_size_plus_offset():
     slots = [cache.append(first, 3), cache.append(second, 9), cache.append(first, 2)]
     assert [s.dtype for s in slots] == [torch.int64] * 3
     a, b = first.block_ids
-    assert slots[0].tolist() == [4 * a, 4 * a + 1, 4 * a + 2]
-    assert slots[2].tolist() == [4 * a + 3, 4 * b]
+    assert (slots[0].tolist(), slots[2].tolist()) == ([4 * a, 4 * a + 1, 4 * a + 2], [4 * a + 3, 4 * b])
     assert torch.equal(cache.slots([first, second], 1, 4)[1], slots[1][1:5])
     batch = cache.sequences([second, first, empty])
     assert batch.seq_lens.tolist() == [9, 5, 0]
     assert batch.block_tables.tolist() == [second.block_ids, [a, b, -1], [-1, -1, -1]]
-    assert batch.block_tables.dtype == torch.int32
-    assert cache.block_tables([]).shape == (0, 0)
+    assert (batch.block_tables.dtype, cache.block_tables([]).shape) == (torch.int32, (0, 0))
     assert cache.append(empty, 0).tolist() == []
 
 
@@ -87,10 +85,8 @@ def test_a_prefix_is_shared_up_to_the_last_full_block_and_leaves_a_token_to_run(
     for prompt in (PROMPT, [*PROMPT, 1, 2, 3], PROMPT[:9]):
         second = cache.allocate(prompt)
         assert second.num_cached_tokens == second.length == 8
-        assert second.block_ids == first.block_ids[:2]
-        assert contents(cache, second) == expected(PROMPT[:8])
-    assert cache.allocate(PROMPT[:8]).num_cached_tokens == 4
-    assert cache.allocate([]).num_cached_tokens == 0
+        assert (second.block_ids, contents(cache, second)) == (first.block_ids[:2], expected(PROMPT[:8]))
+    assert (cache.allocate(PROMPT[:8]).num_cached_tokens, cache.allocate([]).num_cached_tokens) == (4, 0)
     for changed, shared in ((0, 0), (3, 0), (4, 4), (7, 4), (8, 8)):
         other = list(PROMPT)
         other[changed] += 1
@@ -106,12 +102,10 @@ def test_blocks_are_found_again_after_free_until_they_are_reused():
         cache.free(first)
         assert (first.length, first.block_ids, cache.num_free_blocks) == (0, [], 4)
     second = cache.allocate(PROMPT)
-    assert second.block_ids == blocks[:2]
-    assert contents(cache, second) == expected(PROMPT[:8])
+    assert (second.block_ids, contents(cache, second)) == (blocks[:2], expected(PROMPT[:8]))
     assert cache.num_free_blocks == 2
     cache.free(second)
-    # two blocks were never published; the third taken is the end of the prefix, the fourth its
-    # beginning
+    # two blocks were never published; the third taken is the end of the prefix, the fourth its beginning
     third = cache.allocate()
     cache.append(third, 12)
     found = cache.allocate(PROMPT)

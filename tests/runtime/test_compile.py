@@ -173,8 +173,7 @@ def test_bytes_cycles_matrix_products_and_loops_are_read():
     code = parse(compiled(GCN))
     assert [each.moved for each in code] == [0, 16, 0, 0, 0, 0]
     assert [each.cycles for each in code] == [1, 1, 4, 1, 1, 1]
-    assert code[3].flops == 2 * 16**3
-    assert hottest_loop(code) == code[1:5]
+    assert (code[3].flops, hottest_loop(code)) == (2 * 16**3, code[1:5])
     assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
@@ -182,8 +181,7 @@ def test_the_slowest_of_four_is_the_limit():
     h200 = PROCESSORS["sm_90"]
     # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does
     bound = predict(compiled(SASS, PTX), h200)
-    assert bound.programs == 6
-    assert bound.kb_in_flight == 6 * 4 * 512 * 2 / 1024
+    assert (bound.programs, bound.kb_in_flight) == (6, 6 * 4 * 512 * 2 / 1024)
     assert bound.cycles_per_kb == 1024 * 5 / 4 / 512
     assert bound.kb_needed == pytest.approx(4.8e12 * 0.8e-6 / 132 / 1024)
     assert (bound.limit, bound.of_memory) == ("latency", bound.kb_in_flight / bound.kb_needed)

@@ -116,9 +116,8 @@ def test_where_the_table_is(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("kernel", "query_lens"), [("decode", None), ("extend", (20, 3))])
 def test_any_config_computes_the_same(kernel, query_lens, device):
     shipped = tuning.find_config(kernel, INTERPRETED, 8, 64)
-    config = replace(shipped, tile=64, rows=32, least=1, per_processor=3)
     case = Case((150, 33), query_lens=query_lens, kv_heads=1, group=4, window=100, sinks=True)
-    with pinned(kernel, config):
+    with pinned(kernel, replace(shipped, tile=64, rows=32, least=1, per_processor=3)):
         assert_attention(case, device)
 
 

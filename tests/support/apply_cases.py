@@ -5,7 +5,7 @@ import shutil
 
 import torch
 from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
-from families import edit_json
+from families import edit_json, edit_tensors
 from safetensors.torch import load_file, save_file
 
 from calib.files.stored_scales import read_scales
@@ -60,9 +60,7 @@ def refused(measured, model, out, *phrases, flags=(), status=2):
 
 def copy(model, path, edit=lambda tensors: None, config=None):
     shutil.copytree(model, path)
-    edit(tensors := load_file(path / "model.safetensors"))
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    edit_tensors(path, edit)
     edit_json(path / "config.json", **(config or {}))
     return path
 

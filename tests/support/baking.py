@@ -20,9 +20,8 @@ def model_directory(path, model_type, *, dtype=torch.bfloat16):
     model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type])
     with torch.no_grad():
         for module in cached_attention(model):
-            attention = model.get_submodule(module)
             # K and V of any size, and heads and channels that differ
-            for child in attention.children():
+            for child in model.get_submodule(module).children():
                 if hasattr(child, "weight") and child.weight.dim() == 2:
                     child.weight.mul_(torch.linspace(-3, 3, child.weight.shape[0]).exp2()[:, None])
     return save_model(model.to(dtype), path)

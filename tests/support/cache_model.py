@@ -158,7 +158,6 @@ class Model:
         assert pool._references == [held.count(block) for block in range(pool.num_blocks)]
         assert set(pool._free) == set(range(pool.num_blocks)) - set(held)
         for sequence, marks in self.live:
-            assert sequence.length == len(marks)
-            assert contents(self.cache, sequence) == expected(marks)
+            assert (sequence.length, contents(self.cache, sequence)) == (len(marks), expected(marks))
             known = content_hashes(sequence.token_ids or [], self.cache.block_size)
             assert sequence.token_ids is None or sequence.digests == known[: len(sequence.digests)]

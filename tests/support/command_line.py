@@ -1,5 +1,6 @@
 """The command line, as tests call it."""
 
+import json
 import subprocess
 import sys
 from functools import cache
@@ -31,6 +32,13 @@ def succeeded(done):
 
 def ran(*arguments):
     return succeeded(fp8kv(*arguments))
+
+
+def json_of(*arguments, status=0):
+    """What a command prints with `--json`."""
+    done = fp8kv(*arguments, "--json")
+    assert done.exit_code == status, done.stderr
+    return json.loads(done.stdout)
 
 
 def process(*arguments, **options):

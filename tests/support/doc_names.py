@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import datasets
+import pytest
 from coded_forms import FORMS
 from command_line import CliRunner
 from doc_blocks import ROOT, Command
@@ -72,7 +72,8 @@ class Names:
     def _make(self, name, path):
         if command := DIRECTORIES[name]:
             self.made("MODEL")
-            with chdir(self.home):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(self.home)
                 done = invoke(Command(f"{command} -o {name}"))
             assert done.exit_code == 0, done.output
             self.printed[f"{command} -o {name}"] = done.output
@@ -94,16 +95,6 @@ class Names:
             FORMS["compressed-fp8-channel"].quantised(self.made("MODEL"), path)
         else:
             save_model(path)
-
-
-@contextmanager
-def chdir(directory):
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _copy(source, target):  # what is large is only linked: no command writes into a weight file

@@ -5,13 +5,10 @@ import json
 from functools import wraps
 
 import torch
+import transformers
 from realistic import give_realistic_weights
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 _BASE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -145,7 +142,7 @@ def tiny_vision_language_model(family="gemma3", **options):
         vision |= {"attention_heads": 2, "num_global_layers": 1}
         vision |= {"intermediate_layers_indices": [0], "vision_output_dim": 64}
     configs = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1}
-    return _built(AutoModelForImageTextToText, family, **configs)
+    return _built(transformers.AutoModelForImageTextToText, family, **configs)
 
 
 @built_once
@@ -161,8 +158,7 @@ def published_gemma4(directory):
     """A Gemma 4 that sees, saved, with the config fields of the models on the Hub."""
     own, vision = UNEVEN["gemma4_text"], _VISION | {"head_dim": 16, "num_key_value_heads": 2, "patch_size": 4}
     configs = {"text_config": _BASE | own, "vision_config": vision | {"position_embedding_size": 64}}
-    model = _built(AutoModelForImageTextToText, "gemma4", **configs)
-    save_model(model, directory)
+    save_model(_built(transformers.AutoModelForImageTextToText, "gemma4", **configs), directory)
     text = json.loads((directory / "config.json").read_text())["text_config"]
     del text["per_layer_config"]  # which transformers makes of these
     text |= {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")}
@@ -184,6 +180,14 @@ def save_model(model, directory):
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+def edit_tensors(directory, edit, name="model.safetensors"):
+    """Let `edit` change a file's tensors; another directory may have a link to the file as it was."""
+    file = directory / name
+    edit(tensors := load_file(file))
+    file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 
 def edit_json(path, **changes):

@@ -42,8 +42,7 @@ def attend(query, key, value, position, start, options):
         return torch.zeros_like(query)
     kv_heads = torch.arange(query.shape[0]) // (query.shape[0] // key.shape[1])
     key, value = (x[first : position + 1, kv_heads] for x in (key, value))  # [N, H, D]
-    scale = options.softmax_scale or query.shape[1] ** -0.5
-    logits = (key * query).sum(2) * scale
+    logits = (key * query).sum(2) * (options.softmax_scale or query.shape[1] ** -0.5)
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if options.sinks is not None:

@@ -1,4 +1,4 @@
-"""Directories of two layers with scales, and what an engine is said to do with them."""
+"""Directories of two layers with scales or statistics, and what an engine is said to do with them."""
 
 import json
 
@@ -10,6 +10,8 @@ from calib.engines.outcome import Place
 from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats_file import save_stats
 
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
 COMPRESSED |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}}
@@ -56,6 +58,18 @@ def write(directory, weights, scales, config=COMPRESSED, **document):
     layers = len({layer_of(name) for name in weights} - {None})
     document = CONFIG | {"quantization_config": config, "num_hidden_layers": layers} | document
     (directory / "config.json").write_text(json.dumps(document))
+    return directory
+
+
+def save_amax(amax, directory, tokens=2048):
+    """Write statistics of `amax`, by layer and letter: a number per head, or heads by channels."""
+    directory.mkdir(exist_ok=True)
+    layers = {}
+    for i in sorted({layer for layer, _ in amax}):
+        of = {x: torch.as_tensor(amax.get((i, x), [1.0]), dtype=torch.float32) for x in "kvq"}
+        parts = (TensorStats(x if x.dim() == 2 else x[:, None]) for x in of.values())
+        layers[f"model.layers.{i}.self_attn"] = LayerStats(i, tokens, *parts)
+    save_stats(KVStats(layers), directory / "fp8kv_stats.safetensors")
     return directory
 
 

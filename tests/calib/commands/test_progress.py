@@ -133,8 +133,7 @@ def test_a_thread_looks_until_the_end_after_which_nothing_is_said_and_an_error_e
         progress.stage("load")
         assert len(threading.enumerate()) == len(threads) + 1
         raise KeyError
-    assert threading.enumerate() == threads
-    assert [each["event"] for each in runner.objects] == ["begin"]
+    assert (threading.enumerate(), [each["event"] for each in runner.objects]) == (threads, ["begin"])
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])

@@ -6,9 +6,8 @@ from itertools import product
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
-from measured_amax import save_amax
 from safetensors.torch import save_file
-from scale_directories import lines_of, model
+from scale_directories import lines_of, model, save_amax
 
 from calib.engines.scale_fit import Limits, MeasuredAmax, compare, judge
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST

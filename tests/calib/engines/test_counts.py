@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import fp8kv, one_line_error, ran
-from safetensors.torch import load_file, save_file
+from command_line import fp8kv, json_of, one_line_error, ran
+from families import edit_tensors
+from safetensors.torch import load_file
 from scale_directories import MODULES, PER_HEAD, WEIGHTS, lines_of, model, simulated
 from torch import tensor
 from transformers import AutoConfig
@@ -24,9 +25,8 @@ KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
 
 def with_tensors(made, values, *names):
     """Add tensors of these names to each module."""
-    tensors = load_file(made / "model.safetensors")
-    tensors |= {f"{module}.{name}": tensor(values) for module in MODULES for name in names}
-    save_file(tensors, made / "model.safetensors")
+    more = {f"{module}.{name}": tensor(values) for module in MODULES for name in names}
+    edit_tensors(made, lambda tensors: tensors.update(more))
     return made
 
 
@@ -43,9 +43,8 @@ def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
         directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD)
         if q:
             with_tensors(directory, q, "q_scale")
-        done = fp8kv("verify", directory, "--json")
-        assert done.exit_code == bool(problem)
-        assert [problem in each for each in json.loads(done.stdout)["problems"]] == [True] * bool(problem)
+        problems = json_of("verify", directory, status=bool(problem))["problems"]
+        assert [problem in each for each in problems] == [True] * bool(problem)
         if not problem:
             per_head = ["vllm", "aphrodite"] + ["tgi"] * (len(k) == len(v) == 1)
             assert [engine for engine in ENGINES if simulated(directory, engine).is_good] == per_head

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from command_line import fp8kv, ran
-from measured_amax import save_amax
-from safetensors.torch import load_file, save_file
+from command_line import fp8kv, json_of, ran
+from families import edit_tensors
 from scale_directories import (
     COMPRESSED,
     MODELOPT,
@@ -18,6 +17,7 @@ from scale_directories import (
     lines_of,
     model,
     said,
+    save_amax,
     scales_of,
     simulated,
     write,
@@ -50,7 +50,7 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     assert "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run" in printed
     # one engine that does not load them is status 1
     assert fp8kv("verify", tmp_path, "--engine", "sglang", "--version", "0.5.9").exit_code == 1
-    document = json.loads(ran("verify", tmp_path, "--engine", "vllm", "--json").stdout)
+    document = json_of("verify", tmp_path, "--engine", "vllm")
     assert document["good"]
     (engine,) = document["engines"]
     assert (engine["layers"][0]["values"], engine["classes"]) == ([0.5], "0.33.0")
@@ -77,8 +77,7 @@ def test_heads_are_split_over_ranks(tmp_path):
 def test_scales_are_doubled_where_fp8_ends_at_240_or_it_is_said(tmp_path):
     for config, factor, good in ((MODELOPT, 2.0, True), (COMPRESSED, 1.0, False)):
         found = simulated(model(tmp_path, config=config), "vllm", fnuz=True)
-        assert found.outcomes[0].values == (0.5 * factor,)
-        assert found.is_good == good
+        assert (found.outcomes[0].values, found.is_good) == ((0.5 * factor,), good)
         done = fp8kv("verify", tmp_path, "--engine", "vllm", "--fnuz")
         assert done.exit_code == (0 if good else 1)
         assert "on one MI300" in done.stdout
@@ -131,8 +130,8 @@ def test_the_table_of_sglang_shows_scales_of_latents_and_says_that_they_are_wron
     found = simulated(tmp_path, "sglang")
     assert (found.fate, found.is_good) == ("loaded", False)
     assert found.problem.startswith("SGLang stores latents")
-    file = tmp_path / "m.safetensors"  # scales of 1.0 do no harm
-    save_file({name: tensor * 0 + 1 for name, tensor in load_file(file).items()}, file)
+    # scales of 1.0 do no harm
+    edit_tensors(tmp_path, lambda tensors: [each.fill_(1) for each in tensors.values()], "m.safetensors")
     found = simulated(tmp_path, "sglang")
     assert (found.is_good, found.problem) == (True, None)
 
@@ -207,13 +206,12 @@ def test_of_engines_and_methods_that_were_not_run_with_nvfp4_nothing_is_known(tm
 def test_statistics_overrule_what_the_files_tell(true, tmp_path):
     scales = {"k": (0.5, 0.25), "v": (0.125, 0.0625)}
     amax = {(i, x): [value * true] for x, values in scales.items() for i, value in enumerate(values)}
-    given = ("--against", save_amax(amax, tmp_path / "stats"), "--engine", "vllm", "--json")
+    given = ("--against", save_amax(amax, tmp_path / "stats"), "--engine", "vllm")
     for told in (448, 2688, 7):
-        done = fp8kv("verify", written(tmp_path / "made", told), *given)
-        found = json.loads(done.stdout)
+        is_right = true == 448 and told in (448, 7)
+        found = json_of("verify", written(tmp_path / "made", told), *given, status=not is_right)
         assert found["nvfp4"]["divisor"] == true
         assert [fit["used"] for fit in found["against"]] == [pytest.approx({"k": 1.0, "v": 1.0})] * 2
-        assert (done.exit_code == 0) == (true == 448 and told in (448, 7))
         assert bool(found["problems"]) == (told not in (true, 7))
 
 

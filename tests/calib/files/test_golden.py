@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import fp8kv
-from measured_amax import save_amax
-from scale_directories import NVFP4, PROJ, lines_of, model
+from scale_directories import NVFP4, PROJ, lines_of, model, save_amax
 
 from calib.engines.scale_fit import measured_convention
 from calib.files.cache_type import nvfp4_convention

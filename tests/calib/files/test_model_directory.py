@@ -39,6 +39,8 @@ def test_an_index_that_lies_and_files_that_are_damaged_or_no_weights(directory, 
         ({"a": "../x.safetensors"}, "a file outside the directory"),
         ({"a": "sub/x.safetensors"}, "a file outside the directory"),
         ({"a": ""}, "a file outside the directory"),
+        ({"a": 5}, "names '5', which is missing"),
+        ({"a": ["x"]}, r"names '\['x'\]', which is missing"),
         ({"a": "gone.safetensors"}, "names 'gone.safetensors', which is missing"),
         ({"c": ONE}, f"says 'c' is in '{ONE}', but it is not"),
     ):
@@ -48,8 +50,9 @@ def test_an_index_that_lies_and_files_that_are_damaged_or_no_weights(directory, 
     shard = directory / TWO
     shard.write_bytes(shard.read_bytes()[:-3])
     refuse(directory, f"{TWO}' is damaged: its tensors end at")
-    (directory / "model.safetensors.index.json").write_text("{}")
-    refuse(directory, "has no weight_map")
+    for text in ("{}", '{"weight_map": [1]}'):
+        (directory / "model.safetensors.index.json").write_text(text)
+        refuse(directory, "has no weight_map")
     other = tmp_path_factory.mktemp("other")
     refuse(other, "has no config.json: it is not a model directory")
     for text, message in (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error, ran
+from command_line import fp8kv, json_of, one_line_error, ran
 from safetensors.torch import save_file
 
 from calib.errors import InputError, NoScalesError, UnsupportedExportError
@@ -47,8 +47,7 @@ def test_scales_are_found_by_layer(tmp_path):
         (0, (0.5, 0.25), (0.125,), None),
         (1, (0.5, 0.25), (0.125,), None),
     ]
-    assert (found.strategy, found.formats) == ("attn_head", ["compressed-tensors"])
-    assert found.problems == []
+    assert (found.strategy, found.formats, found.problems) == ("attn_head", ["compressed-tensors"], [])
     save_file(layers([0.5, 0.25], 0.125, count=1), tmp_path / "again.safetensors")
     assert any("2 scales are there twice" in problem for problem in read_scales(tmp_path).problems)
 
@@ -77,8 +76,7 @@ def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
     # of equal values the most precise is taken, whatever its file
     for file in ("aa.safetensors", "zz.safetensors"):
         directory = write(tmp_path / file[:2], layers(count=1))
-        rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
-        save_file(rough, directory / file)
+        save_file({name: scale.bfloat16() for name, scale in layers(count=1).items()}, directory / file)
         (layer,) = read_scales(directory).layers
         assert layer.k == (pytest.approx(0.02, rel=1e-6),)
     # nor may a listed file hold another value
@@ -138,7 +136,6 @@ def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
 
 
 def test_json_that_says_nothing_is_one_line(tmp_path):
-    huge = json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 10**400}}}})
     cases = (
         ("config.json", '{"a": 1, "a": 2}'),
         ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}'),
@@ -146,7 +143,7 @@ def test_json_that_says_nothing_is_one_line(tmp_path):
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
         ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
-        ("kv_cache_scales.json", huge),
+        ("kv_cache_scales.json", json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 10**400}}}})),
         ("hf_quant_config.json", "{"),
     )
     for i, (name, text) in enumerate(cases):
@@ -161,7 +158,7 @@ def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
     done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
     assert "0.25 to 0.5 (2)" in done.stdout
-    assert json.loads(fp8kv("inspect", tmp_path, "--json").stdout)["layers"][1]["q"] == [3.0]
+    assert json_of("inspect", tmp_path)["layers"][1]["q"] == [3.0]
     # names cannot steer a terminal
     done = fp8kv("inspect", write(tmp_path, {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}))
     assert "\x1b" not in done.stdout

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from families import LATENT, save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
@@ -70,7 +70,7 @@ def test_an_output_of_latents_is_served_as_its_card_says_and_as_verify_says(tmp_
     for said, whom in ((" ".join(done.stdout.split()), "serve with vLLM:"), (card, "for vLLM; strategy")):
         assert command in said
         assert whom in said
-    (engine,) = json.loads(ran("verify", out, "--engine", "vllm", "--json").stdout)["engines"]
+    (engine,) = json_of("verify", out, "--engine", "vllm")["engines"]
     assert engine["flag"] == FLAG
     # vLLM passes them through bfloat16
     layers = json.loads((out / "fp8kv_calibration.json").read_text())["layers"]

@@ -117,8 +117,7 @@ def test_the_second_run_is_refused_before_it_measures(how, tiny_directory, tmp_p
 
     calibrate(tiny_directory, place, at="calibrate", then=second, changes={"data.seed": 1}, **options)
     assert seed_of(place or tiny_directory) == 1
-    left = "out" if place else "tiny-llama.before-fp8kv"
-    assert names(tmp_path) == sorted(["tiny-llama", left])
+    assert names(tmp_path) == sorted(["tiny-llama", "out" if place else "tiny-llama.before-fp8kv"])
 
 
 def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):

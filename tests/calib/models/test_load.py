@@ -9,10 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from command_line import SMALL, calibrate, fp8kv, one_line_error, succeeded
-from families import FAMILIES, edit_json, save_model, tiny_model
+from families import FAMILIES, edit_json, edit_tensors, save_model, tiny_model
 from huggingface_hub import errors
 from loaded import refused
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,13 +24,6 @@ from calib.models.config import check_cacheable, check_positions, load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.progress import library_bars_hidden
-
-
-def edit_tensors(directory, edit):
-    """Let `edit` change the tensors of the model."""
-    tensors = load_file(directory / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def test_what_is_no_directory():
@@ -264,9 +256,8 @@ def test_values_that_make_no_sense_and_architectures_that_are_no_names(edit):
         refused_by_bench_too(edit(**changes), said, by_bench="wants" not in said)
     assert attention_heads(str(edit(architectures="LlamaForCausalLM"))) == (4, 2, 16)
     for none in ([5], None, {}):
-        done = fp8kv("bench", edit(architectures=none))
         said = 'names no architecture, by which engines choose a class; add "architectures": ["Llama'
-        one_line_error(done, said)
+        one_line_error(fp8kv("bench", edit(architectures=none)), said)
 
 
 def test_other_stacks_may_have_any_number_of_layers():
@@ -323,11 +314,3 @@ def test_every_command_refuses(edit, saved_llama, tmp_path):
             names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": tmp_path / "calibration"}
             one_line_error(fp8kv(*(names.get(word, word) for word in command)), said)
             assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("weight_map", [{"a": ["x"]}, {"a": 5}, [1]])
-def test_an_index_that_names_no_files(weight_map, edit):
-    model = edit()
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(InputError, match="index.json"):
-        find_model(str(model))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from coded_forms import FORMS, GPT_OSS
 from command_line import calibrate, fp8kv, one_line_error, succeeded
-from families import edit_json, save_model, tiny_model, tiny_vision_language_model
+from families import edit_json, edit_tensors, save_model, tiny_model, tiny_vision_language_model
 from loaded import LOADERS, load, refused
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from calib.errors import InputError
 from calib.evaluate.report import Suite
@@ -152,11 +152,10 @@ def test_groups_of_compressed_tensors_by_name_pattern_and_class(tiny_directory, 
 
 def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
     FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
-    file = tiny_directory / "model.safetensors"
-    bias = {"model.layers.0.self_attn.k_proj.bias": torch.zeros(32, dtype=torch.float16)}
-    save_file(load_file(file) | bias, file, {"format": "pt"})
+    name, bias = "model.layers.0.self_attn.k_proj.bias", torch.zeros(32, dtype=torch.float16)
+    edit_tensors(tiny_directory, lambda tensors: tensors.update({name: bias}))
     same_both_ways(tiny_directory, tmp_path / "plain", tmp_path)
-    save_file(load_file(file) | {name: b + 1 for name, b in bias.items()}, file, {"format": "pt"})
+    edit_tensors(tiny_directory, lambda tensors: tensors.update({name: bias + 1}))
     refused(tiny_directory, "k_proj.bias', which its config.json does not use")
 
 
@@ -173,23 +172,13 @@ def test_every_result_says_that_activations_were_not_quantised(tiny_directory, t
     quantised = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
     done = calibrate(quantised, "-o", tmp_path / "out", *FP8KV)
     report = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
-    card = (tmp_path / "out" / "README.md").read_text()
-    for text in (done.stdout, card, *report["warnings"][:1]):
+    for text in (done.stdout, (tmp_path / "out" / "README.md").read_text(), *report["warnings"][:1]):
         assert f"the weights are quantised (GPTQ): they {NOTE}" in text
     suite = Suite(4, 2, 16, 2, 4, (), (), 2)
     choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
     assert NOTE in evaluate(str(quantised), load_recipe(None, choices), suite=suite).warnings[0]
     done = fp8kv("generate", quantised, "w5", "--scales", "none", "--device", "cpu")
     assert f"warning: the weights are quantised (GPTQ): they {NOTE}" in done.stdout
-
-
-def edit_tensors(directory, edit):
-    """Replace each linear weight by the tensors that `edit` makes of its name and values."""
-    file, kept = directory / "model.safetensors", {}
-    for name, tensor in load_file(file).items():
-        is_linear = name.endswith("_proj.weight")
-        kept |= edit(name.removesuffix(".weight"), tensor) if is_linear else {name: tensor}
-    save_file(kept, file, {"format": "pt"})
 
 
 def read_both_ways(directory):
@@ -222,9 +211,11 @@ SCALES += ["output_scale", "activation_scale", "weight_zero_point", "weight.absm
 
 @pytest.mark.parametrize("suffixes", [*([s] for s in SCALES), ["qzeros", "g_idx", "scales"]], ids="-".join)
 def test_scales_and_codes_that_the_loader_would_leave_over(tiny_directory, suffixes):
-    def edit(module, weight):
-        extra = {f"{module}.{suffix}": torch.ones(3) for suffix in suffixes}
-        return extra if "scales" in suffixes else {f"{module}.weight": weight, **extra}
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors |= {name.removesuffix("weight") + suffix: torch.ones(3) for suffix in suffixes}
+            if "scales" in suffixes:
+                del tensors[name]
 
     edit_tensors(tiny_directory, edit)
     said = rf"layers.0.mlp.down_proj.{min(suffixes)}'.*give the model it was made from"
@@ -233,11 +224,10 @@ def test_scales_and_codes_that_the_loader_would_leave_over(tiny_directory, suffi
 
 
 def test_other_tensors_that_are_left_over_do_no_harm(tiny_directory):
-    file = tiny_directory / "model.safetensors"
     extra = {"vision.blocks.0.layer_scale": torch.ones(2), "logit_scale": torch.ones(1)}
     extra |= {"model.position_ids": torch.arange(4), "head.weight": torch.ones(2)}
     extra["model.layers.0.self_attn.k_zero_point"] = torch.ones(1)
-    save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    edit_tensors(tiny_directory, lambda tensors: tensors.update(extra))
     read_both_ways(tiny_directory)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from coded_forms import FORMS
 from command_line import calibrate, one_line_error
-from families import edit_json, save_model, tiny_model
+from families import edit_json, edit_tensors, save_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -122,9 +122,8 @@ def test_calibrate_says_so_before_or_after_weights_are_read(edited, tmp_path):
     # experts are fused while they are loaded
     directory = save_model(tiny_model("mixtral", num_local_experts=2), tmp_path / "moe")
     FORMS["compressed-fp8"].quantise(directory, tmp_path / "plain-moe")
-    tensors, scale = load_file(directory / "model.safetensors"), f"{EXPERT}.w1.weight_scale"
-    tensors[scale].fill_(torch.nan)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    scale = f"{EXPERT}.w1.weight_scale"
+    edit_tensors(directory, lambda tensors: tensors[scale].fill_(torch.nan))
     refused_by_calibrate(directory, tmp_path, f"'{scale}' holds NaN")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from baking import OTHERS, bake, calibrated, in_float32, model_directory, scales_of, seen
-from command_line import fp8kv, one_line_error, ran, succeeded
+from command_line import json_of, one_line_error, ran, succeeded
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -64,7 +64,7 @@ def check_scale_one(model_type, outputs, before, baked, after):
     # the largest head of each layer, and each head where no norm is shared
     smallest = new.amax(-1) if model_type in SHARED_BY_HEADS else new
     assert smallest.min() > 0.5
-    assert json.loads(ran("verify", baked, "--json").stdout)["baked"]
+    assert json_of("verify", baked)["baked"]
     card, flags = (baked / "README.md").read_text(), " ".join(["", *FLAGS.get(model_type, ())])
     assert f"vllm serve {baked} --kv-cache-dtype fp8{flags}\n" in card
     assert ("trtllm-serve" in card) == (not flags)  # which has no such flag
@@ -111,9 +111,8 @@ def test_recipes_that_clip_or_are_for_another_type(flag, llama, tmp_path):
     after = scales_of(calibrated(out, tmp_path / "after", "--strategy", "attn_head"))
     assert largest / 2 < after.min() <= after.max() <= largest
     ran("verify", out)
-    fnuz = fp8kv("verify", out, "--fnuz", "--json")
-    assert fnuz.exit_code == (largest == 1)
-    assert ("ends at 240" in str(json.loads(fnuz.stdout)["problems"])) == (largest == 1)
+    problems = json_of("verify", out, "--fnuz", status=largest == 1)["problems"]
+    assert ("ends at 240" in str(problems)) == (largest == 1)
 
 
 def test_shards_that_do_not_change_are_linked(llama, tmp_path):

@@ -9,8 +9,8 @@ import torch
 from baking import bake, calibrated, scales_of
 from coded_forms import FORMS
 from command_line import one_line_error, succeeded
-from families import LATENT, edit_json, save_model, tiny_model
-from safetensors.torch import load_file, save_file
+from families import LATENT, edit_json, edit_tensors, save_model, tiny_model
+from safetensors.torch import load_file
 
 from calib.errors import UnsupportedModelError
 from calib.files.model_directory import open_model_directory
@@ -46,12 +46,6 @@ def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
 
 def measured(source, out, strategy="attn_head"):
     return calibrated(source, out, "--strategy", strategy, "--format", "fp8kv")
-
-
-def change_tensors(source, change):
-    file = source / "model.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | change(tensors), file, {"format": "pt"})
 
 
 def told(out):
@@ -98,7 +92,7 @@ def test_factors_as_large_as_scales_and_biases_hold(tmp_path):
             # halved, it is rounded
             value = 2.0**-14 * 1.999 if letter == "q" else 0.0
             biases[f"{module}.{letter}_proj.bias"] = torch.full((size,), value, dtype=torch.float16)
-    change_tensors(source, lambda _: biases)
+    edit_tensors(source, lambda tensors: tensors.update(biases))
     edit_json(source / "config.json", attention_bias=True)
     before = measured(source, tmp_path / "before")
     done = succeeded(bake(source, before, out, "--for", "fp8"))
@@ -114,7 +108,7 @@ def test_channels_of_k_become_even_where_a_layer_holds_factors(tmp_path):
     source, out = quantised("compressed-w4", tmp_path / "source", octaves=10), tmp_path / "out"
     # float16's smallest numbers: no half of them
     small = [f"{ATTENTION.format(1)}.{letter}_proj.weight_scale" for letter in "qo"]
-    change_tensors(source, lambda held: {name: torch.full_like(held[name], 2.0**-24) for name in small})
+    edit_tensors(source, lambda tensors: [tensors[name].fill_(2.0**-24) for name in small])
     scales = measured(source, tmp_path / "scales")
     done = succeeded(bake(source, scales, out, "--for", "int8"))
     assert "note: 1 layers stay as they are" in " ".join(done.stdout.split())
@@ -133,7 +127,7 @@ def test_channels_of_k_become_even_where_a_layer_holds_factors(tmp_path):
 def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     source = quantised("compressed-fp8-channel", tmp_path / "source")
     module = f"{ATTENTION.format(0)}.o_proj"
-    change_tensors(source, lambda _: {f"{module}.input_scale": torch.tensor([0.25])})
+    edit_tensors(source, lambda tensors: tensors.update({f"{module}.input_scale": torch.tensor([0.25])}))
     stored = stored_tensors(open_model_directory(source))
     parts = {"scale": f"{module}.weight_scale"}
     weight = CodedWeight(f"{module}.weight", (128, 128), parts, WeightScheme((1, None)))
@@ -220,7 +214,7 @@ def test_k_pe_stays_where_blocks_mix_it(tmp_path):
 def test_static_scales_of_what_keys_and_values_are_made_of(k_pe, tmp_path):
     source, out = quantised_latents("compressed-fp8-channel", tmp_path, k_pe=k_pe), tmp_path / "out"
     name = f"{ATTENTION.format(0)}.kv_b_proj.input_scale"
-    change_tensors(source, lambda _: {name: torch.tensor([0.25])})
+    edit_tensors(source, lambda tensors: tensors.update({name: torch.tensor([0.25])}))
     done = bake(source, measured(source, tmp_path / "s", "tensor"), out, "--for", "fp8")
     if k_pe > 1:
         one_line_error(done, "has one input scale")

@@ -1,11 +1,10 @@
 """What `fp8kv bake` refuses, and what other commands know of a baked model."""
 
-import json
 import shutil
 
 import torch
 from baking import bake, calibrated
-from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from families import save_model, tiny_model
 
 from calib.rescale import factors
@@ -24,15 +23,13 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
     shutil.copy(llama.source / "model.safetensors", other / "model.safetensors")
     one_line_error(fp8kv("verify", other), "holds no KV-cache scales")
     after = calibrated(llama.baked, tmp_path / "after", "--strategy", "attn_head")
-    found = json.loads(ran("verify", llama.baked, "--against", after, "--json").stdout)
+    found = json_of("verify", llama.baked, "--against", after)
     assert found["problems"] == []
     few = "only 128 tokens were read, too few to tell"
     assert any(few in line for line in found["warnings"])
     assert few in " ".join(llama.shown.split())
     assert [0.5 < x <= 1 for fit in found["against"] for x in fit["used"].values()] == [True] * 6
-    done = fp8kv("verify", llama.baked, "--against", llama.scales, "--json")
-    assert done.exit_code == 1
-    problems = json.loads(done.stdout)["problems"]
+    problems = json_of("verify", llama.baked, "--against", llama.scales, status=1)["problems"]
     assert any("measured on the model that was baked" in problem for problem in problems)
 
 
@@ -105,7 +102,7 @@ def test_weights_that_would_not_be_baked(llama, tmp_path):
 def test_in_place_keeps_what_it_replaces(llama, tmp_path):
     source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
     flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
-    assert json.loads(ran("bake", source, *flags, "--json").stdout)["backup"] == str(backup)
+    assert json_of("bake", source, *flags)["backup"] == str(backup)
     for kept, directory in ((llama.source, backup), (llama.baked, source)):
         assert (directory / "model.safetensors").read_bytes() == (kept / "model.safetensors").read_bytes()
     one_line_error(fp8kv("bake", source, *flags), IS_BAKED)

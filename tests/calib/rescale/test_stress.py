@@ -9,7 +9,7 @@ import pytest
 import torch
 from apply_cases import config_of
 from baking import seen_amax
-from command_line import fp8kv, one_line_error, succeeded
+from command_line import fp8kv, json_of, one_line_error, succeeded
 from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file
 
@@ -205,9 +205,7 @@ def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, t
     served = ours[-1][-1]  # what the last of them wrote
     garbage, right = (line for line in commands if not line.startswith("fp8kv"))
     assert (garbage, right) == (f"vllm serve {twin} {ending}", f"vllm serve {served} {ending}")
-    done = fp8kv("verify", served, "--engine", "vllm", "--json")
-    assert done.exit_code == 0, done.stdout
-    (engine,) = json.loads(done.stdout)["engines"]
+    (engine,) = json_of("verify", served, "--engine", "vllm")["engines"]
     # FP8 is on by itself where the config says so
     assert {*(engine["flag"] or "").split()} <= {*ending.split()}
     assert ("transformers" in (engine["flag"] or "")) == ("transformers" in ending)
@@ -215,8 +213,7 @@ def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, t
 
 def test_factors_of_latents_that_are_given(deepseek, tmp_path):
     for flag in ("--k-factor", "--v-factor"):  # one is for both
-        done = stress(deepseek.source, tmp_path / flag, flag, "2**20", "--json")
-        said = json.loads(done.stdout)
+        said = json_of("stress", deepseek.source, "-o", tmp_path / flag, flag, "2**20")
         assert (said["k_factor"], said["v_factor"], said["latent"]) == (2**20, 2**20, True)
     source = bf16_directory(tmp_path / "source", "deepseek_v3", **LATENT["deepseek_v3"])
     # which no scale serves, and which FP8 holds

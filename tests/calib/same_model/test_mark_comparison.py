@@ -86,9 +86,8 @@ def test_tensors_that_one_side_lacks_or_that_have_another_shape_are_refused(mode
     narrow = marks.tensors | {name: marks.tensors[name].model_copy(update={"shape": [32, 32]})}
     with pytest.raises(OtherWeightsError, match=r"k_proj.weight' is \[32, 64\] there and \[32, 32\] here"):
         compare_marks(marks, marks.model_copy(update={"tensors": narrow}))
-    broken = copy(model, tmp_path / "broken", scaled(f"{SELF}.k_proj", float("nan")))
     with pytest.raises(InputError, match="a weight holds NaN or Inf; download the model again"):
-        marks_of(broken)
+        marks_of(copy(model, tmp_path / "broken", scaled(f"{SELF}.k_proj", float("nan"))))
 
 
 @pytest.mark.parametrize("form", [None, *FITTING])

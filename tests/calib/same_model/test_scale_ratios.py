@@ -1,8 +1,6 @@
 """`fp8kv compare`: the scales of two directories beside each other."""
 
-import json
-
-from command_line import fp8kv, one_line_error, ran
+from command_line import fp8kv, json_of, one_line_error, ran
 from scale_directories import NVFP4, PROJ, lines_of, model
 
 from calib.same_model.scale_ratios import compare_scales, ratio
@@ -12,7 +10,7 @@ def test_ratios_of_each_layer(tmp_path):
     a, doubled = model(tmp_path / "a"), model(tmp_path / "b", k=(1.0, 0.5), v=(0.125, 0.25))
     expected = [{"k": [2.0, 2.0], "v": [1.0, 1.0]}, {"k": [2.0, 2.0], "v": [4.0, 4.0]}]
     layers = [{"layer": i, "q": None, **each} for i, each in enumerate(expected)]
-    assert json.loads(fp8kv("compare", a, doubled, "--json").stdout) == {"layers": layers, "notes": []}
+    assert json_of("compare", a, doubled) == {"layers": layers, "notes": []}
     said = lines_of(ran("compare", a, doubled))
     assert "4" in said
     assert "note" not in said

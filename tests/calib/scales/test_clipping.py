@@ -199,8 +199,7 @@ def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
 
 def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_it():
     tail = of(exponential(5))
-    between = (tail.top[:, 9] + tail.top[:, 10]) / 2
-    assert (tail.chance_above(between) * TOKENS).tolist() == [10] * 5
+    assert (tail.chance_above((tail.top[:, 9] + tail.top[:, 10]) / 2) * TOKENS).tolist() == [10] * 5
     assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
     further = tail.chance_above(tail.largest + tail.decay)
     generalised_pareto = (1 + 0.2) ** (-1 / 0.2)  # two roundings of a scale are between both levels
@@ -228,6 +227,5 @@ def test_headroom_is_the_smallest_that_keeps_the_chance_or_refused():
     with pytest.raises(InputError, match="1,023 tokens are too few .* 1,024 or more"):
         of(exponential(1, tokens=1023))
     of(exponential(1, tokens=1024))
-    top = torch.linspace(1, 1000, TAIL).flip(0)[None]
     with pytest.raises(InputError, match="headroom over 16 .* give --headroom a number"):
-        headroom_for([Tail.of(top, 2000, per_head=True)], 1e-300)
+        headroom_for([Tail.of(torch.linspace(1, 1000, TAIL).flip(0)[None], 2000, per_head=True)], 1e-300)

@@ -88,10 +88,9 @@ def test_every_command_refuses_it(made, stats, tmp_path):
     ):
         places = {"STATS": stats, "OUT": tmp_path / "out"}
         places |= {name.upper(): made / name for name in ("one", "other", "model")}
-        words = [places.get(word, word) for word in command.split()]
         for name in ("of another run", "NaN", "no report"):
             damage, message = DAMAGE[name]
             damage(stats)
-            one_line_error(fp8kv(*words), message)
+            one_line_error(fp8kv(*[places.get(word, word) for word in command.split()]), message)
             assert not (tmp_path / "out").exists()
             shutil.copytree(made / "one", stats, dirs_exist_ok=True)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from families import LATENT, save_model, tiny_model
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -70,8 +70,7 @@ def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
     assert merged.layers["a"].k.curve[0, :3].tolist() == [5.0, 7.0, 9.0]
     one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))
     both = LayerStats(0, 2, one, other, one, latent=True).join_latent()
-    assert both.curve[0, :2].tolist() == [3.0, 5.0]
-    assert both.positions[0, 0] == 5.0
+    assert (both.curve[0, :2].tolist(), both.positions[0, 0]) == ([3.0, 5.0], 5.0)
     plain = TensorStats(torch.tensor([[2.0]]))
     old = KVStats({"a": LayerStats(0, 3, plain, plain, plain)})
     for combined in (run([1.0]).join(old), old.join(run([1.0])), old.merge(run([1.0]))):
@@ -109,7 +108,7 @@ def test_places_are_those_of_the_statistics(measured, tmp_path):
 
 
 def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
-    found = json.loads(fp8kv("inspect", measured, "--json").stdout)["first_tokens"]
+    found = json_of("inspect", measured)["first_tokens"]
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx
         for letter in "kv":
@@ -135,7 +134,7 @@ def test_positions_that_no_sample_has_are_no_zeros(measured, tmp_path):
         text = ("--dataset", "random", "--samples", 80, "--seq-len", 3, "--device", "cpu")
         text += ("--set", f"data.skip_first={skipped}", "--format", "fp8kv")
         ran("calibrate", measured.with_name("tiny"), "-o", out, *text)
-        for layer in json.loads(fp8kv("inspect", out, "--json").stdout)["first_tokens"]:
+        for layer in json_of("inspect", out)["first_tokens"]:
             for letter in "kv":
                 assert [key for key, value in layer[letter].items() if value is None] == unseen
                 assert all(value != 0 for value in layer[letter].values())
@@ -150,7 +149,7 @@ def test_statistics_without_scales_are_shown(measured, tmp_path):
     assert "K scale" not in shown
     beside = beside.partition("problem: ")[0]  # there are no weights
     assert shown.partition("amax by")[2] == beside.partition("amax by")[2] != ""
-    said, same = (json.loads(fp8kv("inspect", each, "--json").stdout) for each in (alone, measured))
+    said, same = (json_of("inspect", each) for each in (alone, measured))
     assert said["first_tokens"] == same["first_tokens"] != []
     assert said.keys() == same.keys()
     assert (said["strategy"], said["layers"], said["problems"]) == (None, [], [])

@@ -94,8 +94,7 @@ def test_scales_cover_what_is_left_of_k_by_strategy(strategy, model, tmp_path):
         largest = {"tensor": left.amax().view(1), "attn_head": left.amax(-1), "channel": left}
         assert torch.equal(layer.k, largest[strategy] * 1.5 / 448)
         assert torch.equal(layer.k_center, mean)
-        assert layer.v.dim() == 1 + (strategy == "channel")
-        assert len(layer.v) == 2 - (strategy == "tensor")
+        assert (layer.v.dim(), len(layer.v)) == (1 + (strategy == "channel"), 2 - (strategy == "tensor"))
     rows = summarize(stats, scales)
     assert all(row.k_range_used == pytest.approx(1 / 1.5) for row in rows) == (strategy != "tensor")
     assert as_json(model, PROMPT, "--scales", out)["fp8"]["token_ids"] == continuation(model, scales)
@@ -159,8 +158,7 @@ def test_statistics_scales_and_a_result_show_every_layer(model, tmp_path):
     html = scales._repr_html_()
     assert "attn_head, e4m3fn" in html
     for row, (name, layer) in zip(rows(html), scales.layers.items(), strict=True):
-        assert row[1] == name
-        assert row[3] == f"{float(layer.v.min()):.4g} to {float(layer.v.max()):.4g}"
+        assert (row[1], row[3]) == (name, f"{float(layer.v.min()):.4g} to {float(layer.v.max()):.4g}")
     one = make_scales("tensor")
     assert [row[2] for row in rows(one._repr_html_())] == [f"{float(x.k):.4g}" for x in one.layers.values()]
     small = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
@@ -232,10 +230,9 @@ def error(values, amax, dtype):
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_mse_beats_every_other_candidate_on_the_values_themselves(name, strategy):
     dtype = FP8_DTYPES[name]
-    chosen = Mse(dtype).amax(AMAX, HISTOGRAM, strategy)
     groups = VALUES.float().transpose(0, 1).flatten(1)  # [H, N * D]
     groups = groups.reshape(1, -1) if strategy == "tensor" else groups
-    for values, amax in zip(groups, chosen, strict=True):
+    for values, amax in zip(groups, Mse(dtype).amax(AMAX, HISTOGRAM, strategy), strict=True):
         candidates = values.abs().amax() * Mse.candidates
         errors = torch.stack([error(values, c, dtype) for c in candidates])
         assert amax == candidates[errors.argmin()]

@@ -64,8 +64,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
     assert loaded.layers["a"].k.total.dtype == torch.float64
     assert loaded.layers["a"].k.curve.nonzero().tolist() == [[0, 3], [1, 3]]
     saved, found = stats.tensors(), loaded.tensors()
-    assert len(found) == len(tensors())
-    assert saved.keys() == found.keys()
+    assert (len(found), saved.keys()) == (len(tensors()), found.keys())
     assert all(torch.equal(tensor, found[place]) for place, tensor in saved.items())
 
 

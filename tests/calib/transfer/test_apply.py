@@ -1,6 +1,5 @@
 """Scales of one checkpoint beside another of the same model; marks of weights have tests of their own."""
 
-import json
 import os
 import re
 import shutil
@@ -11,9 +10,9 @@ import torch
 from apply_cases import applied, calibrated, copy, edited, refused, report_of, rescale_values, scales
 from coded_forms import FORMS, Form, compressed
 from coded_forms import packed as packed_codes
-from command_line import fp8kv, one_line_error, ran
-from families import edit_json, save_model, tiny_model
-from safetensors.torch import load_file, save_file
+from command_line import fp8kv, json_of, one_line_error, ran
+from families import edit_json, edit_tensors, save_model, tiny_model
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 
@@ -140,10 +139,9 @@ def test_nothing_is_made_of_the_absmax_of_other_weights(outputs, tmp_path):
 def test_eval_and_generate_say_whose_scales_are_of_other_weights(model, outputs):
     own, other = outputs
     flags = ("--variants", "none", "--samples", "2", "--seq-len", "32", "--allow-few-tokens")
-    given = ("--scales", own, "--scales", other)
-    done = ran("eval", model, *given, *flags, "--dataset", "random", "--json")
-    told = [w for w in json.loads(done.stdout)["warnings"] if "do not fit" in w]
-    assert [f"the scales of '{other}'" in each for each in told] == [True]
+    given = ("--scales", own, "--scales", other, "--dataset", "random")
+    warnings = json_of("eval", model, *given, *flags)["warnings"]
+    assert [f"the scales of '{other}'" in each for each in warnings if "do not fit" in each] == [True]
     for given in outputs:
         flags = ("--max-new-tokens", "2", "--backend", "torch", "--json")
         done = ran("generate", model, "w5", *flags, "--scales", given)
@@ -181,10 +179,6 @@ def test_scales_are_near_those_of_a_model_of_4_bits_unless_values_were_rescaled(
     # rounding weights to 4 bits moves the largest K and V themselves, most of all in so small a model
     assert off[len(off) // 2] <= 0.05
     assert off[-1] <= 0.3
-    tensors = load_file(weights)
-    for name, tensor in tensors.items():
-        if name.endswith("v_proj.weight_scale"):
-            tensor[::2] *= 1.3
-    weights.unlink()
-    save_file(tensors, weights, {"format": "pt"})
+    values = [name for name in load_file(weights) if name.endswith("v_proj.weight_scale")]
+    edit_tensors(model, lambda tensors: [tensors[name][::2].mul_(1.3) for name in values])
     refused(measured, model, tmp_path / "out", "do not fit", "v_proj", "AWQ")

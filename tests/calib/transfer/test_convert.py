@@ -1,7 +1,6 @@
 """Scales written again: every format into every other, bit for bit, or refused."""
 
 import itertools
-import json
 import re
 import shutil
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from apply_cases import calibrated, config_of, damage, scales
-from command_line import calibrate, fp8kv, one_line_error, ran
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran
 from families import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,15 +129,14 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     assert scales(out) == scales(measured)
     done = ran("verify", out)
     assert "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin" in done.stdout
-    assert json.loads(ran("verify", out, "--json").stdout)["layers_in_16_bits"] == [0, 2]
+    assert json_of("verify", out)["layers_in_16_bits"] == [0, 2]
     in_fp8 = open_scales(out)(AutoModelForCausalLM.from_pretrained(model)).layers.values()
     assert [layer.layer_idx for layer in in_fp8] == [1]
     # they stay so in vLLM's next format; SGLang has no such choice, and a checkpoint without scales no need
     assert config_of(convert(out, "vllm", tmp_path / "same"))["kv_cache_dtype_skip_layers"] == [0, 2]
     done = ran("convert", out, "--to", "sglang", "-o", tmp_path / "sglang")
     assert "layers 0, 2 of the checkpoint: 16 bits in vLLM, FP8 as all others in SGLang" in done.stdout
-    done = ran("generate", out, "Hi", "--max-new-tokens", "1", "--json")
-    size = json.loads(done.stdout)
+    size = json_of("generate", out, "Hi", "--max-new-tokens", 1)
     assert size["bytes_per_token"] / size["bytes_per_token_16bit"] == pytest.approx((1 + 2 * 2) / 6)
     edit_json(out / "config.json", kv_cache_dtype_skip_layers=["1"])
     one_line_error(fp8kv("apply", measured, out, "-o", tmp_path / "no"), "is ['1']; it is a list of layer")

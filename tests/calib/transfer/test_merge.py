@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from apply_cases import copy, edited, report_of
-from command_line import fp8kv, one_line_error, ran
+from command_line import fp8kv, json_of, one_line_error, ran
 from families import edit_json
 from safetensors.torch import load_file
 
@@ -56,8 +56,7 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
     # a merged output merges again
     third = calibrated(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
-    again = fp8kv("merge", tmp_path / "merged", third, "-o", tmp_path / "again", "--json")
-    assert json.loads(again.stdout)["tokens"] == 240 + 96
+    assert json_of("merge", tmp_path / "merged", third, "-o", tmp_path / "again")["tokens"] == 240 + 96
     # but not with what it has read already
     done = fp8kv("merge", tmp_path / "again", halves[1], "-o", tmp_path / "no")
     one_line_error(done, "have read the same data; merging them adds nothing")
@@ -118,8 +117,7 @@ def test_another_number_of_threads_and_warnings_of_the_data_are_named(halves, tm
     edit_json(one / "fp8kv_calibration.json", threads=1, warnings=["what is said of the data"])
     for count, kept in ((1, 1), (2, None), (None, None)):
         edit_json(other / "fp8kv_calibration.json", threads=count)
-        done = ran("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
-        warnings = json.loads(done.stdout)["warnings"]
+        warnings = json_of("merge", one, other, "-o", tmp_path / f"merged-{count}")["warnings"]
         assert "what is said of the data" in warnings
         said = f"'{one}' was measured with 1 threads and '{other}' with 2"
         assert [line.startswith(said) for line in warnings if "threads" in line] == [True] * (count == 2)

@@ -10,7 +10,7 @@ import apply_cases
 import pytest
 import yaml
 from apply_cases import PACK_FILES, applied, calibrated, copy, edited, manifest, packed, report_of, scales
-from command_line import fp8kv, one_line_error, ran
+from command_line import fp8kv, json_of, one_line_error, ran
 from families import edit_json
 
 from calib.files.atomic import claimed
@@ -44,9 +44,8 @@ def test_what_is_printed_and_written_anew_but_not_by_two_runs_at_once(measured, 
     assert shlex.split(done.stdout.splitlines()[-1]) == ["fp8kv", "apply", str(out), "MODEL"]
     before = manifest(out)
     (out / "kv_cache_scales.json").unlink()
-    printed = json.loads(fp8kv("pack", measured, "-o", out, "--overwrite", "--json").stdout)
-    assert (printed["files"], printed["pushed"]) == (sizes, None)
-    assert manifest(out) == before
+    printed = json_of("pack", measured, "-o", out, "--overwrite")
+    assert (printed["files"], printed["pushed"], manifest(out)) == (sizes, None, before)
     with claimed(tmp_path / "claimed"):
         one_line_error(fp8kv("pack", measured, "-o", tmp_path / "claimed"), "another run is writing")
     assert not (tmp_path / "claimed").exists()
@@ -65,7 +64,7 @@ def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, 
     apply_cases.refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")
     assert scales(applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone")) == scales(measured)
-    shown, same = (json.loads(ran("inspect", each, "--json").stdout) for each in (measured, pack))
+    shown, same = (json_of("inspect", each) for each in (measured, pack))
     assert shown["first_tokens"] == same["first_tokens"]
     assert "100%" in ran("verify", measured, "--engine", "vllm", "--against", pack).stdout
     other = calibrated(model, tmp_path / "other", "--seed", "7")
@@ -198,13 +197,11 @@ def test_figures_of_other_scales(evaluated, model, tmp_path):
     report = other / "evaluation" / "report.json"
     for text in (report.read_text(), "{}", "not JSON"):
         report.write_text(text)
-        done = ran("pack", other, "-o", out, "--overwrite", "--json")
-        (warning,) = json.loads(done.stdout)["warnings"]
+        (warning,) = json_of("pack", other, "-o", out, "--overwrite")["warnings"]
         assert warning.startswith("packed without figures of an evaluation: ")
         assert str(report) in warning
         assert manifest(out)["evaluation"] is None
-    done = ran("pack", other, "-o", out, "--overwrite")
-    assert done.stderr.splitlines() == [f"warning: {warning}"]
+    assert ran("pack", other, "-o", out, "--overwrite").stderr.splitlines() == [f"warning: {warning}"]
 
 
 @pytest.fixture
@@ -254,7 +251,6 @@ def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, 
     for directory in ("owner/name", "held/out"):
         (here / directory).mkdir(parents=True)
     (here / "held" / "out" / "rows.jsonl").touch()
-    hub = {"model": "owner/name", "revision": "0123456789" * 4}
     source = "HuggingFaceH4/ultrachat_200k [train_sft] + acme/first + acme/second.txt"
     report = report_of(measured)
     report["recipe"]["evaluation"] |= {
@@ -263,7 +259,7 @@ def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, 
         "also": ["held/out", "HuggingFaceH4/ultrachat_200k", "builtin:python-docs"],
     }
     changes = {"recipe": report["recipe"], "dataset": report["dataset"] | {"source": source}}
-    changes |= {"hub": hub, "model": "owner/name"}
+    changes |= {"hub": {"model": "owner/name", "revision": "0123456789" * 4}, "model": "owner/name"}
     warnings = ["nothing in acme/first, row 1: none", "see https://huggingface.co/a/b and </s>"]
     pack = packed(edited(measured, here / "given", warnings=warnings, **changes), here / "pack")
     says_nothing_of(pack, "acme", "held/")

@@ -74,12 +74,11 @@ def test_what_does_not_fit_is_refused_before_anything_runs(model, scales, monkey
 
 def test_caches_that_are_not_its_own_and_a_block_in_a_block_are_refused_an_empty_cache_is_not(model, scales):
     cache = model(IDS, use_cache=True).past_key_values
-    static = StaticCache(config=model.config, max_cache_len=16)
     with torch.inference_mode(), fp8_attention(model, scales):
         with pytest.raises(AttentionError, match="^the cache holds 16-bit K and V already; start with an e"):
             model(IDS, past_key_values=cache)
         with pytest.raises(AttentionError, match="is StaticLayer; give generate a DynamicCache"):
-            model(IDS, past_key_values=static)
+            model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=16))
         with pytest.raises(AttentionError, match="^give the model input_ids or inputs_embeds$"):
             model()
         with pytest.raises(AttentionError, match="inside an fp8_attention block: leave that one first"):
@@ -161,9 +160,8 @@ def test_inputs_may_be_given_by_position(backend, model, scales):
 def test_scales_of_other_heads_and_padding_that_kernels_do_not_know(model, scales, device):
     three = torch.ones(3)
     layers = {name: LayerScales(s.layer_idx, three, three) for name, s in scales.layers.items()}
-    other = KVScales("attn_head", "e4m3fn", layers)
     message = "scales for 3 KV heads do not fit a layer with 2: they are of another model"
-    assert_refused(message, model, scales=other)
+    assert_refused(message, model, scales=KVScales("attn_head", "e4m3fn", layers))
     mask = torch.ones_like(IDS).to(device)
     mask[0, -2:] = 0
     with fp8_attention(model.to(device), scales, backend="triton"), pytest.raises(AttentionError, match=PAD):
