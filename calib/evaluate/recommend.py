@@ -161,8 +161,9 @@ def advised_cache(answer: Recommendation) -> str:
         return f"Within {budget} serve 16 bits: no other cache that can be served stays below."
     better = [other.cache for other in answer.alternatives if other.why.startswith(_BETTER)]
     and_better = f" ({', '.join(better)}: {_BETTER} in as many bytes)" if better else ""
+    word = "cheapest" if answer.budget_kl is not None else "best"
     return (
-        f"The cheapest within {budget} is {cache.cache}, which needs {cache.needs}, in {cache.share:.1%} of "
+        f"The {word} within {budget} is {cache.cache}, which needs {cache.needs}, in {cache.share:.1%} of "
         f"16 bits' bytes{and_better}: {' && '.join(cache.commands)}"
     )
 

@@ -96,7 +96,7 @@ def summarize(evaluation: Evaluation) -> Report:
     judgement = Judgement(measured, rows, floor)
     recommended = _recommend(evaluation, judgement)
     advice = judgement.advise(evaluation.search)
-    if recommended is not None and evaluation.wish is None:  # the answer to a wish is shown apart
+    if recommended is not None:
         advice.append(advised_cache(recommended))
     other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
