@@ -111,6 +111,9 @@ class EvaluationRecipe(Settings):
     dataset: Source | None = Field(default=None, description="default: the calibration's")
     samples: int | None = Field(default=None, ge=2, description="held-out documents; default: the suite's")
     seq_len: int | None = Field(default=None, ge=16, description="tokens of each; default: the suite's")
+    long: int | None = Field(
+        default=None, ge=16, description="tokens of long documents; default: the suite's"
+    )
     variants: tuple[choices.VariantName, ...] | None = Field(default=None, description="default: all")
     caches: tuple[choices.CacheName, ...] = Field(default=(), description="types beside static FP8, or all")
     also: tuple[Source, ...] = Field(default=(), description="datasets of other text; or all built-in ones")

@@ -67,6 +67,10 @@ def evaluate(
     device: choices.Device | None = flags.DEVICE,
     samples: int | None = _SAMPLES,
     seq_len: int | None = _SEQ_LEN,
+    long: int | None = flags.data(
+        "Also read built-in documents of this many tokens, such as 32768, and find what is hidden in them. "
+        "Default: none; 4096 with --suite full."
+    ),
     allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
     seed: int | None = flags.SEED,
     task_limit: int | None = flags.data("Read this many documents of each task. Default: all."),

@@ -13,24 +13,26 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from calib.capture.directory_scales import ScalesForModel, open_scales
 from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
-from calib.data.builtin import BUILTIN, MORE_PICTURES, PICTURES, PYTHON_DOCS
+from calib.data.builtin import BUILTIN, LONG, MORE_PICTURES, PICTURES, PYTHON_DOCS
 from calib.data.generated import GENERATED
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names
-from calib.evaluate.held_out import Readers, hold_out
+from calib.evaluate.held_out import Readers, add_own_samples, hold_out
 from calib.evaluate.report import Suite
+from calib.evaluate.retrieval import LongDocument, hide_pairs
 from calib.evaluate.variants import BUILT_IN, Setup
 from calib.files.model_directory import ModelDirectory
-from calib.models.config import fit_seq_len, model_positions
+from calib.models.config import check_positions, fit_seq_len, model_positions
 from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
 from calib.scales.stats import KVStats
 
 SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
-    "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
+    "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 4096, 2),
 }
 RANDOM_SAMPLES = 4
+_LEAST_LONG = 2  # long documents: an interval needs them
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 _QUESTION = "\nWhat is the pass key? The pass key is"
 
@@ -49,7 +51,7 @@ class EvaluationText:
     data: CalibrationData  # all samples that were loaded
     calibration: CalibrationData
     documents: Sequence[Tensor]  # that are new to all scales
-    long_documents: Sequence[Tensor]  # for scales that engines load
+    long_documents: Sequence[LongDocument]  # for caches that engines have
     layer_documents: Sequence[Tensor]  # the documents that per-layer errors are of
     prompts: Sequence[Tensor]  # of one length
     new_tokens: int  # to write after each prompt
@@ -66,7 +68,9 @@ def fit_suite(
     documents, seq_len = (suite.documents, suite.seq_len) if suite else (settings.samples, settings.seq_len)
     suite = suite or SUITES[settings.suite]
     fitted, warnings = fit_seq_len(config, seq_len or suite.seq_len, is_default=seq_len is None)
-    return replace(suite, documents=documents or suite.documents, seq_len=fitted), warnings
+    long = settings.long or min(suite.long_tokens, model_positions(config) or suite.long_tokens)
+    check_positions(config, long, "--long")
+    return replace(suite, documents=documents or suite.documents, seq_len=fitted, long_tokens=long), warnings
 
 
 def whole_text_only(suite: Suite) -> Suite:
@@ -128,21 +132,21 @@ def load_text(
         sample_loader(setup, recipe.data), readers, suite.calibration_samples, suite.documents
     )
     data, documents, warnings = held_out.data, held_out.documents, held_out.warnings
-    positions = model_positions(setup.model.config) or suite.long_tokens
-    long_document = torch.cat(documents)[: min(suite.long_tokens, positions)]
+    long_documents, long_warnings = _load_long(setup, recipe.data.seed, suite, readers, data)
     prompt_len = max(1, suite.seq_len // 8)
     text = EvaluationText(
         data=data,
         calibration=data.only(range(suite.calibration_samples)),
         documents=documents,
-        long_documents=[long_document] * (len(long_document) > max(map(len, documents))),
+        long_documents=long_documents,
         layer_documents=documents[: suite.layer_documents],
         prompts=[d[:prompt_len] for d in documents if len(d) >= prompt_len][: suite.prompts],
         new_tokens=suite.new_tokens,
         passkeys=make_passkeys(setup.tokenizer, suite),
     )
     passkeys = (passkey.prompt.tolist() for passkey in text.passkeys)
-    check_token_ids(chain(*data.samples, *passkeys), setup.tokenizer, setup.model)
+    long_ids = (document.token_ids.tolist() for document in long_documents)
+    check_token_ids(chain(*data.samples, *passkeys, *long_ids), setup.tokenizer, setup.model)
     if not recipe.data.allow_few_tokens:
         text.calibration.summary(recipe.data.skip_first).check()
     if data.documents < len(data.samples):
@@ -150,7 +154,29 @@ def load_text(
             f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "
             "intervals take them for independent, and are too narrow for other text"
         )
-    return text, [*data.warnings, *warnings]
+    return text, [*data.warnings, *warnings, *long_warnings]
+
+
+def _load_long(
+    setup: Setup, seed: int, suite: Suite, readers: Readers, data: CalibrationData
+) -> tuple[list[LongDocument], list[str]]:
+    """Make long documents of built-in text that is new to `readers`, and to the calibration on `data`."""
+    length = suite.long_tokens
+    if not length:
+        return [], []
+    load_all = sample_loader(setup, DataRecipe(dataset=LONG, seq_len=length, seed=seed))
+
+    def load(samples: int) -> CalibrationData:
+        loaded = load_all(samples)
+        return loaded.only(i for i, piece in enumerate(loaded.pieces) if len(piece.ids) == length)
+
+    readers = add_own_samples(readers, data.samples[: suite.calibration_samples])
+    try:
+        held_out = hold_out(load, readers, 0, suite.long_documents, _LEAST_LONG)
+    except InputError as error:
+        raise InputError(f"--long {length}: {error}") from None
+    texts = enumerate(piece.ids for piece in held_out.pieces)
+    return [hide_pairs(setup.tokenizer, ids, number) for number, ids in texts], held_out.warnings
 
 
 def sample_loader(setup: Setup, recipe: DataRecipe) -> Callable[[int], CalibrationData]:

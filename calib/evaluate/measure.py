@@ -16,6 +16,7 @@ from calib.errors import InputError
 from calib.evaluate.inputs import EvaluationText, Passkey
 from calib.evaluate.layer_errors import LayerError, LayerValues, read_layers
 from calib.evaluate.report import Continuation, Search, Texts
+from calib.evaluate.retrieval import LongDocument
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
 from calib.models.load import forget_positions
@@ -51,9 +52,9 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     for token_ids in setup.progress.each("documents", text.documents, "documents"):
         for name, divergence in compare_variants(setup, token_ids, variants).items():
             measured[name].documents.append(divergence)
-    loadable = [variant for variant in variants if variant.is_loadable]
-    for token_ids in setup.progress.each("long documents", text.long_documents, "documents"):
-        for name, divergence in compare_variants(setup, token_ids, loadable).items():
+    served = [variant for variant in variants if variant.is_loadable or variant.cache]
+    for document in setup.progress.each("long documents", text.long_documents, "documents"):
+        for name, divergence in compare_variants(setup, document.token_ids, served, long=document).items():
             measured[name].long_documents.append(divergence)
     errors, measured[REFERENCE].values = read_layers(setup, text.layer_documents, variants)
     for name, layers in errors.items():
@@ -70,11 +71,16 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
 
 
 def compare_variants(
-    setup: Setup, token_ids: Tensor, variants: Sequence[Variant], media: MediaSample | None = None
+    setup: Setup,
+    token_ids: Tensor,
+    variants: Sequence[Variant],
+    media: MediaSample | None = None,
+    long: LongDocument | None = None,
 ) -> dict[str, Divergence]:
     """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them.
 
-    A model takes `media` with all the tokens that stand for them: these are read at once.
+    A model takes `media` with all the tokens that stand for them: these are read at once. `long` is where
+    `token_ids` are from, if they ask questions.
     """
     forget_positions(setup.model)
     arguments = media_arguments(setup.model, media)
@@ -87,7 +93,10 @@ def compare_variants(
         for variant, cache in caches:
             logits = _read(setup, variant, chunk, cache, arguments)
             reference = reference or ReferenceLogits(logits)
-            parts[variant.name].append(compare(reference, logits, following))
+            part = compare(reference, logits, following)
+            if long is not None:
+                part = part._replace(margins=long.margins(logits, rows.start))
+            parts[variant.name].append(part)
     return {name: join(each) for name, each in parts.items()}
 
 

@@ -174,11 +174,12 @@ class Suite:
     passkey_tokens: tuple[int, ...]
     passkey_depths: tuple[float, ...]
     layer_documents: int
-    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
+    long_tokens: int = 0  # of each long document, as far as the model has positions; 0: none
+    long_documents: int = 4
 
 
 class PositionBin(ReportPart):
-    """Mean KL of the positions `from` to `to` (exclusive), with its interval over documents."""
+    """Mean KL and top-1 of the positions `from` to `to` (exclusive), with intervals over documents."""
 
     start: int = Field(alias="from")
     to: int
@@ -186,6 +187,22 @@ class PositionBin(ReportPart):
     value: NullableFloat
     low: NullableFloat
     high: NullableFloat
+    top1: Figure | None = None  # None: of an older version
+
+
+class LongRow(ReportPart):
+    """Figures of one cache on long documents.
+
+    A margin is the log-probability of the right word less that of the likeliest wrong one, in nats.
+    """
+
+    kl: Figure
+    top1: Figure
+    kl_by_position: list[PositionBin]
+    margin: Figure
+    margin_change: Figure  # from that with the model's own cache, question by question
+    margin_moved: Figure  # mean magnitude of these changes
+    retrieved: Figure  # share of the questions whose margin is above 0
 
 
 class Extremes(ReportPart):
@@ -236,9 +253,15 @@ class Row(ComparedFigures):
     ppl: NullableFloat
     top1_count: int
     kl_by_position: list[PositionBin]
+    long: LongRow | None = None  # on long documents
     layers: list[LayerRow] = Field([])
     clipped: Events | None = None  # tokens with a saturated value in any layer
     not_finite: str | None = None  # why figures are null
+
+    @property
+    def furthest_bins(self) -> list[PositionBin]:
+        """The figures by position that reach furthest: of long documents, where these were read."""
+        return self.long.kl_by_position if self.long else self.kl_by_position
 
 
 class Magnitudes(ReportPart):
@@ -310,6 +333,8 @@ class Data(TextFacts):
 
     layer_documents: int  # how many of the documents the per-layer figures are from
     new_tokens: int
+    long_documents: int = 0
+    long_tokens: int = 0  # in all of them
 
 
 class ReportHead(ReportPart):

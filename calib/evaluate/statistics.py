@@ -28,6 +28,7 @@ class Divergence(NamedTuple):
     kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
     nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
+    margins: Tensor = torch.empty(0)  # [questions] of a long document, in nats
 
 
 def compare(reference: ReferenceLogits, logits: Tensor, following: Tensor) -> Divergence:
@@ -103,19 +104,21 @@ def quantile(q: float) -> Statistic:
 
 
 @_quietly
-def kl_by_position(documents: list[Values]) -> list[PositionBin]:
-    """Average the KL in bins of the position, to see whether the error grows with the text."""
-    length = max(map(len, documents))
+def bin_positions(documents: Sequence[Divergence]) -> list[PositionBin]:
+    """Average KL and top-1 in bins of the position, to see whether the error grows with the text."""
+    length = max(len(document.kl) for document in documents)
     edges = [0, min(_FIRST_BIN, length)]
     while edges[-1] < length:
         edges.append(min(2 * edges[-1], length))
     bins = []
     for start, stop in pairwise(edges):
-        parts = [document[start:stop] for document in documents if len(document) > start]
-        sums = np.array([part.sum() for part in parts])
-        counts = np.array([float(len(part)) for part in parts])
-        figure = dict(ratio(sums, counts))
-        bins.append(PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure))
+        parts = [each for each in documents if len(each.kl) > start]
+        counts = np.array([float(len(each.kl[start:stop])) for each in parts])
+        kl, top1 = (
+            ratio(np.array([float(x[start:stop].double().sum()) for x in values]), counts)
+            for values in ([each.kl for each in parts], [each.agrees for each in parts])
+        )
+        bins.append(PositionBin(start=start, to=stop, tokens=int(counts.sum()), **dict(kl), top1=top1))
     return bins
 
 

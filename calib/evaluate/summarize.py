@@ -26,6 +26,7 @@ from calib.evaluate.report import (
     Conditions,
     Data,
     Figure,
+    LongRow,
     Recommendation,
     Report,
     Row,
@@ -36,7 +37,15 @@ from calib.evaluate.report import (
     list_lost_figures,
 )
 from calib.evaluate.serve_commands import Offers
-from calib.evaluate.statistics import Values, estimate, kl_by_position, perplexity, quantile, to_numpy
+from calib.evaluate.statistics import (
+    Divergence,
+    Values,
+    bin_positions,
+    estimate,
+    perplexity,
+    quantile,
+    to_numpy,
+)
 from calib.evaluate.tasks import Tasks
 from calib.evaluate.variants import Setup, Variant
 from calib.evaluate.verdict import Judgement
@@ -134,7 +143,6 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
         agreements = to_numpy(d.agrees for d in measured.documents)
         pairs = zip(measured.documents, reference.documents, strict=True)
         nll = to_numpy(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
-        long_divergences = to_numpy(d.kl for d in measured.long_documents)
         rows[name] = Row(
             description=measured.variant.description,
             kind=measured.variant.kind,
@@ -145,7 +153,7 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
             ppl_change=estimate(nll, _ppl_change),
             top1=estimate(agreements),
             top1_count=int(sum(a.sum() for a in agreements)),
-            kl_by_position=kl_by_position(divergences + long_divergences),
+            kl_by_position=bin_positions(measured.documents),
             measurable=name != REFERENCE and not kl[name].low <= floor,
             **{key: value for key, value in _optional_figures(evaluation, measured).items() if value},
         )
@@ -155,6 +163,7 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
 def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, Any]:
     """Return the entries that not every variant has; None, False or empty where this one has not."""
     variant, scales, layers = measured.variant, measured.variant.scales, sorted(measured.layers.items())
+    own = evaluation.measured[REFERENCE].long_documents
     skips_tokens = evaluation.recipe.data.skip_first > 0  # whose clipping cannot be predicted
     chances = {} if skips_tokens else predict_clipping(variant, evaluation.stats)
     sixteen_bits = 2 * sum(shape.values for shape in evaluation.shapes)
@@ -167,6 +176,7 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
         "tensors": scales and variant.tensors,
         "attention": variant.is_fp8_cache and evaluation.setup.attention,
         "not_finite": explain_not_finite([d.kl for d in (*measured.documents, *measured.long_documents)]),
+        "long": measured.long_documents and _long_row(measured.long_documents, own),
         "same_tokens": _estimate_mean(measured.same_tokens),
         "passkey": _estimate_mean(measured.passkeys),
         "layers": [
@@ -175,6 +185,21 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
         ],
         "clipped": layers and count_events((layer for _, layer in layers), variant.tensors),
     }
+
+
+def _long_row(documents: Sequence[Divergence], own: Sequence[Divergence]) -> LongRow:
+    """Return the figures of one cache on long documents, beside the `own` cache of the model."""
+    margins = [document.margins for document in documents]
+    changes = [margin - other.margins for margin, other in zip(margins, own, strict=True)]
+    return LongRow(
+        kl=estimate(to_numpy(document.kl for document in documents)),
+        top1=estimate(to_numpy(document.agrees for document in documents)),
+        kl_by_position=bin_positions(documents),
+        margin=estimate(to_numpy(margins)),
+        margin_change=estimate(to_numpy(changes)),
+        margin_moved=estimate(to_numpy(change.abs() for change in changes)),
+        retrieved=estimate(to_numpy(margin > 0 for margin in margins)),
+    )
 
 
 def _estimate_mean(values: Sequence[float]) -> Figure | None:
@@ -209,6 +234,8 @@ def _conditions(evaluation: Evaluation) -> Conditions:
             tokens=sum(map(len, text.documents)),
             layer_documents=len(text.layer_documents),
             new_tokens=text.new_tokens,
+            long_documents=len(text.long_documents),
+            long_tokens=sum(len(document.token_ids) for document in text.long_documents),
         ),
         bytes_per_token={"fp8": values, "16bit": 2 * values},
         recipe=evaluation.recipe.model_dump(mode="json"),

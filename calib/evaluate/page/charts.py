@@ -79,7 +79,7 @@ class Chart(NamedTuple):
     @property
     def has_single_documents(self) -> bool:
         """Return whether a bin of positions is without an interval."""
-        return any(place.low == place.high for line in self.legend for place in line.row.kl_by_position)
+        return any(place.low == place.high for line in self.legend for place in line.row.furthest_bins)
 
 
 def charts(report: Report) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _annotate(axes: Axes, points: Sequence[Point]) -> None:
 def _position_chart(report: Report) -> Chart | None:
     """Draw mean KL in each bin of positions, with its interval."""
     series = _select(report, _BY_POSITION, "kl_by_position")
-    bins = [place for line in series for place in line.row.kl_by_position]
+    bins = [place for line in series for place in line.row.furthest_bins]
     if not any(place.low > 0 and isfinite(place.high) for place in bins):
         return None
     figure, axes = new_figure()
@@ -198,12 +198,12 @@ def _position_chart(report: Report) -> Chart | None:
     for number, line in reversed([*enumerate(series)]):
         # side by side, so that the intervals do not cover each other
         shift = 0.08 * (number - (len(series) - 1) / 2)
-        visible = {i + shift: x for i, x in enumerate(line.row.kl_by_position) if 0 < x.low <= x.high < inf}
+        visible = {i + shift: x for i, x in enumerate(line.row.furthest_bins) if 0 < x.low <= x.high < inf}
         low, high = [x.low for x in visible.values()], [x.high for x in visible.values()]
         axes.vlines([*visible], low, high, color=f"C{line.color}")
         line.draw(axes, [*visible], [x.value for x in visible.values()], 4.5)
     # a long text is read with some variants only
-    ends = [0, *(place.to for place in max((line.row.kl_by_position for line in series), key=len))]
+    ends = [0, *(place.to for place in max((line.row.furthest_bins for line in series), key=len))]
     axes.set_xticks(np.arange(len(ends)) - 0.5, [_tokens(end) for end in ends])
     axes.set_xlabel("position in the text, tokens")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")

@@ -14,6 +14,7 @@ from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.evaluate.page.tables import (
     figures,
+    long_tables,
     other_text_tables,
     summary_lines,
     task_table,
@@ -65,6 +66,7 @@ def _render(template: str, report: Report, **facts: Any) -> str:
         "inline": lambda svg: _inline_svg(svg, f"chart{next(numbers)}-"),
     }
     facts |= {"report": report, "other_texts": other_text_tables(report), "tasks": task_table(report)}
+    facts["long"], *facts["positions"] = long_tables(report)
     return environment.get_template(template).render(facts)
 
 

@@ -5,10 +5,12 @@ from math import isfinite
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
-from calib.evaluate.report import Exceedance, Figure, OtherRow, Report, Row, TaskFigure
+from calib.evaluate.report import Exceedance, Figure, OtherRow, PositionBin, Report, Row, TaskFigure
 from calib.files.text import NOT_FINITE, show_interval, show_number
 
 FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
+_LONG = ("cache", "KL", "top-1", "margin", "its change", "moved by", "found")
+_POSITIONS = ("positions", "tokens", "KL", "top-1")
 _OTHER_TEXT = ("text", "documents", "tokens", "KL", "beside its own", "tokens clipped", "most in")
 
 
@@ -42,6 +44,10 @@ def printed_tables(report: Report) -> list[Table]:
         if name in report.subjects:
             without_heads = [(*row[:-1], Cell(row[-1].value)) for row in rows]
             tables.append(Table(f"Other text, '{name}'", headings, without_heads))
+    whole, *by_position = long_tables(report)
+    if whole.rows:
+        shown = [table for table in by_position if table.title in report.subjects]
+        tables += [whole, *(table._replace(title=f"By position, '{table.title}'") for table in shown)]
     return [*tables, task_table(report)] if report.tasks else tables
 
 
@@ -144,6 +150,42 @@ def _worst_head(layers: dict[int, Exceedance]) -> Cell:
         key=lambda pair: pair[0],
     )
     return Cell(f"layer {index}: {layer.share:.2%}", f"({head}: {count / layer.tokens:.2%})")
+
+
+def long_tables(report: Report) -> list[Table]:
+    """Return a table of long documents, and for each cache one by position, the verdict's first."""
+    longs = {name: row.long for name, row in report.variants.items() if row.long}
+    data = report.data
+    title = f"{data.long_tokens:,} tokens in {data.long_documents} long documents"
+    rows: list[tuple[Cell, ...]] = [
+        (
+            Cell(name),
+            _figure(long.kl, "{:.2g}"),
+            _figure(long.top1, "{:.1%}"),
+            _figure(long.margin, "{:.2f}"),
+            _figure(long.margin_change, "{:+.3f}"),
+            _figure(long.margin_moved, "{:.3f}"),
+            _figure(long.retrieved, "{:.0%}"),
+        )
+        for name, long in longs.items()
+    ]
+    names = sorted(
+        longs.keys() - {REFERENCE}, key=lambda name: (name != report.subject, [*longs].index(name))
+    )
+    return [Table(title, _LONG, rows), *(_position_table(name, longs[name].kl_by_position) for name in names)]
+
+
+def _position_table(name: str, bins: list[PositionBin]) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (
+            Cell(f"{each.start:,} to {each.to:,}"),
+            Cell(f"{each.tokens:,}"),
+            _figure(Figure(value=each.value, low=each.low, high=each.high), "{:.2g}"),
+            _figure(each.top1, "{:.1%}"),
+        )
+        for each in bins
+    ]
+    return Table(name, _POSITIONS, rows)
 
 
 def task_table(report: Report) -> Table:

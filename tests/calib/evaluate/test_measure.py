@@ -19,7 +19,7 @@ from calib.evaluate import layer_errors, measure
 from calib.evaluate.measure import _only, compare_variants, search_layers
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
-from calib.evaluate.statistics import difference, estimate, kl_by_position, quantile, ratio
+from calib.evaluate.statistics import Divergence, bin_positions, difference, estimate, quantile, ratio
 from calib.evaluate.variants import BUILT_IN, REFERENCE, Setup, Variant, build_variants, drop_first_tokens
 from calib.evaluate.verdict import _search_line
 from calib.recipe import load_recipe
@@ -151,10 +151,11 @@ def test_a_ratio_and_a_difference_of_means_are_resampled_by_document():
 
 
 def test_positions_of_documents_of_different_lengths():
-    documents = [np.arange(20.0), np.full(5, 7.0), np.full(40, 1.0)]
-    first, second, third = kl_by_position(documents)
+    values = (torch.arange(20.0), torch.full((5,), 7.0), torch.ones(40))
+    first, second, third = bin_positions([Divergence(kl.double(), kl > 1, kl) for kl in values])
     assert (first.tokens, second.tokens, third.tokens) == (37, 20, 8)
     assert second.value == pytest.approx((16 + 17 + 18 + 19 + 16) / 20)
+    assert (first.top1.value, second.top1.value) == (pytest.approx((14 + 5) / 37), pytest.approx(4 / 20))
     assert (third.low, third.high) == (1.0, 1.0)  # one document alone
 
 

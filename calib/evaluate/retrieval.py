@@ -1,0 +1,78 @@
+"""Long documents that hide pairs of a name and a word, and ask for every word at their end."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from calib.errors import InputError
+
+# no two begin alike, so that most tokenizers begin them with different tokens
+_WORDS = (
+    "apple", "bread", "copper", "dragon", "engine", "forest", "glass", "honey", "iron", "jacket", "lemon",
+    "music", "night", "ocean", "paper", "river",
+)  # fmt: skip
+_NAMES = (
+    "Alice", "Bob", "Carla", "David", "Emma", "Frank", "Gina", "Henry", "Ivan", "Julia", "Karl", "Laura",
+    "Martin", "Nora", "Oscar", "Paula", "Robert", "Sarah", "Thomas", "Vera",
+)  # fmt: skip
+
+
+class LongDocument(NamedTuple):
+    """A text with a question for each pair in it; the word that answers follows."""
+
+    token_ids: Tensor  # [T]
+    questions: Tensor  # [Q] the position whose logits answer
+    answers: Tensor  # [Q, words] first token of each word, the right one first
+
+    def margins(self, logits: Tensor, start: int) -> Tensor:
+        """Return how much likelier the right word is than the likeliest other, in nats; float64.
+
+        Of the questions that `logits` [T, vocabulary] answer, which begin at position `start`.
+        """
+        is_here = (self.questions >= start) & (self.questions < start + len(logits))
+        answers = self.answers[is_here].to(logits.device)
+        words = logits[(self.questions[is_here] - start).to(logits.device)].double().gather(1, answers)
+        return (words[:, 0] - words[:, 1:].amax(1)).cpu()
+
+
+def hide_pairs(tokenizer: PreTrainedTokenizerBase, text: Sequence[int], number: int) -> LongDocument:
+    """Spread pairs evenly over `text`, token ids, and ask at its end; it is cut, so that its length stays.
+
+    Which name has which word, and the order of the questions, follow from the document's `number`.
+    """
+    chance = random.Random(number)
+    names, words = chance.sample(_NAMES, len(_WORDS)), chance.sample(_WORDS, len(_WORDS))
+    lines = {
+        name: [tokenizer(f"\n{name}: {word}\n", add_special_tokens=False)["input_ids"] for word in words]
+        for name in names
+    }
+    pairs = [lines[name][i] for i, name in enumerate(names)]
+    room = len(text) - 2 * sum(map(len, pairs))
+    if room <= len(pairs):
+        needed = len(text) - room + len(pairs) + 1
+        raise InputError(
+            f"--long {len(text)} has no room for {len(pairs)} pairs and questions; give {needed} or more"
+        )
+    token_ids, cut = list[int](), 0
+    for i, pair in enumerate(pairs):
+        end = 1 + (room - 1) * (2 * i + 1) // (2 * len(pairs))
+        token_ids += [*text[cut:end], *pair]
+        cut = end
+    token_ids += text[cut:room]
+    questions, answers = [], []
+    for i in chance.sample(range(len(pairs)), len(pairs)):
+        rows = lines[names[i]]
+        columns = enumerate(zip(*rows, strict=False))
+        shared, first = next((column for column in columns if len({*column[1]}) > 1), (0, ()))
+        if len({*first}) < len(rows):
+            raise InputError(
+                "--long: this tokenizer does not tell the words apart that are to be found; leave it out"
+            )
+        questions.append(len(token_ids) + shared - 1)
+        answers.append([first[i], *first[:i], *first[i + 1 :]])
+        token_ids += pairs[i]
+    return LongDocument(torch.tensor(token_ids), torch.tensor(questions), torch.tensor(answers))
