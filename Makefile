@@ -233,6 +233,7 @@ engines-cuda: export HF_HUB_OFFLINE = 1
 engines-cuda: $(VENV)/.installed $(CUDA_BUILD)/.installed ## the same for a vLLM that is built for GPUs alone; none is needed
 	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_classes.py
 	$(CUDA_BUILD)/bin/python tools/engine_classes/draft_classes.py vllm
+	$(CUDA_BUILD)/bin/python tools/engine_classes/vllm_tokens.py --check --varied 4
 	$(CUDA_BUILD)/bin/python tests/interop/check_backends.py
 	$(BIN)/python tools/engines_page.py
 

@@ -4,20 +4,50 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import starmap
 from pathlib import Path
+from types import SimpleNamespace
 
 from jinja2 import Environment, FileSystemLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from calib.caches.types import ALL_CACHES, CacheType, Shape, cache_type
+from calib.caches.types import ALL_CACHES, CacheType, Layers, Shape, cache_type
 from calib.engines.cache_support import Support, find_support
 from calib.engines.catalogue import Kernel, find_engine
+from calib.engines.tokens_that_fit import vllm_pool
+from calib.errors import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "caches.md"
 _SHAPES = {
     "heads of 64": Shape(1, 64, 64),
     "heads of 128": Shape(1, 128, 128),
     "latents of 512 + 64": Shape(1, 512, 64, "latents"),
+}
+_FITTING = ("fp8", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4")
+_MAMBA = {
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 256,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+}
+_NETS = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
+_NETS |= {"linear_key_head_dim": 128, "linear_conv_kernel_dim": 4}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# kinds of layers, as often as they come; the shape of each kind that attends; more of the config
+_MODELS = {
+    "Llama-3.1-8B": ([_FULL], 32, {_FULL: (8, 128, 128)}, {}),
+    "gpt-oss-20b": (
+        [_SLIDING, _FULL],
+        12,
+        dict.fromkeys((_SLIDING, _FULL), (8, 64, 64)),
+        {"sliding_window": 128},
+    ),
+    "Gemma-4-26B": (
+        *([_SLIDING] * 5 + [_FULL], 5, {_SLIDING: (8, 256, 256), _FULL: (2, 512, 512)}),
+        {"sliding_window": 1024},
+    ),
+    "Falcon-H1-1.5B": (["hybrid"], 24, {"hybrid": (2, 128, 128)}, _MAMBA),
+    "Qwen3-Next-80B": (["linear_attention"] * 3 + [_FULL], 12, {_FULL: (2, 256, 256)}, _NETS),
 }
 _SUPPORT_TITLES = ("type", "engine", "flag", "GPUs", "for", "sizes", "known by", "note")
 _KERNEL_TITLES = ("`--attention`", "queries", "K and V", "softmax weights", "scales")
@@ -31,7 +61,9 @@ def page() -> str:
     support = (_support_row(name, pair) for name in ALL_CACHES for pair in find_support(name))
     return (
         template.render(
-            types=_table(titles, map(_type_row, types)), support=_table(_SUPPORT_TITLES, support)
+            types=_table(titles, map(_type_row, types)),
+            support=_table(_SUPPORT_TITLES, support),
+            fitting=_table(("model", "16 bits", *(f"`{name}`" for name in _FITTING)), map(_fit_row, _MODELS)),
         ).rstrip()
         + "\n"
     )
@@ -49,6 +81,22 @@ def _type_row(kind: CacheType) -> list[str]:
 
 def _bits(kind: CacheType, shape: Shape) -> str:
     return f"{kind.bytes_per_token([shape]) * 8 / shape.values:.3g}"
+
+
+def _fit_row(name: str) -> list[str]:
+    kinds, times, shapes, more = _MODELS[name]
+    kinds = kinds * times
+    config = SimpleNamespace(model_type=name.partition("-")[0].lower(), layer_types=kinds, **more)
+    held = {i: Shape(*shapes[kind]) for i, kind in enumerate(kinds) if kind in shapes}
+    layers = Layers(held, len(kinds), not {_FULL, _SLIDING}.issuperset(kinds))
+    full = vllm_pool(config, layers, None).tokens_per_gb
+    gains = []
+    for cache in map(cache_type, _FITTING):
+        try:
+            gains.append(f"{vllm_pool(config, layers, cache).tokens_per_gb / full:.2f}")
+        except InputError:
+            gains.append("-")
+    return [name, f"{full:,}", *gains]
 
 
 def _support_row(cache: str, support: Support) -> list[str]:

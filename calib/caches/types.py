@@ -111,12 +111,18 @@ class CacheType(Facts):
     def edges(self, layers: Layers) -> set[int]:
         """Return the layers that stay in 16 bits, as vLLM's `get_boundary_skip_layers` chooses them.
 
-        InputError where layers share a cache: it counts those too, and nobody ran it.
+        InputError where layers share a cache: it counts those too, and nobody ran it. InputError for a
+        hybrid whose every layer attends, which vLLM refuses.
         """
-        if not self.edge_layers or layers.is_hybrid:
+        if not self.edge_layers:
             return set()
         indices = range(layers.total)
-        if layers.shapes.keys() != {*indices}:
+        is_complete = layers.shapes.keys() == {*indices}
+        if layers.is_hybrid:
+            if is_complete:
+                raise InputError(f"{self.name} is for hybrids where some layers only attend, in vLLM")
+            return set()
+        if not is_complete:
             raise InputError(f"{self.name} is not known for a model where layers share a cache")
         count = min(self.edge_layers, len(indices) // 2)
         return {*indices[:count], *indices[len(indices) - count :]}

@@ -120,6 +120,9 @@ def recommend(
     gpu: str | None = flags.option(
         "Consider only caches for this GPU, such as a100, h100 or b200. Default: any."
     ),
+    request_tokens: int | None = flags.data(
+        "Count what fits in requests of this many tokens. Default: 32768, or the model's positions.", min=1
+    ),
     suite: choices.SuiteName | None = _SUITE,
     dataset: str | None = flags.option(f"Read this text; see `fp8kv calibrate --help`. Default: {_DATASET}."),
     device: choices.Device | None = flags.DEVICE,
@@ -147,7 +150,7 @@ def recommend(
     from calib.recipe import load_recipe
     from calib.recommendation import run_recommendation
 
-    wish = make_wish(budget_kl, budget_bytes, engine, gpu)
+    wish = make_wish(budget_kl, budget_bytes, engine, gpu, request_tokens)
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
     advice, warnings, written = run_recommendation(
@@ -169,13 +172,16 @@ def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool 
             offer.cache,
             f"{offer.bytes_per_token:,}",
             f"{offer.share:.1%}",
+            "by bytes" if offer.tokens_per_gb is None else f"{offer.tokens_per_gb:,}",
             f"{show_number(offer.kl.value)} {show_interval(offer.kl.low, offer.kl.high)}".strip(),
             offer.why,
         )
         for offer in advice.alternatives
     ]
     yield TextTable(
-        f"KV caches of {model}, not chosen", ("cache", "bytes", "of 16 bits", "KL", "why not"), rows
+        f"KV caches of {model}, not chosen",
+        ("cache", "bytes", "of 16 bits", "tokens/GB", "KL", "why not"),
+        rows,
     )
     yield from (f"{name} cannot be served: {reason}" for name, reason in advice.not_served.items())
     yield from answer_lines(advice, with_commands=with_commands)

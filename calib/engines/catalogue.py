@@ -131,6 +131,8 @@ class Caches(Section):
     version: str = ""  # the engine's, whose flags and kernels were read or run
     evidence: Evidence = "read"
     types: dict[str, tuple[CacheSupport, ...]] = {}
+    # model classes whose pages tokens_that_fit.py knows: tools/engine_classes/vllm_tokens.py
+    pages: tuple[str, ...] = ()
 
 
 class HeadSizes(Section):

@@ -22,6 +22,7 @@ class Wish:
     share: float | None = None
     engine: str | None = None
     gpu: str | None = None
+    request_tokens: int | None = None  # of the requests that are to fit; None: a default
 
     def is_met_by(self, cache: CacheFigures) -> bool:
         """Return whether a cache stays within the budget."""
@@ -31,18 +32,21 @@ class Wish:
         return cache.kl.is_finite and cache.share <= self.share
 
 
-def make_wish(budget_kl: str | None, budget_bytes: str | None, engine: str | None, gpu: str | None) -> Wish:
+def make_wish(
+    budget_kl: str | None, budget_bytes: str | None, engine: str | None, gpu: str | None,
+    request_tokens: int | None = None,
+) -> Wish:  # fmt: skip
     """Read the flags of `recommend`; raise an InputError for what cannot be meant."""
     if budget_kl and budget_bytes:
         raise InputError("--budget-kl and --budget-bytes: give one of them")
     check_place(engine, gpu)
     if budget_bytes is None:
         budget = KL_BUDGET if budget_kl is None else _positive("--budget-kl", budget_kl, "nats")
-        return Wish(kl=budget, engine=engine, gpu=gpu)
+        return Wish(budget, None, engine, gpu, request_tokens)
     share = _positive("--budget-bytes", budget_bytes, "a share of 16 bits' bytes, at most 1")
     if share > 1:
         raise InputError(f"--budget-bytes {budget_bytes} is more than 1, which is 16 bits")
-    return Wish(kl=None, share=share, engine=engine, gpu=gpu)
+    return Wish(None, share, engine, gpu, request_tokens)
 
 
 def _positive(flag: str, text: str, unit: str) -> float:
@@ -60,16 +64,17 @@ def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendatio
     caches, refusals = _served_caches(judgement, offers, wish)
     within = [cache for cache in caches if wish.is_met_by(cache)] or caches[:1]
     if wish.kl is not None:
-        least = min((cache.bytes_per_token, _effort(cache)) for cache in within)
-        within = [cache for cache in within if (cache.bytes_per_token, _effort(cache)) == least]
+        least = min((cache.memory, _effort(cache)) for cache in within)
+        within = [cache for cache in within if (cache.memory, _effort(cache)) == least]
     name = judgement.simplest([cache.cache for cache in within])
     chosen = next(cache for cache in within if cache.cache == name)
-    alternatives = sorted(caches, key=lambda cache: (cache.bytes_per_token, cache.kl.value))
+    alternatives = sorted(caches, key=lambda cache: (cache.memory, cache.kl.value))
     return Recommendation(
         budget_kl=wish.kl,
         budget_bytes=wish.share,
         engine=wish.engine,
         gpu=wish.gpu,
+        request_tokens=offers.request_tokens(wish.request_tokens),
         chosen=chosen,
         alternatives=[
             Alternative(**dict(cache), why=_why_not(cache, chosen, wish, judgement))
@@ -84,7 +89,7 @@ def _served_caches(
     judgement: Judgement, offers: Offers, wish: Wish
 ) -> tuple[list[ServedCache], dict[str, str]]:
     """List what was measured and can be served, simplest first, 16 bits before all; say why others cannot."""
-    caches, refusals = [], {}
+    caches, refusals, tokens = [], {}, offers.request_tokens(wish.request_tokens)
     for name, row in judgement.rows.items():
         if row.kind not in ("cache", REFERENCE) and name not in SERVED:
             continue
@@ -96,9 +101,12 @@ def _served_caches(
         size, full = row.bytes_per_token, judgement.rows[REFERENCE].bytes_per_token
         assert size is not None
         assert full is not None
+        pair = (judgement.measured[key].variant for key in (name, REFERENCE))
+        fits, most = (offers.tokens_per_gb(variant, offer.engine, wish.gpu, tokens) for variant in pair)
         caches.append(
             ServedCache(
                 cache=name, description=row.description, kl=row.kl, bytes_per_token=size, share=size / full,
+                tokens_per_gb=fits, memory=most / fits if fits and most else size / full,
                 needs=_NEEDS[effort], engine=offer.engine, engine_version=offer.version,
                 gpus=offer.gpus, notes=offer.notes, commands=offer.commands,
             )
@@ -113,7 +121,7 @@ def _effort(cache: ServedCache) -> int:
 def _complexity(cache: ServedCache) -> tuple[float, ...]:
     """Rank a cache by what it takes to serve it; 0 is the simplest."""
     order = SERVED.index(cache.cache) if cache.cache in SERVED else 0
-    return (cache.cache != REFERENCE, _effort(cache), order, cache.bytes_per_token, cache.kl.value)
+    return (cache.cache != REFERENCE, _effort(cache), order, cache.memory, cache.kl.value)
 
 
 def _why_not(cache: ServedCache, chosen: ServedCache, wish: Wish, judgement: Judgement) -> str:
@@ -123,8 +131,8 @@ def _why_not(cache: ServedCache, chosen: ServedCache, wish: Wish, judgement: Jud
         if wish.share is not None:
             return "more bytes than the budget"
         return f"KL up to {cache.kl.high:.2g}, beyond the budget"
-    if wish.kl is not None and cache.bytes_per_token > chosen.bytes_per_token:
-        return "more bytes"
+    if wish.kl is not None and cache.memory > chosen.memory:
+        return "fewer tokens fit" if cache.tokens_per_gb and chosen.tokens_per_gb else "more bytes"
     if judgement.is_worse(cache.cache, chosen.cache):
         return "measurably worse"
     comparison = _BETTER if judgement.is_worse(chosen.cache, cache.cache) else f"not {_BETTER}"
@@ -148,6 +156,10 @@ def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[
         f"[{cache.kl.low:.2g}, {cache.kl.high:.2g}], within {budget}",
         f"{cache.bytes_per_token:,} bytes a token, {cache.share:.1%} of 16 bits; "
         f"needs {cache.needs}; speed was not measured",
+        f"{cache.tokens_per_gb:,} tokens fit into a GB (10^9 bytes), {1 / cache.memory:.2f} times those of "
+        f"16 bits, in requests of {answer.request_tokens:,}, as {cache.engine} allocates them"
+        if cache.tokens_per_gb
+        else f"compared by bytes: how {cache.engine} allocates this model's memory is not known",
         f"served by {cache.engine} {cache.engine_version} on {', '.join(cache.gpus)}{notes}"
         + ":" * with_commands,
         *(f"  {command}" for command in cache.commands if with_commands),

@@ -127,6 +127,8 @@ class CacheFigures(ReportPart):
     kl: Figure
     bytes_per_token: int
     share: float  # of the bytes in 16 bits
+    tokens_per_gb: int | None = None  # that fit, by the engine's allocator; None: not known
+    memory: float  # for as many tokens, a share of 16 bits'; by bytes where tokens are not known
 
 
 class Alternative(CacheFigures):
@@ -153,6 +155,7 @@ class Recommendation(ReportPart):
     budget_bytes: float | None
     engine: str | None  # None: any
     gpu: str | None
+    request_tokens: int | None = None  # of the requests that `tokens_per_gb` counts
     chosen: ServedCache
     alternatives: list[Alternative] = Field(alias="passed")
     not_served: dict[str, str]  # variant: why

@@ -191,9 +191,11 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
     served_name = str(checkpoint.path) if name.startswith("builtin:") else name
     recipe = evaluation.recipe
     evaluation.offers = offers = Offers(
-        served_name, checkpoint, recipe.data.dataset, evaluation.shapes, recipe.trust_remote_code
+        *(served_name, checkpoint, recipe.data.dataset, evaluation.shapes, recipe.trust_remote_code),
+        *(evaluation.config, evaluation.layers),
     )
     if wish is not None:
+        offers.request_tokens(wish.request_tokens)  # refused before anything is measured
         caches = [variant for variant in variants if variant.kind != "control"]
         answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
         evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}

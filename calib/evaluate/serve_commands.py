@@ -5,14 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from calib.caches.types import Shape, cache_type
+from transformers import PreTrainedConfig
+
+from calib.caches.types import Layers, Shape, cache_type
 from calib.choices import REFERENCE, FormatName
 from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
+from calib.engines.model_classes import architecture
+from calib.engines.tokens_that_fit import REQUEST_TOKENS, vllm_pool
 from calib.errors import InputError, UnsupportedExportError
 from calib.evaluate.variants import Variant
 from calib.files.model_directory import ModelDirectory
 from calib.formats import FORMATS, export
+from calib.models.config import check_positions, model_positions
 from calib.models.sources import short_name
 from calib.rescale.pipeline import check_no_scales
 from calib.scales.scales import KVScales
@@ -45,6 +50,8 @@ class Offers:
     dataset: str
     shapes: Sequence[Shape]
     trust_remote_code: bool = False
+    config: PreTrainedConfig | None = None
+    layers: Layers | None = None  # with `config`, by which tokens that fit are known
 
     def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
         """Find how the first engine serves a variant there, or say in a sentence why none does."""
@@ -112,6 +119,26 @@ class Offers:
     def _calibration(self, flags: str, output: str) -> str:
         data = shlex.join([self.model, "--dataset", self.dataset])
         return f"fp8kv-calibrate {data} {flags} -o {shlex.quote(output)}"
+
+    def request_tokens(self, tokens: int | None) -> int:
+        """Return the tokens of the requests that are to fit; a default within the model's positions."""
+        if self.config is not None and tokens is not None:
+            check_positions(self.config, tokens, "--request-tokens")
+        limit = self.config and model_positions(self.config)
+        return tokens or min(REQUEST_TOKENS, limit or REQUEST_TOKENS)
+
+    def tokens_per_gb(self, variant: Variant, engine: str, gpu: str | None, tokens: int) -> int | None:
+        """Return what fits into 10^9 bytes in requests of `tokens`; None where the rule is not known."""
+        classes = find_engine(engine).caches.pages
+        if architecture(self.checkpoint.config) not in classes or self.config is None or self.layers is None:
+            return None
+        cache = None if variant.kind == REFERENCE else cache_type(variant.cache or "fp8")
+        in_16_bits = self.layers.shapes.keys() - set(variant.layers) if variant.scales else set()
+        text = self.config.get_text_config(decoder=True)
+        try:
+            return vllm_pool(text, self.layers, cache, in_16_bits, tokens, gpu).tokens_per_gb
+        except InputError:
+            return None
 
     @cached_property
     def _has_scales(self) -> bool:

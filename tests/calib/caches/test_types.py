@@ -36,8 +36,7 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
     for name, (size, _) in TYPES.items():
         kind = cache_type(name)
         assert kind.bytes_per_token([(3, 64, 64)] * 5) == 15 * size, name
-        # a hybrid keeps none in 16 bits, be its state beside K and V or in layers of its own
-        for layers, in_16_bits in ((range(5), 4), (range(3), 2), (range(5), 0), ([3, 7], 0)):
+        for layers, in_16_bits in ((range(5), 4), (range(3), 2), ([3, 7], 0)):  # a hybrid keeps none
             model = Layers(dict.fromkeys(layers, Shape(1, 64, 64)), layers[-1] + 1, is_hybrid=not in_16_bits)
             in_16_bits *= name.startswith("turboquant")
             assert kind.model_bytes(model) == size * (len(layers) - in_16_bits) + 256 * in_16_bits, name
@@ -52,6 +51,8 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
     long = Shape(1, 576, 192, "latents")
     assert cache_type("fp8_ds_mla").bytes_per_token([long]) == 576 + 5 * 4 + 2 * 192
     assert cache_type("fp8").bytes_per_token([HEADS, LATENTS]) == 256 + 576
+    with pytest.raises(InputError, match=r"^nvfp4 holds K and V of heads, .* latents \(MLA\)$"):
+        cache_type("nvfp4").bytes_per_token([HEADS, LATENTS])
     for name, shape, problem in (
         ("nvfp4", (1, 72, 72), "head size 72 is not a multiple of 16"),
         ("lmdeploy_int4", (1, 7, 7), "head size 7 is not a multiple of 2"),
@@ -61,15 +62,6 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
     ):
         with pytest.raises(InputError, match=f"^{name}: {problem}$"):
             cache_type(name).bytes_per_token([shape])
-
-
-def test_types_are_for_latents_or_for_heads():
-    for name in LATENT_CACHES:
-        with pytest.raises(InputError, match=f"{name} holds latents .MLA., .* K and V of heads$"):
-            cache_type(name).bytes_per_token([HEADS])
-    for shapes in ([LATENTS], [HEADS, LATENTS]):
-        with pytest.raises(InputError, match=r"nvfp4 holds K and V of heads, .* latents \(MLA\)$"):
-            cache_type("nvfp4").bytes_per_token(shapes)
 
 
 @pytest.mark.parametrize(("find", "facts"), [(cache_type, ()), (rounding, (ONE,))])

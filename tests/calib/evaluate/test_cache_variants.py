@@ -260,7 +260,6 @@ def test_the_command_line(caches_directory, evaluation, small_directory, tmp_pat
 
 
 OFFER = Offer("vllm", "1", ("h100",), commands=("x",))
-ANYWHERE = SimpleNamespace(find=lambda variant, engine, gpu: OFFER)
 NOISE = torch.rand(4, 50, generator=torch.Generator().manual_seed(0))
 
 
@@ -274,12 +273,15 @@ def figures(name, kl, size, *, kind="cache", baked=False, noise=NOISE):
     return name, Measured(Variant(name, name, kind), documents), row
 
 
-def chosen(variants, **wish):
+def chosen(variants, fits=(), **wish):
+    """The choice where these tokens fit, by the name of a variant."""
+    anywhere = SimpleNamespace(find=lambda *_: OFFER, request_tokens=lambda tokens: tokens or 7)
+    anywhere.tokens_per_gb = lambda variant, *_: dict(fits).get(variant.name)
     reference = figures(REFERENCE, 0.0, 200, kind=REFERENCE)
     all_of = [reference, *variants]
     measured = {name: m for name, m, _ in all_of}
     rows = {name: row for name, _, row in all_of}
-    return recommend(Judgement(measured, rows), ANYWHERE, Wish(**wish))
+    return recommend(Judgement(measured, rows), anywhere, Wish(**wish))
 
 
 FIELD = [
@@ -318,6 +320,17 @@ def test_the_cheapest_within_a_budget_of_kl():
     assert "(attn_head, tensor: measurably better in as many bytes)" in line
     way = found.chosen.model_copy(update={"commands": ("make", "serve")})
     assert advised_cache(found.model_copy(update={"chosen": way})).endswith(": make && serve")
+
+
+def test_tokens_that_fit_count_and_bytes_where_they_are_not_known():
+    fits = {REFERENCE: 100, "int4": 100, "none": 240}  # a state's pages make INT4 no smaller
+    found = chosen(FIELD, fits, kl=0.5, request_tokens=9)
+    assert (found.chosen.cache, found.request_tokens) == ("none", 9)
+    assert "240 tokens fit into a GB (10^9 bytes), 2.40 times" in answer_lines(found)[2]
+    of = {each.cache: (each.tokens_per_gb, each.memory, each.why) for each in found.alternatives}
+    assert of["int4"] == (100, 1.0, "fewer tokens fit")
+    assert of["int8"] == (None, 0.53, "more bytes")
+    assert "compared by bytes" in answer_lines(chosen(FIELD, kl=0.5))[2]
 
 
 def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
@@ -428,8 +441,6 @@ def test_wishes_that_cannot_be_meant():
         ((None, "-1", None, None), "--budget-bytes takes a number above 0"),
         ((None, "2", None, None), "--budget-bytes 2 is more than 1"),
         (("1", "0.5", None, None), "give one of them"),
-        ((None, None, "llama.cpp", None), "--engine 'llama.cpp'.* vllm, sglang, lmdeploy"),
-        ((None, None, None, "tpu"), "--gpu 'tpu'.* a100.* mi300x"),
         ((None, None, "lmdeploy", "mi300x"), "lmdeploy on mi300x"),
     ):
         with pytest.raises(InputError, match=problem):
@@ -441,9 +452,12 @@ def test_the_command_line_of_recommend(tmp_path):
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
-    done = ran("recommend", directory, *flags)
+    too_long = fp8kv("recommend", directory, *flags, "--request-tokens", "4096")
+    one_line_error(too_long, "--request-tokens 4096 is longer than")
+    done = ran("recommend", directory, *flags, "--request-tokens", "99")
     assert any("nvfp4: head size 24" in each for each in done.stderr.splitlines())
-    assert "not chosen" in done.stdout
+    assert "tokens/GB" in done.stdout
+    assert "in requests of 99, as vllm" in " ".join(done.stdout.split())
     assert "speed was not measured" in done.stdout
     for name in ("int4_per_token_head, baked", "int8_per_token_head", "tensor"):
         assert f" {name} │" in done.stdout
