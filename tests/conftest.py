@@ -19,7 +19,6 @@ from families import save_model, tiny_model
 from calib.errors import Fp8kvError
 
 pytest_plugins = ["engine_fixtures"]
-
 torch.manual_seed(0)
 
 
@@ -28,7 +27,6 @@ def made_of_one_line(error, *arguments):
 
 
 Fp8kvError.__init__ = made_of_one_line
-
 # what `make test` leaves to `make test-slow`: a browser, a notebook, real models, PTX, mutants of kernels
 SLOW = ("test_demo.py", "test_examples.py", "test_site.py", "calib/evaluate/test_html_browser.py", "ptx/")
 SLOW += ("runtime/test_mutations.py",)

@@ -29,7 +29,6 @@ from calib.recipe import Recipe
 _TAKEN = re.compile(r"output '(.+)' exists; add --overwrite")
 _NAMED = re.compile(r"# (\S+\.ya?ml)\b")
 _WRITTEN = re.compile(r"(?:-o|--output)[ =](\S+)")
-
 # what does not run here, by its first words
 NOT_RUN = {
     "make": "installs; CI runs `make test`, and tests/test_docs.py compares `make demo`",

@@ -11,8 +11,10 @@ import torch
 from families import save_model, tiny_model
 
 import calib
+import calib.data
+import calib.formats
 import calib.recipe as calib_recipe
-import fp8kv_runtime
+import fp8kv_runtime.hf
 from calib import InputError
 
 DATA = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
@@ -143,10 +145,12 @@ def test_what_is_drawn_while_calibrating_can_be_trained_on_and_warnings_name_the
 
 
 def test_completion_and_type_checkers_see_every_public_name():
-    for package in (calib, fp8kv_runtime):
-        assert dir(package) == sorted(package.__all__)
-    with pytest.raises(AttributeError, match="module 'calib' has no attribute 'convrt'"):
-        calib.convrt  # noqa: B018
+    for package in (calib, calib.data, calib.formats, fp8kv_runtime, fp8kv_runtime.hf):
+        assert package not in (calib, fp8kv_runtime) or dir(package) == sorted(package.__all__)
+        assert len(set(package.__all__)) == len(package.__all__) > 0
+        assert all(hasattr(package, public) for public in package.__all__)
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'convrt'"):
+            package.convrt  # noqa: B018
     # without the stub every name is `Any`, and py.typed promises what is not there
     tree = ast.parse(Path(calib.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

@@ -44,7 +44,7 @@ def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
         ("capture.resume.calibrate", {"headroom": "auto"}, "192 tokens are too few to tell what others may"),
         ("job.load_model", {"strategy": "attn_head", "export__formats": ["tgi"]}, "--reduce"),
         ("job.load_model", {"data__dataset": "./gone.jsonl"}, "gone.jsonl"),
-        ("job.load_model", {"data__seq_len": 999}, "--seq-len 999 is longer than the model's 256 positions"),
+        ("job.load_model", {"data__seq_len": 257}, "--seq-len 257 is longer than the model's 256 positions"),
     ):
         monkeypatch.setattr(f"calib.{step}", lambda *_, **__: pytest.fail("it was called"))
         with pytest.raises(Fp8kvError, match=message):
@@ -62,6 +62,7 @@ def test_the_default_length_is_cut_to_the_models_positions_and_the_output_named_
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
     assert saved["recipe"]["data"]["seq_len"] == 256
     assert result.warnings[0] in saved["warnings"]
+    assert run(str(model), load_recipe(None, short | {"data.seq_len": 256}), tmp_path / "all").tokens == 512
 
 
 def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):

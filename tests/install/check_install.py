@@ -18,7 +18,6 @@ from installed_checks import CHECKS
 ROOT, RESULTS = Path(__file__).parents[2], Path(__file__).parent / "installs.json"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RESOLUTIONS = ("lowest-direct", "highest")
-
 # what would lead to the checkout, or to what was made before
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
 _LIST = (

@@ -12,7 +12,6 @@ _COMPILED_HERE = ["test_matrix.py", "test_mutations.py", "test_specialization.py
 collect_ignore = ["test_smoke.py"] if COMPILED else _COMPILED_HERE
 if sys.platform != "linux":  # where there is no Triton
     collect_ignore_glob = ["test_*.py"]
-
 # what Triton 3.9 warns about where nobody said
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 

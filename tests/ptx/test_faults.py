@@ -17,7 +17,6 @@ WRITE, READ = "st.shared.b32 [%r8], %r5;", "ld.shared.b32 %r5, [%r11];"
 EXCHANGED = f"{LOAD} {WRITE} {BARRIER} {READ} {STORE}"
 COPIED = f"{COPY} {WAIT} {BARRIER} {READ} {STORE}"
 OVERWRITTEN = f"{LOAD} {WRITE} {BARRIER} {READ} {BARRIER} {WRITE} {STORE}"
-
 # what is right, what is wrong without, and what is said
 PAIRS = [
     (EXCHANGED, BARRIER, "race: read"),

@@ -45,7 +45,6 @@ CASES = USUAL.copy()
 for seed, row in enumerate(cover_pairs(SETTINGS, _is_supported, candidates=1000)):
     others = {"lengths": LENGTHS[row["num_splits"]], "kv_heads": 1 + (row["group"] < 7)}
     CASES["-".join(map(str, row.values()))] = Case(**row, **others, v_scales=row["k_scales"], seed=seed)
-
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 # a case that is not usual goes to one of the first two, which differ in how they decode FP8
 EACH = [(sm, name) for sm in NVIDIA for i, name in enumerate(CASES) if name in USUAL or sm != NVIDIA[i % 2]]

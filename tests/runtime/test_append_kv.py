@@ -13,7 +13,6 @@ from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
 # NaN and Inf are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CASES = [  # every value of every option
     Case((), head_dim=32, format="e4m3fn", dtype=F16, k_scales="tensor", v_scales="channel"),

@@ -16,7 +16,6 @@ from fp8kv_runtime.kernels.targets import current_target
 ON_GPU = torch.cuda.is_available()
 # the interpreter is fastest with few programs, a GPU with small ones
 BLOCK, ONE = 1024 if ON_GPU else 2**20, torch.ones(1)
-
 # NaN and Inf are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 OF_EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)

@@ -16,7 +16,6 @@ from kernels.processors import PROCESSORS
 from mutants import mutate
 
 ROOT = Path(__file__).parent.parent.parent
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
 

@@ -13,7 +13,6 @@ from fp8kv_runtime.storage import KVBlocks
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ["decode_kernel", "reduce_kernel", "extend_kernel", "append_kv_kernel"]
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
 

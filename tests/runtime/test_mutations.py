@@ -15,7 +15,6 @@ pytestmark = [
     # NaN and Inf are among the inputs
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-
 # the longest sequence first: a mutant that takes its block table for another's reads what exists
 PLAIN = Case((70, 33), group=3, head_dim=80, num_splits=3)
 ALL = replace(PLAIN, window=40, softcap=5.0, sinks=True, starts=(3, 7), center=True, block_size=64)
@@ -40,12 +39,10 @@ CHECKS = {
     "history": partial(run_history, 1, steps=300),
     "growing history": partial(run_history, 3, steps=300, can_grow=True),
 }
-
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
 APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning", "split"))
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
-
 # what is wrong: who sees it, and the file with texts and what replaces each
 MUTATIONS = {
     "drops K's scale": ("decode plain kernel", ATTEND,

@@ -12,7 +12,6 @@ from calib.commands.app import app
 
 # typer makes all commands anew for each call, which takes longer than most of them
 testing._get_command = cache(testing._get_command)
-
 CLI = [sys.executable, "-m", "calib"]
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").glob("*.ipynb"))
-
 _FENCE = re.compile(r" *(`{3,}|~{3,})([^`]*)")
 _INCLUDED = re.compile(r'^ *-+8<-+ "(.+)"\n', re.MULTILINE)
 # `# exit 1: why`; with an `if` both are right

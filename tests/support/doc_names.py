@@ -24,7 +24,6 @@ from calib.models import sources
 
 # as in pyproject.toml
 APPS = {"fp8kv": "main", "fp8kv-calibrate": "calibrate_main", "fp8kv-eval": "eval_main"}
-
 PROMPTS = "".join(f'{{"prompt": "Count to {i}, please, and say what comes after {i}."}}\n' for i in range(40))
 FILES = {
     "prompts.jsonl": PROMPTS,
@@ -44,7 +43,6 @@ DIRECTORIES = {
     "build/demo": "fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs "
     "--strategy attn_head --dtype float32 --samples 8",
 }
-
 _CARD = """---
 configs: [{config_name: default, data_files: [{split: train_sft, path: a.jsonl}]}]
 ---

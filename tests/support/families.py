@@ -22,7 +22,6 @@ _SLIDING_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 _SLIDING = {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL}
 _MOSTLY_FULL = ["sliding_attention", "full_attention", "full_attention"]
 _MOSTLY_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
-
 FAMILIES: dict[str, dict] = {
     **{name: {} for name in ("llama", "qwen2", "phi3", "gpt_neox", "olmo2", "granite", "starcoder2")},
     **{name: {"sliding_window": 5} for name in ("mistral", "cohere2")},

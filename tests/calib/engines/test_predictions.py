@@ -1,26 +1,27 @@
-"""What is predicted of hand-made directories, of every class, config and name in the tables, and of SGLang.
-
-`make interop` asks the engines' own code about all directories.
-"""
+"""What is predicted of hand-made directories and of every class in the tables, as `make interop` asks."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import fp8kv
+from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, fixtures, wanted
+from engine_fates import NOT_FP8, fate
+from engine_fixtures import make_scales
+from engine_tables import differences, flat, groups, modules, named, recorded, together
 from scale_directories import COMPRESSED, lines_of, model, simulated
 
-from calib.engines.catalogue import find_engine, load_catalogue
+from calib.engines.catalogue import load_catalogue
 from calib.engines.model_classes import TRANSFORMERS
 from calib.engines.simulate_loading import simulate
 from calib.files.config import head_counts, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name
 from calib.files.scale_files import ScaleTensor
-from calib.formats import FORMATS
+from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
-from engine_cases import NAMINGS, QUANTIZATIONS, fixtures
 from scale_cases import CASES, LAYERS, write_case
 
 
@@ -82,14 +83,14 @@ def test_every_architecture_config_and_name(name):
     for fixture in fixtures([]):
         is_counted = head_counts(text_config(fixture.config), "k")
         for kind, fates in results(rules.classes, fixture.architecture):
-            for naming, fate in fates.items():
-                expected = fate.partition(":")[0].replace("crash", "refused")
+            for naming, known in fates.items():
+                expected = known.partition(":")[0].replace("crash", "refused")
                 if kind.endswith("attn_head") and expected in ("loaded", "partly") and not is_counted:
                     expected = "unknown"  # heads of an unknown number
                 found = word(simulate(directory(fixture, QUANTIZATIONS[kind], naming), rules))
                 cases += 1
                 if found != expected:
-                    wrong.append((fixture.name, kind, naming, fate, found))
+                    wrong.append((fixture.name, kind, naming, known, found))
     assert wrong == []
     assert cases > 3000
 
@@ -139,13 +140,6 @@ def test_the_table_says_why_nothing_arrives_in_sglang(tmp_path):
         assert all(words in lines_of(done) for words in (f"│ {shown} │ {shown} │", why, architecture))
 
 
-def test_the_first_sglang_with_these_scales_has_one_home():
-    since = find_engine("sglang").since
-    assert find_engine("sglang", "0.5").until == since
-    assert since in FORMATS["sglang"].note
-    assert since in FORMATS["modelopt"].engine
-
-
 def test_sglang_reads_quark_and_mixed_precision_otherwise_than_vllm(tmp_path):
     """What differs; `make interop` compares these with SGLang's own config classes."""
 
@@ -171,3 +165,64 @@ def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     directory = model(tmp_path, config=case.config, architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=8)
     assert statuses(directory, "vllm") == {"default"}
     assert "layers that cache latents" in simulated(directory, "vllm").ignored[0][1]
+
+
+LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
+OWN = wanted(LLAMA, NAMINGS[0])
+ONES = ((1.0,), (1.0,))
+
+
+def test_the_fate_of_scales():
+    for held, expected in (
+        (OWN, "loaded"),
+        ([OWN[1], OWN[0], OWN[2]], "partly: 1 of 3 loaded, 2 of 3 with another layer's scales"),
+        ([(v, k) for k, v in OWN], "partly: all with K and V crossed"),
+        ([(k, (1.0,)) for k, _ in OWN], "partly: all with K alone"),
+        ([((0.5,), (0.5,)), *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 with a wrong value"),
+        ([ONES] * 3, "dropped"),
+        ([ONES, None, None], "dropped"),
+        ([None] * 3, "no place"),
+        ([None, *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 without a place"),
+        ([NOT_FP8] * 3, "dropped: the cache keeps 16 bits"),
+        (OWN[:2], "partly: 2 attention layers for 3 pairs of scales"),
+    ):
+        # in the order of layers, not of names: 10 comes after 2
+        assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
+
+
+def test_the_configs_are_those_that_we_write(checkpoint):
+    kinds = {"compressed-tensors": "vllm", "compressed-tensors attn_head": "vllm", "modelopt": "modelopt"}
+    for name, format_name in kinds.items():
+        strategy = name.partition(" ")[2] or "tensor"
+        written = export(make_scales(strategy), checkpoint, format_name)
+        assert written.config["quantization_config"] == QUANTIZATIONS[name].config
+        assert written.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
+
+
+def test_equal_architectures_are_one_group_and_differences_a_line():
+    first, second = {"none": {"a": "loaded"}}, {"none": {"a": "dropped"}}
+    found = {"A": first, "B": second, "C": dict(first)}
+    assert [group["architectures"] for group in groups(found)] == [["A", "C"], ["B"]]
+    known = SimpleNamespace(results=found, not_built={"D": "why"})
+    assert differences(flat(recorded(known)), flat({**found, "D": "why"})) == []
+    assert differences(flat(found), flat({"A": second, "B": second})) == [
+        "A | none | a: recorded loaded, now dropped",
+        "C | none | a: recorded loaded, now nothing",
+    ]
+    # a class with two configs does what it does with both
+    both = {"none": {"a": "partly: loaded, or by the config dropped"}}
+    assert (together(first, first), together(first, second)) == (first, both)
+    assert together("why", first) == together(first, "why") == "why"
+
+
+@pytest.mark.parametrize("name", [name for name, engine in load_catalogue().items() if engine.classes])
+def test_tables_are_about_the_small_configs(name):
+    classes = load_catalogue()[name].classes
+    table = recorded(classes)
+    known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
+    others = [other for fixture in known for other in fixture.spellings()]
+    ran = {*named(classes.modules, table)}
+    assert {*named(modules(known), table)} <= ran <= {*named(modules(known + others), table)}
+    assert {*table} == {fixture.architecture for fixture in fixtures([])}
+    fates = {case.partition(":")[0] for case in flat(table).values()}
+    assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}

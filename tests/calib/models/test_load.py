@@ -20,7 +20,7 @@ from calib.bench import attention_heads
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import check_layers
 from calib.models import sources
-from calib.models.config import check_cacheable, check_positions, load_config
+from calib.models.config import check_cacheable, load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.progress import library_bars_hidden
@@ -49,12 +49,6 @@ def test_what_is_no_decoder_or_of_an_unknown_type_whose_code_stays_off(tiny_dire
     auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     edit_json(tiny_directory / "config.json", model_type="own", auto_map=auto_map)
     refused(tiny_directory, "trust_remote_code")
-
-
-def test_a_sequence_longer_than_the_models_positions(tiny_llama):
-    check_positions(tiny_llama.config, 256, "--seq-len")
-    with pytest.raises(InputError, match="--seq-len 257 is longer than the model's 256"):
-        check_positions(tiny_llama.config, 257, "--seq-len")
 
 
 def test_missing_weights_are_never_made_up(tiny_directory):

@@ -19,7 +19,6 @@ IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
 # the same float32 sums in another order
 ROUNDING = 2e-5
-
 GREEDY, LONG = {"do_sample": False}, {"max_new_tokens": 10, "min_new_tokens": 10}
 BEAM = {"do_sample": False, "num_beams": 3, **LONG}
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 0}
