@@ -8,7 +8,7 @@ from kernel_setting import nan_in_new_memory  # noqa: F401  for all tests here
 
 COMPILED = os.environ.get("TRITON_INTERPRET") == "0"
 # in any other run `test_smoke.py` starts some of them by itself
-_COMPILED_HERE = ["test_matrix.py", "test_mutations.py", "test_specialization.py"]
+_COMPILED_HERE = ["test_matrix.py", "test_mutations.py"]
 collect_ignore = ["test_smoke.py"] if COMPILED else _COMPILED_HERE
 if sys.platform != "linux":  # where there is no Triton
     collect_ignore_glob = ["test_*.py"]

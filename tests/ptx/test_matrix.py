@@ -1,5 +1,6 @@
 """The compiled kernels, run by their launchers, on every NVIDIA target: against the oracle."""
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 import triton
 from checks import assert_attention, assert_output, assert_rounded, assert_stored
 from kernel_grid import cover_pairs
+from kernels.offline import launches
 from oracle import attention
 from paged import Case, build
 from virtual_gpu.launch import virtual_gpu
@@ -15,6 +17,7 @@ from virtual_gpu.program import FaultError
 
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.storage import specialization
 
 # by the number of parts: three sequences in room for four, one of them empty; parts of several tiles, so that
 # copies run ahead, and of one; more parts than there are tiles
@@ -137,3 +140,27 @@ def test_every_byte_decodes_exactly(target):
         stored[1, block, 0, 255] = half
         got = batch.attend("kernel")
         assert torch.equal(got[0, 0].nan_to_num(7.7), half.view(torch.float8_e4m3fn).half().nan_to_num(7.7))
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int16, torch.int32, torch.int64)
+# of 64 bytes each; the second does not begin at a multiple of 16
+TENSORS = {(d, at): torch.zeros(66, dtype=d)[at : at + 64] for d in (*DTYPES, torch.uint8) for at in (0, 1)}
+# sizes and strides
+INTEGERS = [0, *(2**n + d for n in (0, 1, 4, 5, 8, 30, 31, 32, 40) for d in (-1, 0, 1))]
+ARGUMENTS = {"none": None, **{str(name): x for name, x in TENSORS.items()}, **{str(n): n for n in INTEGERS}}
+
+
+@triton.jit
+def takes_one(argument):
+    pass
+
+
+def test_what_triton_compiles_apart_has_keys_apart():
+    triton_keys, ours = {}, {}
+    for name, value in ARGUMENTS.items():
+        (triton_keys[name],) = launches(TARGETS["sm_90"], lambda value=value: takes_one[(1,)](value))
+        ours[name] = specialization(value)
+    pairs = [pair for pair in itertools.combinations(ARGUMENTS, 2) if ours[pair[0]] == ours[pair[1]]]
+    assert [(one, other) for one, other in pairs if triton_keys[one] != triton_keys[other]] == []
+    # and these kinds it does compile apart, or nothing was tested
+    assert len({str(found) for found in triton_keys.values()}) > 2 * len(DTYPES)
