@@ -65,7 +65,7 @@ def watch(
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        directory = "DIR" if "://" in source else source
+        directory = '"$FP8KV_WATCH"' if "://" in source else source
         advice = f"scales for this traffic: fp8kv repair {report.watched.model} --stats {directory} -o NEW"
         failures[-1] = f"{failures[-1]}; {advice}"
     return Answer(report.to_json(), _blocks(report), failures=failures)

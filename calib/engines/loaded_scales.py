@@ -41,6 +41,7 @@ class ScalesInForce:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # to be known, but not a problem
     fingerprint: str = ""  # of the scales that K and V are stored with; empty without an FP8 cache
+    awaits_scales: bool = False  # weights have come from memory, and no scales since
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, which `ScalesInForce` takes again."""

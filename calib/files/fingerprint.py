@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import BAKE_FILE, SINGLE_FILE, is_of_cache
+from calib.files.names import BAKE_FILE, BAKE_KEY, SINGLE_FILE, is_of_cache
 from calib.files.safetensors_header import Entry
 from calib.files.strict_json import json_text, read_bytes, read_optional
 
@@ -72,8 +72,12 @@ def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False)
 
 
 def read_bake(directory: ModelDirectory) -> dict[str, Any]:
-    """Read the report of a bake in a directory; it is empty unless the weights are those that were baked."""
-    report = read_optional(directory.path / BAKE_FILE) or {}
+    """Read the report of a bake in a directory; it is empty unless the weights are those that were baked.
+
+    Without its file, which engines do not fetch from the Hub, it is what config.json says of it.
+    """
+    report = read_optional(directory.path / BAKE_FILE) or directory.config.get(BAKE_KEY)
+    report = report if isinstance(report, dict) else {}
     is_own = report.get("for") is not None and report.get("weights") == weights_digest(directory)
     return report if is_own else {}
 

@@ -14,6 +14,7 @@ STATS_FILE = "fp8kv_stats.safetensors"
 WATCH_FILE = "fp8kv_watch.json"
 STRESS_FILE = "fp8kv_stress.json"
 BAKE_FILE = "fp8kv_bake.json"
+BAKE_KEY = "fp8kv_bake"  # of config.json: its `for` and `weights`
 TEXT_FILE = "fp8kv_text.json"
 PACK_FILE = "fp8kv_pack.json"
 SOURCE_DIRECTORY = "fp8kv_source"

@@ -2,9 +2,10 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -241,9 +242,12 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that a result depends on."""
-    libraries = {name: version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), "fp8kv": __version__, **libraries}
+    """Return versions of Python and of the packages that a result depends on, of those installed."""
+    numbers = {"python": platform.python_version(), "fp8kv": __version__}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):  # beside an engine, some are not
+            numbers[name] = version(name)
+    return numbers
 
 
 def write_exports(

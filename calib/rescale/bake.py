@@ -20,7 +20,8 @@ from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
 from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import BAKE_FILE
+from calib.files.names import BAKE_FILE, BAKE_KEY, CONFIG_FILE
+from calib.files.strict_json import read_object
 from calib.formats.card import prepend_card, render_card
 from calib.formats.directory import (
     ADAPTER_FILE,
@@ -231,6 +232,8 @@ def _describe(
     }
     document = baked.to_json()
     write_json(out / BAKE_FILE, document | facts)
+    config = read_object(out / CONFIG_FILE)
+    write_json(out / CONFIG_FILE, config | {BAKE_KEY: {"for": baked.purpose, "weights": facts["weights"]}})
     card = document | {"purpose": baked.purpose, "dataset": report["dataset"]}
     card_text = render_card("bake", **card, commands=_list_serve_commands(baked, checkpoint))
     prepend_card(checkpoint.path, card_text, out)

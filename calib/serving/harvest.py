@@ -250,8 +250,9 @@ class WatchFiles:
     def __init__(self, core: Any, directory: Path) -> None:
         """Take the directory, without files of an earlier run; a ValueError where another engine has it."""
         parallel = core.vllm_config.parallel_config
-        # engines of a dense model have a size of 1, and but for the first an index
-        if parallel.data_parallel_size > 1 or parallel.data_parallel_index:
+        # vLLM gives engines of a dense model a size of 1, the first an index of 0, and leaves them this
+        most = max(parallel.data_parallel_size, getattr(parallel, "elastic_ep_max_dp_size", None) or 1)
+        if most > 1 or parallel.data_parallel_index:
             _remove_files(directory)  # of an engine alone, which the route would show
             directory = directory / f"dp-{parallel.data_parallel_index}"
         directory.mkdir(parents=True, exist_ok=True)

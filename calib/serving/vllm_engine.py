@@ -117,6 +117,7 @@ def whole_model(core: Any) -> ScalesInForce:
         whole.total += state.report.total
         whole.problems += [f"rank {rank}: {problem}" for problem in state.report.problems]
         whole.notes += [f"rank {rank}: {note}" for note in state.report.notes]
+        whole.awaits_scales |= state.report.awaits_scales
     ranks, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     whole.fingerprint = fingerprint(join_ranks([state.stored for state in states], ranks, heads))
     return whole

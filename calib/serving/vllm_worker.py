@@ -85,7 +85,9 @@ def state(worker: Any) -> WorkerState:
         return WorkerState(unreadable="weights are being updated")
     forget_check(runner)
     try:
-        return WorkerState(check(runner), stored_scales([*all_layers(runner)]))
+        report = check(runner)
+        report.awaits_scales = getattr(runner, "fp8kv_from_memory", False)
+        return WorkerState(report, stored_scales([*all_layers(runner)]))
     except (ValueError, OSError, Fp8kvError) as error:
         return WorkerState(unreadable=str(error))
 
@@ -96,7 +98,7 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
     From now on they count as the files'.
     """
     runner = worker.model_runner
-    runner.fp8kv_scales = files = {}
+    runner.fp8kv_scales, runner.fp8kv_from_memory = (files := {}), False
     for index, each in scales.items():
         values = {letter: tuple(scale) for letter, scale in each.items()}
         layer = StoredLayer(int(index), values.get("k"), values.get("v"), values.get("q"))

@@ -1,5 +1,8 @@
 """Engines have one fingerprint if a block of one means the same in the other; blocks are known by it."""
 
+import asyncio
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -50,9 +53,9 @@ def test_a_fingerprint_does_not_depend_on_how_many_gpus_a_model_is_split_over(ra
     assert fingerprint(join_ranks(parts, ranks, 4)) == fingerprint(engine())
 
 
-def state(k=(0.5,), problems=()):
+def state(k=(0.5,), problems=(), **facts):
     """What a worker says, as the engine's core gets it."""
-    report = ScalesInForce(4 - len(problems), 4, problems=[*problems])
+    report = ScalesInForce(4 - len(problems), 4, problems=[*problems], **facts)
     return WorkerState(report, engine(k, (0.25,)))
 
 
@@ -75,7 +78,7 @@ class Core:
     def _initialize_kv_caches(self, config):
         return "caches"
 
-    def collective_rpc(self, method, timeout=None, args=()):
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return method if isinstance(method, str) else self._answer(method, args)
 
     def wake_up(self):
@@ -126,13 +129,16 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
     monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
-    one = core(state(problems=["K is bad"]), state())
-    with pytest.raises(ScalesNotUsedError, match="K is bad"):
+    one, ends = core(), partial(pytest.raises, ScalesNotUsedError, match="K is bad")
+    # from memory weights come without scales, which may follow
+    for from_memory, says in ((False, ends), (True, nullcontext)):
+        one.states = [state(problems=["K is bad"], awaits_scales=from_memory), state()]
+        with says():
+            one.collective_rpc("update_weights")
+        with ends():
+            one.model_executor.execute_model("step")
         one.collective_rpc("update_weights")
-    with pytest.raises(ScalesNotUsedError, match="K is bad"):
-        one.model_executor.execute_model("step")
-    one.collective_rpc("update_weights")
-    assert not hasattr(one.model_executor, "execute_model")
+        assert not hasattr(one.model_executor, "execute_model")
 
 
 def test_connectors_know_blocks_by_the_scales(monkeypatch):
@@ -192,3 +198,12 @@ def test_pushed_scales_reach_every_layer_or_are_named(core):
             push_scales(core(), bad)
     with pytest.raises(InputError, match="fp8kv installed where it runs"):
         push_scales(SimpleNamespace(), scales)
+
+    async def call_all(name, *call):
+        return [getattr(one, name)(*call) for one in cores]
+
+    # of data parallelism
+    cores = core(state(), state()), core(*[state(problems=["K is bad"])] * 2)
+    engines = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_all))
+    with pytest.raises(ScalesNotDeliveredError, match="engine 1: .*rank 0: K is bad"):
+        asyncio.run(push_scales(engines, scales))

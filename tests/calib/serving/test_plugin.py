@@ -258,8 +258,15 @@ def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
     save_file(scales, snapshot / "model.safetensors")
-    found = read_files("someone/model", None, SimpleNamespace(load_format="auto", download_dir=str(tmp_path)))
+    loading = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    found = read_files("someone/model", None, loading)
     assert [layer.k for layer in found.layers] == [(0.5,)]
+    # baked: of that config.json tells, beside which engines fetch weights alone
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}, snapshot / "model.safetensors")
+    digest = weights_digest(open_model_directory(snapshot, weights=False))
+    for said, layers in ((digest, []), ("of others", None)):
+        (snapshot / "config.json").write_text(json.dumps({"fp8kv_bake": {"for": "fp8", "weights": said}}))
+        assert getattr(read_files("someone/model", None, loading), "layers", None) == layers
 
 
 def says(function, words, caplog):
@@ -354,6 +361,9 @@ def test_weights_that_are_loaded_by_hand_are_compared_before_the_next_step(worke
     layers[1]._v_scale_float, layers[0]._q_scale, layers[0]._q_scale_float = 1.0, torch.tensor(0.25), 0.25
     assert worker.model_runner.execute_model("step") == "step"
     assert caplog.messages[0].rpartition("; ")[2] == "V's copy _v_scale_float is twice the file's in layer 1"
+    assert vllm_worker.state(worker).report.awaits_scales
+    vllm_worker.set_scales(worker, {str(i): {"k": [0.25], "v": [0.75]} for i in range(2)})
+    assert not vllm_worker.state(worker).report.awaits_scales
 
 
 def held(k, v, is_fp8=True, **others):

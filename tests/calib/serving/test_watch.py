@@ -266,9 +266,10 @@ def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path,
     harvest.watch_engine(second, str(tmp_path))
     assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
     assert not hasattr(second, "fp8kv_watch")
-    # of data parallelism; engines of a dense model have a size of 1
-    for size, index in ((2, 0), (1, 1)):
-        harvest.watch_engine(core := Core(data_parallel_size=size, data_parallel_index=index), str(tmp_path))
+    # of data parallelism; engines of a dense model have a size of 1, and one that stays
+    for name, size, index in (("data_parallel", 2, 1), ("elastic_ep_max_dp", 2, 0), ("data_parallel", 1, 2)):
+        core = Core(**{f"{name}_size": size}, data_parallel_index=index)
+        harvest.watch_engine(core, str(tmp_path))
         assert core.fp8kv_watch.directory == tmp_path / f"dp-{index}"
 
 
