@@ -125,7 +125,6 @@ interop-scales: interop-outputs
 	for name in $(LOADED_BY_VLLM); do \
 		$(INTEROP)/bin/python tests/interop/check_outputs.py vllm $(OUT)/$$name || exit 1; \
 	done
-	$(INTEROP)/bin/python tests/interop/check_outputs.py doubled $(OUT)/tensor-kv/vllm
 	$(INTEROP)/bin/python tests/interop/check_outputs.py reloaded $(OUT)/tensor-kv/vllm
 	for name in tensor-kv/modelopt attn_head-qkv; do \
 		$(INTEROP)/bin/python tests/interop/check_copies.py spoiled $(OUT)/$$name || exit 1; \
