@@ -249,7 +249,7 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
 
 def _fit_row(fit: "Fit") -> tuple[str, ...]:
     return (
-        str(fit.layer),
+        f"{fit.layer}{' (draft)' * fit.is_draft}",
         *(_show_share(fit.least[x], fit.used[x]) if x in fit.used else "-" for x in "kv"),
         " and ".join(x.upper() for x in fit.clipped) or "-",
     )

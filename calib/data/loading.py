@@ -88,7 +88,9 @@ class CalibrationData:
     def line(self) -> str:
         """Numbers of documents, samples and tokens, for a terminal."""
         names, media = MEDIA_COUNTS.items(), self.media
-        parts = (f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media)
+        parts = [f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media]
+        text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
+        parts += [f"; text: {text:,} of the tokens"] * bool(parts)
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
             f"{self.num_tokens:,} tokens read, {self.unread:,} left unread{''.join(parts)}"

@@ -94,10 +94,12 @@ class MediaReader:
         Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut.
         """
         pieces: list[Piece] = []
+        columns: dict[Any, None] = {}  # of all rows
         refusals: list[str] = []
         unusable: list[str] = []
         words = tokens = 0
         for where, row in rows:
+            columns |= dict.fromkeys(row if isinstance(row, Mapping) else ())
             try:
                 document = find_document(row, recipe.column, media=True)
                 request = self.request(document, row, {"image": recipe.images, "audio": recipe.audio})
@@ -113,6 +115,10 @@ class MediaReader:
             if len(pieces) == recipe.samples or is_hopeless:
                 break
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
+            for name in {recipe.images, recipe.audio} - {*columns, None}:
+                raise InputError(
+                    f"no column '{name}' in dataset '{recipe.dataset}'; columns: {', '.join(columns)}"
+                )
             reason = next(iter([*unusable, *refusals]), "no row has one")
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
         return Tokenized(pieces, row_warnings(recipe, len(pieces), refusals, unusable), (words, tokens))
@@ -262,10 +268,8 @@ def _opening(value: Any, folder: Path | None, name: str, *errors: Any) -> Iterat
 def _values(row: Row, kind: str, column: str | None) -> list[Any]:
     """Return the pictures or sounds in `column` of `row`, by default in one of a usual name."""
     columns = row if isinstance(row, Mapping) else {}
-    if column is not None and column not in columns:
-        raise UnusableRow(f"no column '{column}' in the dataset; columns: {', '.join(columns)}")
-    name = column or next((x for x in _KINDS[kind][0] if x in columns), None)
-    value = columns[name] if name is not None else None
+    name = column or next((x for x in _KINDS[kind][0] if x in columns), "")
+    value = columns.get(name)
     return [x for x in (value if isinstance(value, list) else [value]) if x is not None]
 
 

@@ -66,6 +66,7 @@ class Fit:
     used: dict[str, float]  # k, v, q -> amax / (the FP8 maximum * scale); above 1 it clips
     least: dict[str, float]  # the same at the scale with the smallest share
     zero: list[str]  # which of K, V and Q become all zeros at one of the scales
+    is_draft: bool = False  # of a layer that drafts tokens (MTP)
 
     @property
     def clipped(self) -> list[str]:
@@ -191,16 +192,18 @@ def judge(
 
 def judge_mtp(
     drafts: Sequence[StoredLayer], against: Calibration, measured: MeasuredAmax, limits: Limits
-) -> list[Finding]:
+) -> tuple[list[Fit], list[Finding]]:
     """Judge the largest scales of layers that draft tokens (MTP) by the absmax that a report has of them."""
     rows = against.report.get("drafts", ())
     amax: Amax = {(layer_of(row["module"]) or 0, x): (row[f"{x}_amax"],) for row in rows for x in "kv"}
     if not (drafts and amax) or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
-        return [Finding(text, is_problem=False)] * bool(drafts)
+        return [], [Finding(text, is_problem=False)] * bool(drafts)
     layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
-    findings = judge(layers, compare(layers, amax, limits), measured._replace(amax=amax), limits.largest)
-    return [replace(finding, text=f"draft: {finding.text}") for finding in findings]
+    fits = compare(layers, amax, limits)
+    findings = judge(layers, fits, measured._replace(amax=amax), limits.largest)
+    named = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
+    return [replace(fit, is_draft=True) for fit in fits], named
 
 
 def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:

@@ -102,7 +102,8 @@ def verify_directory(
         limits = _cache_limits(scales, place, nvfp4, baked=bool(bake))
         fits = compare(layers, measured.amax, limits)
         findings = judge(layers, fits, measured, limits.largest)
-        findings += judge_mtp(scales.drafts, against, measured, limits)
+        fits_of_drafts, findings_of_drafts = judge_mtp(scales.drafts, against, measured, limits)
+        fits, findings = fits + fits_of_drafts, findings + findings_of_drafts
         problems += [finding.text for finding in findings if finding.is_problem]
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one = bake.get("latent") is True

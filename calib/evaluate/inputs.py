@@ -88,6 +88,11 @@ def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = Tru
     both, pictures = (data.dataset, dataset), {PICTURES, MORE_PICTURES}
     if (data.images or data.audio) and {*settings.also} <= {*built_in, "all"}:
         pictures |= {name for name in both if not name.lower().endswith(".txt")} - {*built_in}
+    columns = [f"--{kind}" for kind in ("images", "audio") if getattr(data, kind)]
+    if columns and not pictures & {*both} and {*settings.also} <= {*built_in, "all"}:
+        raise InputError(
+            f"{' and '.join(columns)}: {dataset} has no such column; name a dataset with --dataset or --also"
+        )
     if shown := [MORE_PICTURES if name == PICTURES else name for name in both if name in pictures]:
         also = dict.fromkeys([*shown, *settings.also])
         settings = settings.model_copy(update={"dataset": None, "also": [*also] if with_other_text else []})

@@ -8,7 +8,7 @@ from typing import Any
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.fingerprint import fingerprints
+from calib.files.fingerprint import fingerprint, fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
 from calib.formats.directory import check_output, check_places
@@ -135,6 +135,8 @@ def _notes(
     origin: dict[str, Any], checkpoint: ModelDirectory, likeness: Likeness, unmarked: list[str]
 ) -> Iterator[str]:
     model = origin["measured_on"]["model"]
+    if origin["measured_on"]["checkpoint"] == fingerprint(checkpoint):
+        return
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
     yield (
         f"these scales were measured on {model}: what was sampled of the weights for K and V "

@@ -83,11 +83,12 @@ def test_amax_and_kl_by_modality_are_those_of_the_whole_model(family, tmp_path):
             for place, tokens in ((0, ~is_it), (MODALITIES.index(name), is_it)):
                 table[..., place] = torch.maximum(table[..., place], amax[..., tokens].amax(-1))
     rows = {"data.dataset": str(tmp_path / "rows.jsonl"), f"data.{key}": "shown"}
-    calibrated(model, tmp_path / "out", **rows)
+    noted = calibrated(model, tmp_path / "out", **rows).notes[0]
     for layer in load_stats(tmp_path / "out").layers.values():
         assert torch.equal(torch.stack([layer.k.modalities, layer.v.modalities]), expected[layer.layer_idx])
     said, (text, media) = report(tmp_path), (torch.cat(parts, 1) for parts in kl)
     assert [x[name] for x in said["modalities"][2:4]] == expected[1][..., MODALITIES.index(name)].tolist()
+    assert noted.endswith(f"; text: {text.shape[1]} of the tokens")
     counts = [said["dataset"][x] for x in (name, f"{name.removesuffix('s')}_tokens")]
     assert counts == [2 if family == "glmasr" else 4, media.shape[1]]
     measured = evaluated(model, rows | {"evaluation.variants": ["none"], "evaluation.samples": 2})
@@ -123,7 +124,6 @@ def test_pictures_are_read_beside_text():
         ({"dataset": PICTURES}, {}, PYTHON_DOCS, [MORE_PICTURES]),
         (shown, {"also": ["all"]}, PYTHON_DOCS, ["a.json", "all"]),
         (shown, {"dataset": "a.txt"}, "a.txt", ["a.json"]),
-        ({"dataset": PYTHON_DOCS, "images": "x"}, {"dataset": "a.json"}, PYTHON_DOCS, ["a.json"]),
         ({"dataset": PICTURES}, {"dataset": MORE_PICTURES}, PYTHON_DOCS, [MORE_PICTURES]),
         (shown, {"dataset": "b.json"}, PYTHON_DOCS, ["a.json", "b.json"]),
         (shown, {"dataset": PICTURES}, PYTHON_DOCS, ["a.json", MORE_PICTURES]),
@@ -131,6 +131,8 @@ def test_pictures_are_read_beside_text():
     ):
         recipe = complete_recipe(Recipe(data=data, evaluation=evaluation), SUITES["quick"])
         assert (recipe.data.dataset, [*recipe.evaluation.also]) == (text, also)
+    with pytest.raises(Fp8kvError, match="--images: builtin:python-docs has no such column"):
+        complete_recipe(Recipe(data={"dataset": PYTHON_DOCS, "images": "x"}), SUITES["quick"])
 
 
 @pytest.mark.parametrize(("family", "kind"), [("gemma3", "image"), ("qwen2_audio", "audio")])
@@ -185,7 +187,7 @@ def test_rows_that_cannot_be_read(llava, tmp_path):
     Image.new("RGB", (30, 40)).save(tmp_path / "0.png")
     for row, message in (
         ({"text": "Hello", "image": None}, "line 1: it has no picture in column 'image'"),
-        ({"text": "Hello"}, "line 1: no column 'image' in the dataset; columns: text"),
+        ({"text": "Hello"}, "no column 'image' in dataset .*rows.jsonl'; columns: text"),
         ({"text": "Hello", "image": "no.png"}, "its picture 'no.png' cannot be read .No such file"),
         ({"text": "Hello", "image": "rows.jsonl"}, "'rows.jsonl' cannot be read .cannot identify image"),
         ({"text": "Hello", "image": "https://a.b/c.png"}, "it is an address: download it"),

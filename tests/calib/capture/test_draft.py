@@ -144,7 +144,8 @@ def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tm
         done = fp8kv("verify", bad, "--engine", "vllm", "--against", good)
         assert (done.exit_code, f"problem: {problem}" in " ".join(done.stdout.split())) == (1, True)
     save_file({n: x * 2 for n, x in scales.items()}, file)
-    assert "3 (draft)" in ran("inspect", bad).stdout
+    for command in (("inspect", bad), ("verify", good, "--against", good)):
+        assert "3 (draft)" in ran(*command).stdout
     lines = ran("compare", good, bad).stdout.splitlines()
     assert [[cell.strip() for cell in x.split("│")][4::3] for x in lines if "3 (draft)" in x] == [["2", "2"]]
     save_file({n.replace("attn.attn", "attn"): x for n, x in scales.items()}, file)

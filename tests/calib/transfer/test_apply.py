@@ -33,6 +33,7 @@ def test_another_dtype_and_other_files(model, measured, tmp_path):
     assert report["marks"] == before["marks"]
     assert any("not compared: down_proj; K and V of later layers" in line for line in report["warnings"])
     assert f"measured on {model} and applied to this checkpoint" in (out / "README.md").read_text()
+    assert report_of(applied(measured, model, tmp_path / "same"))["warnings"] == before["warnings"]
     done = fp8kv("merge", out, measured, "-o", tmp_path / "merged")
     one_line_error(done, "were applied, and not measured there", "merge calibrations")
 
