@@ -1,4 +1,4 @@
-"""For `test_launch.py`: launch kernels on absent GPUs; print what would have run on them, by function."""
+"""For `test_compile.py`: launch kernels on absent GPUs; print what would have run on them, by function."""
 
 import contextlib
 import json

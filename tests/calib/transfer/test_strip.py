@@ -38,7 +38,7 @@ def source(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def calibrated(source, tmp_path_factory):
+def in_formats(source, tmp_path_factory):
     """An output in each format, below one directory."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
     return apply_cases.calibrated(source, out, *(f"--format={name}" for name in FORMATS))
@@ -49,26 +49,26 @@ def output_of(*command):
     return Path(command[command.index("-o") + 1])
 
 
-def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(source, calibrated, tmp_path):
+def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(source, in_formats, tmp_path):
     for name in FORMS:
-        back = output_of("strip", calibrated / name, "-o", tmp_path / name / "back")
+        back = output_of("strip", in_formats / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
-        there = output_of("convert", calibrated / "vllm", "--to", name, "-o", tmp_path / name / "there")
+        there = output_of("convert", in_formats / "vllm", "--to", name, "-o", tmp_path / name / "there")
         again = output_of("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
         for step in (there, again):
             back = output_of("strip", step, "-o", tmp_path / name / f"{step.name}-back")
             assert contents(back) == contents(source), name
-    statistics, own = calibrated / "vllm", shutil.copytree(source, tmp_path / "own")
+    statistics, own = in_formats / "vllm", shutil.copytree(source, tmp_path / "own")
     repaired = output_of("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
-    twice = apply_cases.calibrated(calibrated / "tgi", tmp_path / "twice")
+    twice = apply_cases.calibrated(in_formats / "tgi", tmp_path / "twice")
     for seed in (1, 2):
         succeeded(calibrate(own, "--in-place", "--seed", seed))
     for out in (repaired, twice, own):
         assert contents(output_of("strip", out, "-o", tmp_path / f"{out.name}-back")) == contents(source)
 
 
-def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, calibrated, tmp_path):
-    edited, old = (shutil.copytree(calibrated / name, tmp_path / name) for name in ("vllm", "tgi"))
+def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, in_formats, tmp_path):
+    edited, old = (shutil.copytree(in_formats / name, tmp_path / name) for name in ("vllm", "tgi"))
     edit_json(edited / "config.json", rope_theta=5.0)
     back = output_of("strip", edited, "-o", tmp_path / "back")
     assert config_of(back) == {**config_of(source), "rope_theta": 5.0}
@@ -79,13 +79,13 @@ def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(so
     assert "Format `tgi`" not in card
 
 
-def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, tmp_path):
+def test_a_conversions_card_is_its_own_and_then_the_models(source, in_formats, tmp_path):
     for to in (*FORMS, "json"):
-        out = output_of("convert", calibrated / "tgi", "--to", to, "-o", tmp_path / to)
+        out = output_of("convert", in_formats / "tgi", "--to", to, "-o", tmp_path / to)
         card = (out / "README.md").read_bytes()
         assert b"Format `%b` for" % to.encode() in card
         assert b"Format `tgi`" not in card or to == "tgi"
-        assert str(calibrated).encode() not in card
+        assert str(in_formats).encode() not in card
         assert str(out).encode() in card or not FORMATS[to].serve
         with_weights = FORMATS[to].with_weights
         assert card.startswith(b"---\nlicense: mit\n---\n") == with_weights
@@ -93,11 +93,11 @@ def test_a_conversions_card_is_its_own_and_then_the_models(source, calibrated, t
         assert (b"The weights are those of the source, bit for bit" in card) == with_weights
         assert (b"No weights are here" in card) == (b"bit for bit" not in card) == (not with_weights)
     # a conversion is an earlier output of ours
-    output_of("convert", calibrated / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
+    output_of("convert", in_formats / "tgi", "--to", "json", "-o", tmp_path / "vllm", "--overwrite")
     done = calibrate(source, "-o", tmp_path / "bare", "--weights", "none", "--format", "tgi")
     promise = "put the source's weight files beside these"
     assert promise in done.stdout
-    for output, said in ((tmp_path / "bare", promise), (calibrated / "json", ""), (calibrated / "fp8kv", "")):
+    for output, said in ((tmp_path / "bare", promise), (in_formats / "json", ""), (in_formats / "fp8kv", "")):
         card = (output / "README.md").read_text(errors="replace")
         assert "No weights are here" in card
         assert said in card
