@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from calib.caches.types import ALL_CACHES, CacheType, Layers, Shape, cache_type
+from calib.caches.types import ALL_CACHES, UNSIMULATED, CacheType, Layers, Shape, cache_type
 from calib.engines.cache_support import Support, find_support
 from calib.engines.catalogue import Kernel, find_engine
 from calib.engines.tokens_that_fit import vllm_pool
@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "caches.md"
 _SHAPES = {
     "heads of 64": Shape(1, 64, 64),
     "heads of 128": Shape(1, 128, 128),
+    "heads of 256": Shape(1, 256, 256),
     "latents of 512 + 64": Shape(1, 512, 64, "latents"),
 }
 _FITTING = ("fp8", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4")
@@ -56,9 +57,9 @@ _KERNEL_TITLES = ("`--attention`", "queries", "K and V", "softmax weights", "sca
 def page() -> str:
     """Render the whole page."""
     template = Environment(loader=FileSystemLoader(Path(__file__).parent)).get_template("caches.md.j2")
-    types = [cache_type(name) for name in ALL_CACHES]
-    titles = ("type", "K and V", *(f"bits, {name}" for name in _SHAPES), "how it is simulated")
-    support = (_support_row(name, pair) for name in ALL_CACHES for pair in find_support(name))
+    types = [cache_type(name) for name in (*ALL_CACHES, *UNSIMULATED)]
+    titles = ("type", "K and V", *(f"bits, {name}" for name in _SHAPES), "simulation", "how it is simulated")
+    support = (_support_row(kind.name, pair) for kind in types for pair in find_support(kind.name))
     return (
         template.render(
             types=_table(titles, map(_type_row, types)),
@@ -75,12 +76,15 @@ def kernel_table() -> str:
 
 
 def _type_row(kind: CacheType) -> list[str]:
-    bits = [_bits(kind, shape) if kind.holds(shape) else "-" for shape in _SHAPES.values()]
-    return [f"`{kind.name}`", kind.description, *bits, kind.simulated]
+    bits = [_bits(kind, shape) for shape in _SHAPES.values()]
+    return [f"`{kind.name}`", kind.description, *bits, kind.evidence, kind.simulated]
 
 
 def _bits(kind: CacheType, shape: Shape) -> str:
-    return f"{kind.bytes_per_token([shape]) * 8 / shape.values:.3g}"
+    try:
+        return f"{kind.bytes_per_token([shape]) * 8 / shape.values:.3g}"
+    except InputError:
+        return "-"
 
 
 def _fit_row(name: str) -> list[str]:

@@ -50,14 +50,14 @@ def _round_blocks(blocks: Tensor, scale: Tensor) -> Tensor:
     return e2m1(blocks * factor).mul_(scale)
 
 
-def split_blocks(x: Tensor, name: str = "head size") -> tuple[Tensor, Tensor]:
-    """Split `x` [..., D] into float32 [..., D / 16, 16], and return the amax of each, [..., D / 16, 1].
+def split_blocks(x: Tensor, name: str = "head size", size: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Split `x` [..., D] into float32 [..., D / size, size], and return the amax of each, [..., D / size, 1].
 
-    Raises an InputError where 16 does not divide D, which the message calls `name`.
+    Raises an InputError where `size` does not divide D, which the message calls `name`.
     """
-    if x.shape[-1] % BLOCK:
-        raise InputError(f"NVFP4: {name} {x.shape[-1]} is not a multiple of {BLOCK}")
-    blocks = x.float().reshape(*x.shape[:-1], -1, BLOCK)
+    if x.shape[-1] % size:
+        raise InputError(f"blocks of {size}: {name} {x.shape[-1]} is not a multiple of {size}")
+    blocks = x.float().reshape(*x.shape[:-1], -1, size)
     return blocks, blocks.abs().amax(-1, keepdim=True)
 
 
@@ -100,10 +100,10 @@ def nvfp4_latent_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
     return e2m1(blocks * (1.0 / scale)), scale
 
 
-def fp8_unscaled(x: Tensor) -> Tensor:
-    """Round `x` of any shape to E4M3 at scale 1.0."""
+def fp8_unscaled(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Round `x` of any shape to FP8 at scale 1.0."""
     one = torch.ones(1, device=x.device)
-    return dequantize(quantize(x, one), one).to(x.dtype)
+    return dequantize(quantize(x, one, dtype), one).to(x.dtype)
 
 
 def bfloat16_k_pe(k_pe: Tensor) -> Tensor:

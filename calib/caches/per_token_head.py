@@ -137,9 +137,14 @@ def lmdeploy(x: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
     """
     if steps == INT4_STEPS and x.shape[-1] % 2:
         raise InputError(f"lmdeploy_int4: head size {x.shape[-1]} is not a multiple of 2")
-    dtype = dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
+    dtype = served_in(x, dtype)
     codes, scale, zero = (part.to(dtype) for part in zero_point_codes(x, steps))
     return codes.sub_(zero).mul_(scale).to(x.dtype)
+
+
+def served_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that LMDeploy serves in: `dtype`, by default that of `x`, or float16 for float32."""
+    return dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
 
 
 def zero_point_codes(x: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.caches import blocks, per_token_head, turboquant
+from calib.caches import blocks, per_token_head, power_blocks, turboquant
 from calib.caches.types import Layers, cache_type
 from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize
@@ -29,9 +29,10 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
     served in: by default K's own, or float16 for float32.
     """
     fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
-    key, value = turboquant.rotated_key, turboquant.value
+    key, value, rotated = turboquant.rotated_key, turboquant.value, partial(turboquant.lmdeploy, dtype=dtype)
     codecs: Mapping[str, Codec | tuple[Codec, Codec]] = {
         "fp8": fp8,
+        "fp8_e5m2": partial(fp8, dtype=torch.float8_e5m2),
         "fp8_per_token_head": per_token_head.fp8_per_token_head,
         "int8_per_token_head": per_token_head.int8_per_token_head,
         "int4_per_token_head": per_token_head.int4_per_token_head,
@@ -39,11 +40,15 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
         "turboquant_4bit_nc": (partial(key, bits=4), partial(value, bits=4)),
         "turboquant_k3v4_nc": (partial(key, bits=3), partial(value, bits=4)),
         "turboquant_3bit_nc": (partial(key, bits=3), partial(value, bits=3)),
+        "ultraquant_4bit": (power_blocks.ultraquant_key, power_blocks.ultraquant_value),
         "nvfp4": nvfp4,
         "nvfp4_4over6": blocks.nvfp4_four_over_six,
         "fp8_k_nvfp4_v": (fp8, nvfp4),
+        "mxfp8": power_blocks.mxfp8,
+        "fp4_mx_block16": power_blocks.fp4_mx_block16,
         "lmdeploy_int8": partial(lmdeploy, steps=per_token_head.INT8_STEPS, dtype=dtype),
         "lmdeploy_int4": partial(lmdeploy, steps=per_token_head.INT4_STEPS, dtype=dtype),
+        "lmdeploy_turboquant": (partial(rotated, bits=3), partial(rotated, bits=2)),
         "fp8_ds_mla": (blocks.fp8_tiles, blocks.bfloat16_k_pe),
         "nvfp4_ds_mla": (blocks.nvfp4_latent, fp8),
     }

@@ -1,4 +1,6 @@
-"""vLLM's TurboQuant: K as 3- or 4-bit codes of a rotated direction, or in FP8; V in 3 or 4 bits.
+"""TurboQuant of vLLM and of LMDeploy: codes of a rotated direction.
+
+vLLM has K in 3 or 4 bits, or in FP8; V in 3 or 4 bits.
 
 K is divided by its length and rotated by a Hadamard matrix, after which each value is about normally
 distributed; the codes are those of the best quantiser for that (Lloyd 1982, Max 1960). Its length is
@@ -7,6 +9,11 @@ kept in 16 bits. V has a scale and a zero point per token and head.
 The writer is v1/attention/ops/triton_turboquant_store.py of vLLM 0.32, the reader `_tq_full_dequant_kv`
 in triton_turboquant_decode.py. Both are for decoding: a prompt that vLLM reads in one piece is computed
 with K and V as they were.
+
+LMDeploy has K in 3 bits and the sign of what they leave, as long as that is on average; V in 2 bits of
+its rotated direction. `_fill_page_quant_turbo_qjl4` and `_fill_page_quant_turbo_int2` in
+pytorch/kernels/cuda/fill_kv_cache.py of LMDeploy 0.18, with the levels of turbo_quant.py. The engine
+rotates Q, and its output back.
 """
 
 import math
@@ -16,9 +23,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from calib.caches.per_token_head import served_in
 from calib.errors import InputError
 
 LEAST_SCALE = 1e-8  # of V, and what is added to a length
+# LMDeploy's levels of 2 and of 3 bits and the edges between them, above 0, for values of variance 1
+_LEVELS = {2: (0.4527808, 1.5104176), 3: (0.2450942, 0.7560052, 1.3439093, 2.1519456)}
+_EDGES = {2: (0.9815992,), 3: (0.5005497, 1.0499573, 1.7479274)}
 _ROUNDS, _POINTS, _TOLERANCE = 200, 200, 1e-10  # of the search for centroids
 
 
@@ -35,8 +46,6 @@ def rotated_key(x: Tensor, bits: int) -> Tensor:
 def key_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the codes [..., D] int64 and lengths [..., 1] float32 of K `x` [..., D]."""
     size, x = x.shape[-1], x.float()
-    if size & (size - 1):
-        raise InputError(f"turboquant: head size {size} is not a power of two")
     length = x.norm(dim=-1, keepdim=True)
     rotated = (x / (length + LEAST_SCALE)) @ hadamard(size).to(x.device)
     levels = centroids(size, bits).to(x.device)
@@ -57,9 +66,51 @@ def value_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return ((x - low) / scale).add_(0.5).trunc_().clamp_(0, steps), scale, low
 
 
+def lmdeploy(x: Tensor, bits: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Round `x` [..., D], K with 3 `bits` or V with 2, as LMDeploy reads it in a model that runs in `dtype`.
+
+    Raises an InputError where D is not a power of two.
+    """
+    dtype = served_in(x, dtype)
+    codes, *lengths = lmdeploy_codes(x.to(dtype), bits)
+    levels, _ = _lmdeploy_levels(x, bits)
+    length, *left = (part.to(dtype).float() for part in lengths)
+    direction = levels[codes % 2**bits]
+    if left:
+        direction += left[0] * (2 * (codes >> bits) - 1)
+    return ((length * direction).to(dtype).float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+
+
+def lmdeploy_codes(x: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """Return the codes [..., D] int64 and lengths [..., 1] float32 of `x` [..., D].
+
+    Of K, which has 3 `bits`, codes hold the sign above them, and there is the size of what they leave.
+    """
+    levels, edges = _lmdeploy_levels(x, bits)
+    rotated = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype).float()
+    length = rotated.square().sum(-1, keepdim=True).add_(LEAST_SCALE).sqrt_()
+    direction = rotated / length
+    codes = torch.bucketize(direction, edges)
+    if bits == 2:
+        return codes, length
+    left = direction - levels[codes]
+    size = left.square().sum(-1, keepdim=True).add_(LEAST_SCALE).sqrt_() / math.sqrt(x.shape[-1])
+    return codes + ((left >= 0).long() << bits), length, size
+
+
+def _lmdeploy_levels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the levels and the edges between them for a head of the size and on the device of `x`."""
+    levels, edges = torch.tensor(_LEVELS[bits]), torch.tensor(_EDGES[bits])
+    both = (torch.cat([-levels.flip(0), levels]), torch.cat([-edges.flip(0), torch.zeros(1), edges]))
+    levels, edges = ((part * (1.0 / math.sqrt(x.shape[-1]))).to(x.device) for part in both)
+    return levels, edges
+
+
 @cache
 def hadamard(size: int) -> Tensor:
-    """Return the orthonormal Hadamard matrix of `size`, a power of two."""
+    """Return the orthonormal Hadamard matrix of `size`; an InputError where that is not a power of two."""
+    if size & (size - 1):
+        raise InputError(f"turboquant: head size {size} is not a power of two")
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

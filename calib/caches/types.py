@@ -13,6 +13,8 @@ from calib.errors import InputError
 # a layer caches K and V of heads, or one latent for all heads (MLA), of which a sparse layer's indexer
 # chooses the tokens to attend to (DSA)
 Attention = Literal["heads", "latents", "sparse latents"]
+# what our simulation of a type rests on: the engine's own writer, its source; nothing is simulated
+Evidence = Literal["run", "read", "none"]
 
 
 class Shape(NamedTuple):
@@ -60,6 +62,7 @@ class Layout(Facts):
     scale_bytes: int = 1  # of a block's scale
     is_ragged: bool = False  # the last block may be shorter
     is_rotated: bool = False  # by a Hadamard matrix of the whole vector
+    only: int | None = None  # the number of values that it is for; none: any
 
     def size(self, count: int, name: str = "head size") -> int:
         """Return the bytes of `count` values; an InputError where they do not fill bytes or blocks."""
@@ -68,6 +71,8 @@ class Layout(Facts):
             raise InputError(f"{name} {count} is not a multiple of {multiple}")
         if self.is_rotated and count & (count - 1):
             raise InputError(f"{name} {count} is not a power of two")
+        if self.only not in (None, count):
+            raise InputError(f"{name} {count} is not {self.only}")
         blocks = -(-count // self.block) if self.block else 0
         return count * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
 
@@ -78,6 +83,7 @@ class CacheType(Facts):
     name: str
     description: str
     simulated: str  # the evidence for what it computes
+    evidence: Evidence = "run"
     attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
     is_static: bool = False  # its scales are 1.0, unless a checkpoint has some
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
@@ -133,15 +139,16 @@ class CacheType(Facts):
 
 
 def cache_type(name: str) -> CacheType:
-    """Return the cache type called `name`, of ALL_CACHES."""
+    """Return the cache type called `name`, of ALL_CACHES or UNSIMULATED."""
     if name not in _TYPES:
-        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(_TYPES)}")
+        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(ALL_CACHES)}")
     return _TYPES[name]
 
 
 _FACTS = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text("utf-8"))
 _TYPES = {name: CacheType(name=name, **facts) for name, facts in _FACTS.items()}
-ALL_CACHES = tuple(_TYPES)
+UNSIMULATED = tuple(name for name, kind in _TYPES.items() if kind.evidence == "none")
+ALL_CACHES = tuple(name for name in _TYPES if name not in UNSIMULATED)
 # those of K and V of heads, but static FP8, which the evaluation knows by its granularity
-CACHES = tuple(name for name, kind in _TYPES.items() if kind.attention == ("heads",))
-LATENT_CACHES = tuple(name for name, kind in _TYPES.items() if kind.attention == ("latents",))
+CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("heads",))
+LATENT_CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("latents",))

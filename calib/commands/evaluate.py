@@ -183,5 +183,5 @@ def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool 
         ("cache", "bytes", "of 16 bits", "tokens/GB", "KL", "why not"),
         rows,
     )
-    yield from (f"{name} cannot be served: {reason}" for name, reason in advice.not_served.items())
+    yield from (f"{name} is not offered: {reason}" for name, reason in advice.not_served.items())
     yield from answer_lines(advice, with_commands=with_commands)

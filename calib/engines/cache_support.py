@@ -107,7 +107,10 @@ def _fitting_support(
         return f"{cache} is served for {served} ({_engines(own)}), not for {' and '.join(sorted(kinds))}"
     proven = [pair for pair in holding if pair.way.models is None or model_type in (None, *pair.way.models)]
     if not proven:
-        return f"{_engines(holding)}: not known to cache latents of {model_type} models"
+        if kinds != {"heads"}:
+            return f"{_engines(holding)}: not known to cache latents of {model_type} models"
+        models = _list(name for pair in holding for name in pair.way.models or ())
+        return f"{cache} is served for {models} ({_engines(holding)}), not for {model_type}"
     local = [pair for pair in proven if gpu in (None, *pair.way.gpus)]
     if not local:
         gpus = _list(name for pair in proven for name in pair.way.gpus)

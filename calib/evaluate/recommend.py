@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from calib.caches.types import ALL_CACHES, UNSIMULATED, cache_type
 from calib.choices import KL_BUDGET, REFERENCE
 from calib.engines.cache_support import check_place
 from calib.errors import InputError
@@ -82,6 +83,7 @@ def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendatio
             if cache is not chosen
         ],
         not_served=refusals,
+        evidence={name: cache_type(name).evidence for name in (*ALL_CACHES, *UNSIMULATED)},
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 from torch import Tensor
 
+from calib.caches.types import Evidence
 from calib.choices import REFERENCE, AttentionMode, FP8Name, Strategy
 from calib.files.strict_json import json_text
 
@@ -158,7 +159,8 @@ class Recommendation(ReportPart):
     request_tokens: int | None = None  # of the requests that `tokens_per_gb` counts
     chosen: ServedCache
     alternatives: list[Alternative] = Field(alias="passed")
-    not_served: dict[str, str]  # variant: why
+    not_served: dict[str, str]  # variant, or type that is not simulated: why
+    evidence: dict[str, Evidence]  # of every type: how its simulation is known
 
 
 SCHEMA: Literal[1] = 1

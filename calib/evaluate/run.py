@@ -199,6 +199,7 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
         caches = [variant for variant in variants if variant.kind != "control"]
         answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
         evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}
+        evaluation.refused |= offers.refuse_unsimulated(wish.engine, wish.gpu)
 
 
 def _measure_variants(evaluation: Evaluation) -> None:

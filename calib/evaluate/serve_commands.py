@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedConfig
 
-from calib.caches.types import Layers, Shape, cache_type
+from calib.caches.types import UNSIMULATED, Layers, Shape, cache_type
 from calib.choices import REFERENCE, FormatName
 from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
@@ -71,6 +71,14 @@ class Offers:
         scales, output = f"{short_name(self.model)}-calibration", f"{short_name(self.model)}-baked-{purpose}"
         bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
         return self.serve(offer, output, self._calibration("--format fp8kv", scales), bake)
+
+    def refuse_unsimulated(self, engine: str | None, gpu: str | None) -> dict[str, str]:
+        """Say of each type that is not simulated why no engine serves it there, or why it is not."""
+        answers = {name: find_offer(name, self.shapes, engine, gpu, self._model_type) for name in UNSIMULATED}
+        return {
+            name: answer if isinstance(answer, str) else cache_type(name).simulated
+            for name, answer in answers.items()
+        }
 
     def _find_calibrated(
         self, name: str, scales: KVScales, engine: str | None, gpu: str | None

@@ -114,13 +114,13 @@ def ours(kind: CacheType, gpu: str, shape: Shape) -> Offer | str:
 def backends(platform, name: str, head_dim: int) -> list[type]:
     """The backends of vLLM that take the type there and can write it."""
     chosen = selected(platform, head_size=head_dim, kv_cache_dtype=name)
-    if name.startswith("turboquant") and not turboquant_writes(platform, name, head_dim):
+    if "quant" in name and not rotating_writes(platform, name, head_dim):
         return []
     return [b for b in chosen if b.get_name() != "TRITON_ATTN" or triton_writes(platform, name)]
 
 
-def turboquant_writes(platform, name: str, head_dim: int) -> bool:
-    """Whether the rotation is of the head size, and K's FP8 is E4M3: on an A100 it is E4B15."""
+def rotating_writes(platform, name: str, head_dim: int) -> bool:
+    """Whether the rotation is of the head size, and TurboQuant's FP8 is E4M3: on an A100 it is E4B15."""
     from vllm.v1.attention.backends.turboquant_attn import _build_hadamard
 
     if name.endswith("k8v4"):

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import interpreted_triton  # before Triton
@@ -17,11 +17,17 @@ import triton.language as tl
 from engine import report
 from torch import Tensor
 
-from calib.caches import blocks, per_token_head
+from calib.caches import blocks, per_token_head, power_blocks
 from calib.caches import turboquant as turbo
+from calib.caches.rounding import rounding
+from calib.caches.types import Layers, Shape
 
-# where the Makefile puts LMDeploy: apart, as it wants other versions of everything
-LMDEPLOY = Path(sys.prefix) / "lmdeploy" / "lmdeploy"
+# packages without what they import for serving; the Makefile puts them apart, as they want other versions
+HOLLOW = """
+    lmdeploy lmdeploy.pytorch lmdeploy.pytorch.kernels lmdeploy.pytorch.kernels.cuda sglang sglang.kernels
+    sglang.kernels.ops sglang.kernels.ops.quantization sglang.srt sglang.srt.layers
+    sglang.srt.layers.quantization
+"""
 # tokens, heads; head_dim, size of the values
 SHAPES = [
     (*counts, *values)
@@ -49,18 +55,42 @@ def vllm(mode: str, x: Tensor) -> Stored:
 
 def lmdeploy(bits: int, x: Tensor) -> Stored:
     """Codes [tokens, heads, D * bits / 8], and scales beside zero points [tokens, heads, 2]."""
+    codes, meta = lmdeploy_cache(bits, (bits, bits), x, torch.float32)
+    return of_both(*(torch.stack(part)[:, :, : len(x)] for part in (codes, meta)))
+
+
+def lmdeploy_cache(policy: int, bits: tuple[int, int], x: Tensor, dtype: torch.dtype, **read):
+    """Codes and scales of K and V in one block; with `read`, K and V as they are read from it."""
     from lmdeploy.pytorch.kernels.cuda.fill_kv_cache import fill_kv_cache
+    from lmdeploy.pytorch.kernels.cuda.flatten_kv_cache import flatten_kv_cache
 
     tokens, heads, dim = x.shape
     block, length = triton.next_power_of_2(tokens), torch.tensor([tokens])
-    codes = torch.zeros(2, 1, block, heads, dim * bits // 8, dtype=torch.uint8)
-    meta = torch.zeros(2, 1, block, heads, 2)
-    fill_kv_cache(
-        x, x, *codes, q_start_loc=torch.tensor([0]), q_seq_length=length, kv_seq_length=length,
-        max_q_seq_length=tokens, block_offsets=torch.zeros(1, 2, dtype=torch.int64),
-        k_scales_zeros=meta[0], v_scales_zeros=meta[1], quant_policy=bits,
-    )  # fmt: skip
-    return of_both(codes[:, :, :tokens], meta[:, :, :tokens])
+    codes = [torch.zeros(1, block, heads, dim * n // 8, dtype=torch.uint8) for n in bits]
+    meta = [torch.zeros(1, block, heads, 2, dtype=dtype) for _ in bits]
+    offsets = torch.zeros(1, 2, dtype=torch.int64)
+    how = {"k_scales_zeros": meta[0], "v_scales_zeros": meta[1], "quant_policy": policy}
+    with interpreted_triton.right_casts():
+        fill_kv_cache(
+            x, x, *codes, q_start_loc=torch.tensor([0]), q_seq_length=length, kv_seq_length=length,
+            max_q_seq_length=tokens, block_offsets=offsets, **how,
+        )  # fmt: skip
+        return flatten_kv_cache(*codes, length, offsets[:, :1], **how, **read) if read else (codes, meta)
+
+
+def lmdeploy_turboquant(x: Tensor) -> Stored:
+    """K, then V; of K's lengths two, of V's one."""
+    codes, (k, v) = lmdeploy_cache(42, (4, 2), x, x.dtype)
+    lengths = torch.cat([k, v[..., :1]], -1)
+    read = lmdeploy_cache(42, (4, 2), x, x.dtype, out_size=len(x), out_dtype=x.dtype, flatten_kv_layout="shd")
+    check_read("lmdeploy_turboquant", x, *(part.float() @ turbo.hadamard(x.shape[-1]) for part in read))
+    return torch.cat(codes, -1)[0, : len(x)], lengths[0, : len(x)]
+
+
+def check_read(name: str, x: Tensor, *read: Tensor) -> None:
+    """Our rounding of K and V `x` is what the engine reads."""
+    ours = rounding(name, Layers({0: Shape(1, *x.shape[2:] * 2)}, 1))(0, x, x)
+    assert all(map(torch.equal, ours, (part.to(x.dtype) for part in read))), name
 
 
 def of_both(codes: Tensor, scales: Tensor) -> Stored:
@@ -117,17 +147,24 @@ def one_byte(codes_of, dtype: torch.dtype, x: Tensor) -> Stored:
 def int4(x: Tensor) -> Stored:
     """Even channels in the low bits."""
     codes, scale, zero = per_token_head.int4_codes(per_token_head.rotate(x.float()).to(x.dtype))
-    packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-    return packed, (scale.view(torch.int32) | zero.int()).view(torch.float32).squeeze(-1)
+    return packed(codes, 4), (scale.view(torch.int32) | zero.int()).view(torch.float32).squeeze(-1)
 
 
 def lmdeploy_integers(bits: int, x: Tensor) -> Stored:
-    """The first half of an INT4 head in the low bits."""
     steps = per_token_head.INT8_STEPS if bits == 8 else per_token_head.INT4_STEPS
     codes, scale, zero = per_token_head.zero_point_codes(x, steps)
-    if bits == 4:
-        codes = codes.chunk(2, -1)[0] + 16 * codes.chunk(2, -1)[1]
-    return codes.to(torch.uint8), torch.cat((scale, zero), -1)
+    return in_parts(codes, 8 // bits), torch.cat((scale, zero), -1)
+
+
+def own_lmdeploy_turboquant(x: Tensor) -> Stored:
+    (k, *lengths), (v, length) = (turbo.lmdeploy_codes(x, bits) for bits in (3, 2))
+    return torch.cat([in_parts(k, 2), in_parts(v, 4)], -1), torch.cat([*lengths, length], -1).to(x.dtype)
+
+
+def in_parts(codes: Tensor, count: int) -> Tensor:
+    """Codes that are so many parts of a head apart, in a byte; the first in its low bits."""
+    shifts = 8 // count * torch.arange(count)[:, None]
+    return (codes.long().unflatten(-1, (count, -1)) << shifts).sum(-2).byte()
 
 
 def fp8_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
@@ -140,11 +177,9 @@ def fp8_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
 def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
     """Codes, k_pe, and the block scales in vLLM's order."""
     rounded, scale = blocks.nvfp4_latent_codes(latent)
-    codes = e2m1_codes(rounded.flatten(-2))
-    packed = codes[..., ::2] + 16 * codes[..., 1::2]
     ordered = scale.view(len(latent), 8, 4).mT.flatten(1)
     eight = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (blocks.fp8_unscaled(k_pe), ordered))
-    return torch.cat([packed, *eight], -1)
+    return torch.cat([packed(e2m1_codes(rounded.flatten(-2)), 4), *eight], -1)
 
 
 def turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
@@ -173,6 +208,49 @@ def own_turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
     return torch.cat([*k, *v], -1), v[0].new_empty(0)
 
 
+def ultraquant(x: Tensor) -> Stored:
+    """Bytes of K, then V."""
+    from vllm.v1.attention.ops.ultraquant import reference, triton_store
+
+    tokens, heads, size = x.shape
+    cache = torch.zeros(1, tokens, heads, size + size // 16, dtype=torch.uint8)
+    triton_store.ultraquant_store(x, x, cache, torch.arange(tokens))
+    halves = (part.split((size // 2, size // 32), -1) for part in cache[0].chunk(2, -1))
+    k, v = (reference.ultraquant_dequant(reference.UltraQuantEncoded(*half), size) for half in halves)
+    check_read("ultraquant_4bit", x, power_blocks.rotate(k), v)
+    return cache[0], cache.new_empty(0)
+
+
+def own_ultraquant(x: Tensor) -> Stored:
+    k, v = (own_blocks(power_blocks.ultraquant_parts, each) for each in (power_blocks.rotate(x), x))
+    return torch.cat([*k, *v], -1), k[0].new_empty(0)
+
+
+def own_blocks(parts_of, x: Tensor) -> Stored:
+    """Codes, and exponents as E8M0."""
+    values, exponent = parts_of(x)
+    codes = values.flatten(-2)
+    is_eight = parts_of is power_blocks.mxfp8_parts
+    codes = codes.to(MODES["FP8"]) if is_eight else packed(e2m1_codes(codes), 4)
+    return codes, (exponent.clamp(min=-127) + 127).byte().flatten(-2)
+
+
+def mxfp8(x: Tensor) -> Stored:
+    from sglang.kernels.ops.quantization.mxfp8_quant import to_mxfp8
+
+    with interpreted_triton.right_casts():
+        return to_mxfp8(x)
+
+
+def fp4_mx_block16(x: Tensor) -> Stored:
+    """By a writer that PyTorch compiles."""
+    from sglang.srt.layers.quantization.kvfp4_tensor import FP4MXBlock16KVQuantizeUtil as Writer
+
+    codes, scales = Writer.batched_quantize(x)
+    check_read("fp4_mx_block16", x, *[Writer.batched_dequantize(codes, scales, x.dtype)] * 2)
+    return codes, scales.unflatten(-1, (x.shape[1], -1))
+
+
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Codes of 3 or 4 bits [..., D] in bytes, the first in the lowest bits."""
     groups = codes.long().unflatten(-1, (-1, 8)) << bits * torch.arange(8)
@@ -188,20 +266,27 @@ TYPES = {
 }
 BITS = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 TYPES |= {f"turboquant_{x}": (partial(own_turboquant, *n), partial(turboquant, *n)) for x, n in BITS.items()}
+TYPES |= {
+    "lmdeploy_turboquant": (own_lmdeploy_turboquant, lmdeploy_turboquant),
+    "ultraquant_4bit": (own_ultraquant, ultraquant),
+    "mxfp8": (partial(own_blocks, power_blocks.mxfp8_parts), mxfp8),
+    "fp4_mx_block16": (partial(own_blocks, power_blocks.fp4_mx_parts), fp4_mx_block16),
+}
 LATENTS = {"fp8_ds_mla": (fp8_ds_mla, 656), "nvfp4_ds_mla": (nvfp4_ds_mla, 352)}  # bytes of a token
 
 
 def differences(name: str):
     for number, (*shape, size) in enumerate(SHAPES):
-        if name.startswith("turboquant") and shape[2] & (shape[2] - 1):
+        if ("quant" in name and shape[2] & (shape[2] - 1)) or (name == "mxfp8" and shape[2] % 32):
             continue
         x = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * size
         x[0, 0, : shape[2] // 2] = x[0, 0, 0]  # some values the same, and some of them halves of others
         x[0, 0, 0] *= 2
         # LMDeploy divides by zero there: NaN, which no integer holds
-        if not name.startswith("lmdeploy"):
+        if not name.startswith("lmdeploy_int"):
             x[-1, -1] = 0
-        mine, theirs = (stored(x.bfloat16() if number % 2 else x) for stored in TYPES[name])
+        wide = x.half() if "quant" in name else x  # those are served in 16 bits alone
+        mine, theirs = (stored(x.bfloat16() if number % 2 else wide) for stored in TYPES[name])
         for what, one, other in zip(("codes", "scales"), mine, theirs, strict=True):
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 yield f"{name}, {shape}, values of {size:g}: other {what}"
@@ -241,11 +326,11 @@ def misread():
 
 
 if __name__ == "__main__":
-    # LMDeploy's packages without what they import for serving
-    for name in ("", ".pytorch", ".pytorch.kernels", ".pytorch.kernels.cuda"):
-        package = sys.modules[f"lmdeploy{name}"] = ModuleType(f"lmdeploy{name}")
-        package.__path__ = [str(LMDEPLOY.joinpath(*name.split(".")))]
-    problems = [line for name in TYPES for line in differences(name)]
+    for name in HOLLOW.split():
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(Path(sys.prefix, name.partition(".")[0], *name.split(".")))]
+    sys.modules["sglang.srt.runtime_context"] = SimpleNamespace(get_platform=None)
+    problems = [line for name in sys.argv[1:] or TYPES for line in differences(name)]
     problems += [*misread(), *(line for name in LATENTS for line in latent_differences(name))]
     success = f"{len(SHAPES)} shapes of {len(TYPES)} types, the same bytes; of latents"
     report("cache types", problems, f"{success} {len(LATENT_SIZES)} sizes of {len(LATENTS)}")

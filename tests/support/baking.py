@@ -16,8 +16,8 @@ LATENT_SIZES = ((0.003, 9000.0), (3000.0, 0.002), (0.7, 40.0), (1.3, 0.9))
 TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def model_directory(path, model_type, *, dtype=torch.bfloat16):
-    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type])
+def model_directory(path, model_type, *, dtype=torch.bfloat16, **options):
+    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type] | options)
     with torch.no_grad():
         for module in cached_attention(model):
             # K and V of any size, and heads and channels that differ

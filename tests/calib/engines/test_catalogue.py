@@ -11,7 +11,7 @@ from command_line import fp8kv, one_line_error
 from pydantic import ValidationError
 from scale_directories import lines_of, model
 
-from calib.caches.types import ALL_CACHES, Shape
+from calib.caches.types import ALL_CACHES, UNSIMULATED, Shape
 from calib.choices import AttentionMode
 from calib.engines.cache_support import check_place, find_offer, find_support, serving_engines
 from calib.engines.catalogue import GPUS, CacheSupport, Engine, find_engine, load_catalogue
@@ -21,7 +21,7 @@ DEEPSEEK = Shape(1, 512, 64, "sparse latents")
 LATENTS, ROOT = DEEPSEEK._replace(attention="latents"), Path(__file__).parents[3]
 FP8 = "--kv-cache-dtype fp8"
 HEADS, OF_64, UNEVEN = [(1, 128, 128)], [(1, 64, 64)], [(1, 128, 80), (1, 96, 128)]
-SIZES, OF_DEEPSEEK = "128, 256, 512 (vllm)", "on h100 with latents of 512 + 64 (vllm, sglang)"
+SIZES, OF_DEEPSEEK = "128, 256, 512 (vllm)", "on h100 with latents of 512 + 64 (vllm, sglang, lmdeploy)"
 OTHER = DEEPSEEK._replace(k=576, v=192)
 
 
@@ -100,7 +100,8 @@ def test_why_nobody_serves_it():
         ("nvfp4_4over6", HEADS, (None, "h100"), "{} is served on b200 (vllm), not on h100"),
         ("nvfp4_4over6", [(1, 80, 80)], ("vllm",), f"{{}} is served with heads of 64, {SIZES}, not of 80"),
         ("nvfp4", UNEVEN, (None, "h100"), f"{{}} is served on h100 with heads of {SIZES}, not of 80 and 96"),
-        ("fp8_ds_mla", [LATENTS], (), "{} is served for sparse latents (vllm, sglang), not for latents"),
+        ("fp8_ds_mla", [LATENTS], ("vllm",), "{} is served for sparse latents (vllm), not for latents"),
+        ("mxfp8", OF_64, (None, None, "llama"), "{} is served for inkling_mm_model (sglang), not for llama"),
         ("fp8_ds_mla", [OTHER], (None, "h100"), f"{{}} is served {OF_DEEPSEEK}, not of 576 + 192"),
         ("fp8", [LATENTS], ("vllm", None, "minicpm3"), "vllm: not known to cache latents of minicpm3 models"),
         ("fp8", OF_64, ("sglang", "mi300x"), f"{at_1}, and on mi300x FP8 ends at 240"),
@@ -153,4 +154,7 @@ def test_the_page_of_caches():
     assert {*caches_page.kernel_table().splitlines()} <= {*evaluation.splitlines()}
     assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}
     assert {gpu for name in ALL_CACHES for pair in find_support(name) for gpu in pair.way.gpus} == {*GPUS}
-    assert {name for engine in serving_engines().values() for name in engine.caches.types} <= {*ALL_CACHES}
+    assert {name for engine in serving_engines().values() for name in engine.caches.types} <= {
+        *ALL_CACHES,
+        *UNSIMULATED,
+    }
