@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from apply_cases import report_of
 from evaluations import plain_comparison
 from fake_quant import fake_quantized
 from families import save_model, tiny_model
@@ -45,14 +46,6 @@ def evaluated(model, settings, *scales):
     return summarize(evaluate(str(model), load_recipe(None, FEW | settings), scales=scales, suite=suite))
 
 
-def report(home):
-    return json.loads((home / "out" / "fp8kv_calibration.json").read_text())
-
-
-def of_rows(home, file="rows.jsonl", column="shown"):
-    return {"data.dataset": str(home / file), "data.images": column}
-
-
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     home = tmp_path_factory.mktemp("llava")
@@ -86,7 +79,7 @@ def test_amax_and_kl_by_modality_are_those_of_the_whole_model(family, tmp_path):
     noted = calibrated(model, tmp_path / "out", **rows).notes[0]
     for layer in load_stats(tmp_path / "out").layers.values():
         assert torch.equal(torch.stack([layer.k.modalities, layer.v.modalities]), expected[layer.layer_idx])
-    said, (text, media) = report(tmp_path), (torch.cat(parts, 1) for parts in kl)
+    said, (text, media) = report_of(tmp_path / "out"), (torch.cat(parts, 1) for parts in kl)
     assert [x[name] for x in said["modalities"][2:4]] == expected[1][..., MODALITIES.index(name)].tolist()
     assert noted.endswith(f"; text: {text.shape[1]} of the tokens")
     counts = [said["dataset"][x] for x in (name, f"{name.removesuffix('s')}_tokens")]
@@ -143,7 +136,7 @@ def test_forms_of_rows_are_one_request(family, kind, tmp_path):
     def fingerprint(file="rows.jsonl", column=kind):
         columns = {"data.images" if kind == "image" else "data.audio": column}
         calibrated(model, tmp_path / "out", **columns | {"data.dataset": str(tmp_path / file)})
-        return report(tmp_path)["dataset"]["fingerprint"]
+        return report_of(tmp_path / "out")["dataset"]["fingerprint"]
 
     def chat(**media):
         parts = [{"type": kind} | media, {"type": "text", "text": ASKED}]
@@ -196,13 +189,15 @@ def test_rows_that_cannot_be_read(llava, tmp_path):
     ):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(Fp8kvError, match=message):
-            calibrated(llava / "model", tmp_path / "out", **of_rows(tmp_path, column="image"))
+            rows = {"data.dataset": str(tmp_path / "rows.jsonl"), "data.images": "image"}
+            calibrated(llava / "model", tmp_path / "out", **rows)
 
 
 def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     def refused(model, message, **settings):
         with pytest.raises(Fp8kvError, match=message):
-            calibrated(model, tmp_path / "out", **(of_rows(llava) | settings))
+            rows = {"data.dataset": str(llava / "rows.jsonl"), "data.images": "shown"}
+            calibrated(model, tmp_path / "out", **(rows | settings))
 
     refused(save_model(tiny_model("llama"), tmp_path / "llama"), "with a model that takes them")
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")

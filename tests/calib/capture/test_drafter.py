@@ -18,14 +18,12 @@ from calib.files.names import SCALES_SHARD
 from calib.recipe import Recipe
 
 IDS = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(0))
-AUXILIARY = "eagle_aux_hidden_state_layer_ids"
-NAMED = {"eagle_config": {AUXILIARY: [6, 0, 3]}}
-EAGLE_3 = {"vllm": "midlayer.self_attn.k_scale", "sglang": "midlayer.self_attn.attn.k_scale"}
-DRAFTERS = {  # the layers whose inputs it reads, settings, and its scale where engines load it
-    "EagleLlamaForCausalLM": ((), {}, {"vllm": "layers.0.self_attn.k_scale"}),
-    "LlamaForCausalLMEagle": ((), {}, {"sglang": "layers.0.self_attn.k_scale"}),
-    "LlamaForCausalLMEagle3": ((2, 4, 5), {}, EAGLE_3),
-    "Eagle3LlamaForCausalLM": ((0, 3, 6), NAMED, {"vllm": EAGLE_3["vllm"]}),
+NAMED = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [6, 0, 3]}}
+DRAFTERS = {  # the layers whose inputs it reads, settings, and what its scales are called before `k_scale`
+    "EagleLlamaForCausalLM": ((), {}, {"vllm": "layers.0.self_attn."}),
+    "LlamaForCausalLMEagle": ((), {}, {"sglang": "layers.0.self_attn."}),
+    "LlamaForCausalLMEagle3": ((2, 4, 5), {}, {"vllm": "midlayer.self_attn.", "sglang": "self_attn.attn."}),
+    "Eagle3LlamaForCausalLM": ((0, 3, 6), NAMED, {"vllm": "midlayer.self_attn."}),
 }
 
 
@@ -33,19 +31,17 @@ def save_drafter(directory, name, family):
     """Save a model of 8 layers, and a drafter for it with norms far from 1; return it and the weights."""
     model, (layers, settings, _) = tiny_model(family, num_hidden_layers=8, head_dim=24), DRAFTERS[name]
     config = save_model(model, directory / "model") / "config.json"
-    place, width = ("midlayer", 128) if layers else ("layers.0", 64)
-    shapes = {f"self_attn.{x}_proj": (24 * count, width) for x, count in (("q", 4), ("k", 2), ("v", 2))}
-    shapes |= {norm: (64,) for norm in ("input_layernorm", "hidden_norm") if layers}
-    shapes = {f"{place}.{part}.weight": shape for part, shape in shapes.items()}
-    shapes |= {"fc.weight": (64, 64 * (len(layers) or 2))}
-    shapes |= {} if layers else {"embed_tokens.weight": (128, 64), "fc.bias": (64,)}
+    place, width = ("midlayer.", 128) if layers else ("layers.0.", 64)
+    shapes = {f"{place}self_attn.{x}_proj": (24 * n, width) for x, n in {"q": 4, "k": 2, "v": 2}.items()}
+    shapes |= {f"{place}{norm}": (64,) for norm in ("input_layernorm", "hidden_norm") if layers}
+    shapes |= {"fc": (64, 64 * (len(layers) or 2))} | ({} if layers else {"embed_tokens": (128, 64)})
     generator = torch.Generator().manual_seed(1)
-    weights = {part: torch.randn(shape, generator=generator) for part, shape in shapes.items()}
+    weights = {f"{x}.weight": torch.randn(shape, generator=generator) for x, shape in shapes.items()}
+    weights |= {} if layers else {"fc.bias": torch.randn(64, generator=generator)}
     changes = {"architectures": [name], "model_type": "llama", "num_hidden_layers": 1, "layer_types": None}
-    (directory / name).mkdir()
-    text = json.dumps(json.loads(config.read_text()) | changes | settings)
-    (directory / name / "config.json").write_text(text)
-    save_file(weights, directory / name / "model.safetensors", {"format": "pt"})
+    (file := directory / name / "config.json").parent.mkdir()
+    file.write_text(json.dumps(json.loads(config.read_text()) | changes | settings))
+    save_file(weights, file.with_name("model.safetensors"), {"format": "pt"})
     return model, weights
 
 
@@ -54,14 +50,13 @@ def keys_and_values(model, weights, layers):
     """K and V of every position but the last, whose next token nobody has, by head."""
     out, place = model.model(IDS, output_hidden_states=True), "midlayer" if layers else "layers.0"
     embeddings = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
-    states = [out.hidden_states[i] for i in layers] or [embeddings[IDS.roll(-1, 1)], out.last_hidden_state]
-    read = linear(torch.cat(states, -1)[:, :-1], weights["fc.weight"], weights.get("fc.bias"))
+    embedded, states = embeddings[IDS.roll(-1, 1)], [out.hidden_states[i] for i in layers]
+    read = torch.cat(states or [embedded, out.last_hidden_state], -1)
+    read = linear(read, weights["fc.weight"], weights.get("fc.bias"))
     if layers:
-        parts = ("input_layernorm", embeddings[IDS[:, 1:]]), ("hidden_norm", read)
-        eps = model.config.rms_norm_eps
-        joined = [rms_norm(x, (64,), weights[f"{place}.{name}.weight"], eps) for name, x in parts]
-        read = torch.cat(joined, -1)
-    k, v = (linear(read, weights[f"{place}.self_attn.{x}_proj.weight"]) for x in "kv")
+        parts, eps = {"input_layernorm": embedded, "hidden_norm": read}.items(), model.config.rms_norm_eps
+        read = torch.cat([rms_norm(x, (64,), weights[f"{place}.{n}.weight"], eps) for n, x in parts], -1)
+    k, v = (linear(read[:, :-1], weights[f"{place}.self_attn.{x}_proj.weight"]) for x in "kv")
     k, v = (x.view(4, 47, 2, 24).transpose(1, 2) for x in (k, v))
     angles = LlamaRotaryEmbedding(model.config)(k, torch.arange(47)[None])
     return apply_rotary_pos_emb(k, k, *angles)[1], v
@@ -82,7 +77,7 @@ def test_amax_is_that_of_what_it_reads_of_its_model_and_its_scales_load(name, fa
         said = ran("calibrate", model, "--draft", drafter.path, "-o", out, *SMALL, "--format", engine).stdout
         assert f'{{"method":"{method}","model":"{out}"' in said or f"-algorithm {method.upper()}" in said
         assert f" {model} --spec" in (out / "README.md").read_text()
-        assert scale in load_file(out / SCALES_SHARD)
+        assert [x.endswith(f"{scale}k_scale") for x in sorted(load_file(out / SCALES_SHARD))] == [True, False]
         assert "1 of 1" in ran("verify", out, "--engine", engine, "--against", out).stdout
 
 
@@ -92,13 +87,11 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
     config, command = json.loads((path / "config.json").read_text()), ("calibrate", model, "--draft", path)
     for changes, options, problem in (
         ({"architectures": ["MyEagle3"]}, (), "--format vllm is not known to load scales of a drafter MyE"),
-        ({}, ("--format", "json"), "--format json is not known to load"),
         ({}, ("--format", "vllm-nvfp4"), "--format vllm-nvfp4 is not known to load"),
         ({"eagle_config": {"fc_norm": True}}, (), "its config.json says fc_norm"),
         ({"use_aux_hidden_state": False}, (), "its config.json says use_aux_hidden_state"),
-        ({"num_hidden_layers": 2}, (), "it is not one layer of a llama"),
         ({"model_type": "qwen3"}, (), "it is not one layer of a llama"),
-        ({AUXILIARY: [1, 2, 8]}, (), "layers that it reads are [1, 2, 8], and the model has 8"),
+        (dict.fromkeys(NAMED["eagle_config"], (1, 8)), (), "reads are [1, 8], and the model has 8"),
         (NAMED, ("--format", "sglang"), "SGLang counts eagle_aux"),
         ({}, ("--offload", "layerwise"), "a drafter reads states of a whole model"),
         ({}, ("-o", model, "--overwrite"), "would mix with the model in"),
@@ -106,12 +99,11 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({"embed_tokens.weight": torch.ones(99, 64)}, (), "is a drafter of a model of another size"),
         ({"midlayer.hidden_norm.weight": None}, (), "lacks the weight 'midlayer.hidden_norm.weight'"),
     ):
-        tensors = {part: x for part, x in changes.items() if part.endswith(".weight")}
+        tensors = changes if min(changes, default="").endswith(".weight") else {}
         rest = {part: x for part, x in (weights | tensors).items() if x is not None}
         save_file(rest, path / "model.safetensors", {"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config | (changes if not tensors else {})))
+        (path / "config.json").write_text(json.dumps(config | ({} if tensors else changes)))
         one_line_error(fp8kv(*command, "-o", tmp_path / "out", *SMALL, *options), problem)
-    for word in ("calibrate", "eval"):
-        one_line_error(fp8kv(word, path, *SMALL), "is a drafter (EAGLE): give its model, and --draft")
+    one_line_error(fp8kv("eval", path), "is a drafter (EAGLE): give its model, and --draft")
     edit_json(model / "config.json", model_type="mistral")
     one_line_error(fp8kv(*command, *SMALL), "what it reads of a ministral is not known")
