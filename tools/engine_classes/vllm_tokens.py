@@ -8,12 +8,15 @@ transformers' config and model alone. The classes for which both say the same, t
 
 import argparse
 import copy
+import importlib
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import vllm_classes
@@ -35,6 +38,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from without_gpu import ABSENT, Absent
 
 from calib.caches.types import cache_type
 from calib.capture.attention import cached_layers
@@ -50,6 +54,14 @@ try:
 except ImportError:
     planning, get_groups, CHECKPOINTS = kv_cache_utils, None, set()
     GDN_CHECKPOINTS.clear()
+
+with (
+    patch("without_gpu.ABSENT", (*ABSENT, "flashinfer")),
+    patch.object(sys, "meta_path", [*sys.meta_path, Absent()]),
+):
+    FlashInferBackend = importlib.import_module("vllm.v1.attention.backends.flashinfer").FlashInferBackend
+for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+    del sys.modules[name]
 
 # too long a request for the memory; layers that a list of those in 16 bits cannot name
 UNSERVED = ("vLLM: ValueError('To serve", "vLLM: AssertionError('layer name")
@@ -70,7 +82,11 @@ TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "tu
 # a type, how many layers at either end stay in 16 bits, and the backend; small models have few layers
 CACHES = [
     *((cache, 0, TritonAttentionBackend) for cache in TYPES),
-    ("fp8", 1, TritonAttentionBackend),
+    *(
+        ("fp8", 1, TritonAttentionBackend),
+        ("nvfp4", 0, FlashInferBackend),
+        ("nvfp4_4over6", 0, FlashInferBackend),
+    ),
     *((cache, edges, TurboQuantAttentionBackend) for cache in TURBOQUANT for edges in (1, 2)),
 ]
 Tokens = dict[tuple[Any, ...], int | str]
