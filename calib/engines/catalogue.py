@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from calib.caches.types import Attention
 from calib.choices import AttentionMode, FP8Name, Strategy
@@ -117,13 +117,6 @@ class CacheSupport(Section):
     models: tuple[str, ...] | None = None  # model types; none: all
     note: str = ""
 
-    @field_validator("gpus")
-    @classmethod
-    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := {*names} - {*GPUS}:
-            raise ValueError(f"GPU '{min(unknown)}' is not one of {', '.join(GPUS)}")
-        return names
-
 
 class Caches(Section):
     """Cache types that the engine has, by their names in `calib.caches`."""
@@ -215,14 +208,6 @@ class Engine(Section):
     draft_crashes: dict[str, tuple[str, ...]] = {}  # by architecture, with which it does not start
     draft_flag: str = ""  # after the model, what lets the drafter {path} draft for it by its {method}
     version: str = ""  # the one that the user named
-
-    @model_validator(mode="after")
-    def _check_copies(self) -> "Engine":
-        for name, backend in self.backends.items():
-            if unknown := {*backend.write, *backend.read} - self.scale_copies.keys():
-                legal = ", ".join(self.scale_copies)
-                raise ValueError(f"backend {name}: {min(unknown)} is not one of {legal}")
-        return self
 
     def find_backend(self, name: str) -> Backend:
         """Return the attention backend `name`; an InputError where this version has none that was read."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from calib.caches.types import Layers, Shape, cache_type
-from calib.engines.tokens_that_fit import layer_pages, pool, vllm_pool
+from calib.engines.tokens_that_fit import Pool, layer_pages, pool, vllm_pool
 from calib.errors import InputError
 
 KINDS = ["sliding_attention"] * 5 + ["full_attention"]
@@ -50,8 +50,8 @@ def test_layers_in_16_bits_and_what_is_not_known():
     assert vllm_pool(dense, layers, K8V4, tokens=100).block_bytes == 48 * K8V4.model_bytes(layers)
     assert vllm_pool(dense, layers, FP8, in_16_bits={3}).block_bytes == 32 * (7 * 256 + 512)
     windows, mixed = config(KINDS + KINDS[:2], 64), Layers({0: HEADS}, 2, is_hybrid=True)
-    found = vllm_pool(windows, layers, K8V4)
-    assert (found.block_bytes, found.blocks) == (48 * 200, 683 + 4 * (1028 + 1) + 3 * (514 + 1))
+    blocks = 683 + 4 * (1028 + 1) + 3 * (514 + 1)
+    assert vllm_pool(windows, layers, K8V4) == Pool(48 * 200, blocks, 32_768)
     for *model, cache, in_16_bits, problem in (
         (dense, layers._replace(shapes={0: Shape(1, 8, 8, "sparse latents")}), FP8, {}, "an indexer"),
         (config(["odd"] * 8), layers, FP8, {}, "the pages of odd are"),

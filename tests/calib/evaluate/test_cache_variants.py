@@ -395,11 +395,8 @@ def test_every_answer_can_be_served(caches_evaluation, caches_report, caches_dir
                 assert needs == [calibration, ["fp8kv", "bake"]]
             elif name in ("tensor", "attn_head"):
                 assert needs == [calibration]
-                assert offer.engine != "lmdeploy"
             else:
                 assert needs == []
-        has_heads = engine in (None, "vllm") and gpu in (None, "h100", "b200")
-        assert ("attn_head" in served) == has_heads, place
         # on an A100 vLLM has FP8 for larger heads than these
         has_no_tensor = engine == "lmdeploy" or place == ("vllm", "a100")
         assert ("tensor" in served) != has_no_tensor, place
@@ -450,8 +447,7 @@ def test_the_command_line_of_recommend(tmp_path):
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
-    too_long = fp8kv("recommend", directory, *flags, "--request-tokens", "4096")
-    one_line_error(too_long, "--request-tokens 4096 is longer than")
+    one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
     done = ran("recommend", directory, *flags, "--request-tokens", "99")
     assert any("nvfp4: head size 24" in each for each in done.stderr.splitlines())
     assert "tokens/GB" in done.stdout
