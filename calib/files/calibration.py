@@ -52,7 +52,7 @@ def parse_report(directory: Path, pack: Pack | None) -> dict[str, Any]:
     file = directory / CALIBRATION_FILE
     if not file.exists():
         problem = f"'{directory}' has no {CALIBRATION_FILE}: it is not a calibration"
-        raise InputError(_several_formats(directory) or problem)
+        raise InputError(_own_contents(directory) or problem)
     report = read_object(file)
     if report.get("fp8kv_calibration") != 1:
         raise InputError(f"'{file}' is not of this version of fp8kv; calibrate again")
@@ -73,7 +73,7 @@ def statistics_file(path: Path) -> Path:
         raise InputError(f"cannot read statistics: '{path}' does not exist")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
-        raise InputError(_several_formats(path) or problem)
+        raise InputError(_own_contents(path) or problem)
     return file
 
 
@@ -94,11 +94,14 @@ def missing_model_error(path: Path, problem: str) -> NoModelError:
             f"'{path}' holds {JSON_FILE} and no model: put it into a copy of the model's directory, "
             "and give that"
         )
-    return NoModelError(_several_formats(path) or problem)
+    return NoModelError(_own_contents(path) or problem)
 
 
-def _several_formats(path: Path) -> str | None:
-    """Return the problem that `path` holds a calibration in several formats, each in a directory."""
+def _own_contents(path: Path) -> str | None:
+    """Return the problem that `path` holds a calibration in several formats, or statistics alone."""
     formats = [path / name for name in FORMATS if (path / name / CALIBRATION_FILE).is_file()]
     names = ", ".join(f"'{directory}'" for directory in formats)
+    if not formats and (path / STATS_FILE).is_file() and not (path / CALIBRATION_FILE).is_file():
+        uses = "verify --against, repair --stats, inspect and merge"
+        return f"'{path}' holds statistics alone, as FP8KV_WATCH writes them: they are for fp8kv {uses}"
     return f"'{path}' holds a calibration in several formats: give {names}" if formats else None

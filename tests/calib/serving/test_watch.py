@@ -206,6 +206,8 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair" in done.stdout
     edit_json(two / "fp8kv_watch.json", model="here")
     one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "no"), "are of different models: here, there")
+    for command in ("compare", "apply"):
+        one_line_error(fp8kv(command, one, two), "statistics alone, as FP8KV_WATCH writes them: they are for")
     shown = json.loads(fp8kv("inspect", tmp_path / "both", "--json").stdout)["layers"]
     assert shown[1]["v"] == pytest.approx((part.v.amax.amax(1) / 448).tolist())
 
