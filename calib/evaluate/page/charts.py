@@ -47,7 +47,7 @@ class Point(NamedTuple):
     """A cache in the picture of KL against bytes."""
 
     name: str  # ours: what others named is not drawn
-    share: float  # its bytes beside 16 bits
+    share: float  # its memory beside 16 bits
     kl: Interval
     is_subject: bool = False
 
@@ -73,6 +73,7 @@ class Chart(NamedTuple):
     svg: str
     legend: Sequence[Series] = ()
     frontier: Sequence[Point] = ()
+    by_tokens: bool = False  # its axis: tokens that fit, not bytes
     layer: Layer | None = None
     row: LayerRow | None = None  # of the same layer, or of the worst
 
@@ -129,21 +130,26 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def _bytes_chart(report: Report) -> Chart | None:
-    """Draw KL against bytes; None where all caches take the same."""
-    whole = report.bytes_per_token["16bit"]
+    """Draw KL against tokens that fit, or bytes where these are not known; None where all are the same."""
+    whole, answer = report.bytes_per_token["16bit"], report.recommended
+    served = [x for x in (answer.chosen, *answer.alternatives) if x.tokens_per_gb] if answer else []
+    memory = {cache.cache: cache.memory for cache in served}
+    by_bytes = {cache.bytes_per_token: cache.memory for cache in served}  # for scales of the user's
     points = [
-        Point(_CUSTOM if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
-              name == report.subject)
+        Point(_CUSTOM if row.kind == "given" else name, share, row.kl, name == report.subject)
         for name, row in report.variants.items()
         if row.bytes_per_token and row.kl.is_finite and row.kl.low > 0 and can_be_served(name, row)
+        and (share := memory.get(name, by_bytes.get(row.bytes_per_token)) if memory
+             else row.bytes_per_token / whole)
     ]  # fmt: skip
     if len({point.share for point in points}) < 2:
         return None
-    return Chart(draw_kl_by_bytes(points, report.noise_floor), frontier=frontier(points))
+    svg = draw_kl_by_bytes(points, report.noise_floor, by_tokens=bool(memory))
+    return Chart(svg, frontier=frontier(points), by_tokens=bool(memory))
 
 
-def draw_kl_by_bytes(points: Sequence[Point], floor: float) -> str:
-    """Draw mean KL with its interval, above 0, against bytes; steps join the frontier."""
+def draw_kl_by_bytes(points: Sequence[Point], floor: float, *, by_tokens: bool = False) -> str:
+    """Draw mean KL with its interval, above 0, against bytes or tokens that fit; steps join the frontier."""
     best = frontier(points)
     figure, axes = new_figure()
     for point in points:
@@ -162,6 +168,12 @@ def draw_kl_by_bytes(points: Sequence[Point], floor: float) -> str:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlabel("bytes per token, beside a 16-bit cache")
+    if by_tokens:
+        axes.xaxis.set_major_locator(
+            ticker.FixedLocator([1 / times for times in (4, 3, 2.5, 2, 1.5, 1.2, 1)])
+        )
+        axes.xaxis.set_major_formatter(lambda share, _: f"{1 / share:.3g}x")
+        axes.set_xlabel("tokens that fit, beside a 16-bit cache")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")
     figure.draw_without_rendering()
     _annotate(
