@@ -22,6 +22,7 @@ from calib.engines.cache_support import Offer
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names, select_types
 from calib.evaluate.measure import Measured
+from calib.evaluate.page.charts import charts
 from calib.evaluate.recommend import Wish, advised_cache, answer_lines, make_wish, recommend
 from calib.evaluate.report import Row, Suite
 from calib.evaluate.run import evaluate
@@ -372,6 +373,7 @@ def test_what_does_not_differ_measurably_goes_to_the_simpler():
 def test_every_answer_can_be_served(caches_evaluation, caches_report, caches_directory):
     assert caches_report.recommended.chosen.cache in caches_report.advice[-1]
     assert caches_report.recommended.chosen.commands[-1] in caches_report.advice[-1]
+    assert ">tokens that fit, beside a 16-bit cache<" in charts(caches_report)["bytes"].svg
     judgement = Judgement(caches_evaluation.measured, caches_report.variants, caches_report.noise_floor)
     trusting = replace(caches_evaluation.offers, trust_remote_code=True)
     for place in product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"]):
