@@ -16,7 +16,9 @@ Purpose = Literal["fp8", "int8"]  # of baked factors
 Reduce = Literal["none", "max"]
 Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]
-AttentionMode = Literal["exact", "fa3", "vllm_triton", "vllm_triton_fp8"]
+AttentionMode = Literal[
+    "exact", "fa3", "fa3_two_level", "fa3_one_level", "vllm_triton", "vllm_triton_fp8"
+]  # fmt: skip
 SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
 ProgressForm = Literal["auto", "json", "none"]

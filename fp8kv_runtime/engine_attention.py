@@ -15,9 +15,11 @@ by running it: tests/interop/check_vllm_triton.py. 0.33.0 has the same lines; wh
 in FP8 (`supports_quant_query_input` in v1/attention/backends/triton_attn.py) changed: 0.32 on
 NVIDIA, 0.33 also on AMD but for gfx90a and gfx11.
 
-Not modelled: how tensor cores add (about 14 bits inside one product of FP8 tiles on Hopper; from
-tile to tile both kernels add in fp32), the last bits of exp2 and tanh, FlashAttention 3's split of
-long decodes and its tiles of a sliding window, which start at the window.
+Products are added in fp32, or for FlashAttention 3 also as Hopper's tensor cores add them
+(`HopperAdds`, see `hopper_adds`).
+
+Not modelled: the last bits of exp2 and tanh, FlashAttention 3's split of long decodes and its tiles
+of a sliding window, which start at the window.
 """
 
 from collections.abc import Callable
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fp8kv_runtime.fp8 import dequantize, quantize
+from fp8kv_runtime.hopper_adds import hopper_product
 from fp8kv_runtime.options import AttentionOptions
 
 _ROWS = 128  # queries at a time: each has a score for every key, several times over
@@ -45,10 +48,25 @@ class KernelOrder(NamedTuple):
     parts: int = 1  # of a sequence, each with a maximum of its own
     last_first: bool = False
     starts_at_sinks: bool = False  # whether the first part's maximum does
+    adds: "HopperAdds | None" = None  # of products of codes; None: in fp32
+    factor: Tensor | float = 1.0  # [H, 1, 1] of scores of codes
+
+
+class HopperAdds(NamedTuple):
+    """Sums of products as an H100 has them; these depend on codes, so their scales must be known."""
+
+    k_scale: Tensor  # [1] or [K]
+    v_scale: Tensor
+    every: int | None = 1  # tiles of keys after which the output is added to one in fp32; None: never
 
 
 def fa3_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    options: AttentionOptions,
+    adds: HopperAdds | None = None,
 ) -> Tensor:
     """Attend as FlashAttention 3 does in FP8.
 
@@ -62,6 +80,7 @@ def fa3_attention(
         value: [B, K, N, D] float32, so too.
         visible: [B or 1, H or 1, T, N] bool.
         options: softmax scale, softcap, sinks, scale of queries; the window is in `visible`.
+        adds: how products are added; by default in fp32.
 
     Returns:
         [B, H, T, D] float32; zeros where nothing is visible.
@@ -72,8 +91,18 @@ def fa3_attention(
     else:  # `tile_size_fwd_sm90` for one byte, causal, two-level accumulation
         sizes = {64: 128, 96: 128, 128: 192, 192: 96, 256: 128}
         tile = sizes[min(size for size in sizes if head_dim <= size)]
-    query = _round_query(query, options.q_scale, key.shape[1])
-    return _attend(query, key, value, visible, options, KernelOrder(tile, _round_weights, last_first=True))
+    order = KernelOrder(tile, _round_weights, last_first=True)
+    if adds is None:
+        query = _round_query(query, options.q_scale, key.shape[1])
+        return _attend(query, key, value, visible, options, order)
+    q_scale = _query_scale(query, options.q_scale, key.shape[1])
+    k_scale, v_scale = (x.to(query.device).view(-1, 1, 1) for x in (adds.k_scale, adds.v_scale))
+    query, key, value = (
+        quantize(x, scale).float() for x, scale in ((query, q_scale), (key, k_scale), (value, v_scale))
+    )
+    k_scale, v_scale = (s.repeat_interleave(num_heads // len(s), 0) for s in (k_scale, v_scale))
+    order = order._replace(adds=adds, factor=q_scale * k_scale)
+    return _attend(query, key, value, visible, options, order) * v_scale
 
 
 def vllm_triton_attention(
@@ -109,14 +138,18 @@ def vllm_triton_attention(
 def _round_query(
     query: Tensor, scale: Tensor | None, num_kv_heads: int, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Tensor:
+    scale = _query_scale(query, scale, num_kv_heads)
+    if dtype == torch.float8_e4m3fnuz:
+        query = query.clamp(-_FNUZ_QUERIES_MAX * scale, _FNUZ_QUERIES_MAX * scale)
+    return dequantize(quantize(query, scale, dtype), scale)
+
+
+def _query_scale(query: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
     scale = torch.ones(1) if scale is None else scale.float()
     if scale.numel() > 1:
         group = query.shape[1] // num_kv_heads
         scale = scale.view(num_kv_heads, group).amax(1).repeat_interleave(group).view(-1, 1, 1)
-    scale = scale.to(query.device)
-    if dtype == torch.float8_e4m3fnuz:
-        query = query.clamp(-_FNUZ_QUERIES_MAX * scale, _FNUZ_QUERIES_MAX * scale)
-    return dequantize(quantize(query, scale, dtype), scale)
+    return scale.to(query.device)
 
 
 def _round_weights(weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
@@ -134,7 +167,8 @@ def _attend(
     outputs = []
     for start in range(0, query.shape[2], _ROWS):
         rows = slice(start, start + _ROWS)
-        scores = query[:, :, rows] @ key.mT * options.scale(query.shape[3])
+        multiply = torch.matmul if order.adds is None else hopper_product
+        scores = multiply(query[:, :, rows], key.mT) * (options.scale(query.shape[3]) * order.factor)
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         scores = scores.masked_fill(~visible[:, :, rows], -torch.inf)
@@ -144,9 +178,31 @@ def _attend(
         total = (weights * rescale).sum(-1, keepdim=True)  # of unrounded weights
         if sinks is not None:
             total = total + (sinks - final).exp()
-        weights = order.round_weights(weights) * rescale
-        outputs.append(weights @ value / total.where(total > 0, 1.0))
+        weights = order.round_weights(weights)
+        if order.adds is not None:
+            output = _add_tiles(weights, value, largest, order.tile, order.adds.every)
+        else:
+            output = weights * rescale @ value
+        outputs.append(output / total.where(total > 0, 1.0))
     return torch.cat(outputs, 2)
+
+
+def _add_tiles(weights: Tensor, value: Tensor, largest: Tensor, tile_size: int, every: int | None) -> Tensor:
+    """Return weights @ value as Hopper's tensor cores add it, the last tile of keys first."""
+    before = torch.full_like(largest[..., :1], -torch.inf)
+    output = sums = value.new_zeros(*weights.shape[:-1], value.shape[-1])
+    count = 0
+    for start in reversed(range(0, weights.shape[-1], tile_size)):
+        tile = slice(start, start + tile_size)
+        if not weights[..., tile].any():  # hidden: the kernel does not visit it
+            continue
+        now, count = largest[..., start : start + 1], count + 1
+        rescale = (before - now).exp().nan_to_num(0.0)  # both -inf: nothing is visible so far
+        output, sums, before = output * rescale, sums * rescale, now
+        sums = hopper_product(weights[..., tile] * 256, value[..., tile, :], sums)
+        if every is not None and count % every == 0:
+            output, sums = output + sums, torch.zeros_like(sums)
+    return (output + sums) / 256
 
 
 def _running_maximum(scores: Tensor, order: KernelOrder, sinks: Tensor | None) -> Tensor:

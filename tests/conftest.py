@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from families import save_model, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from calib.errors import Fp8kvError
 
@@ -44,6 +46,26 @@ def pytest_collection_modifyitems(items):
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite formats/golden; read the diff")
+
+
+SPECIAL = ("<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>")
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """Every byte is a token, so that the text behind any sample can be read back exactly."""
+
+    def made(**special):
+        alphabet = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+        backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(list(SPECIAL))
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | special
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+    return made
 
 
 @pytest.fixture(scope="session")

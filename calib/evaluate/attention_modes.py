@@ -14,13 +14,14 @@ from calib.choices import AttentionMode
 from calib.engines.catalogue import Kernel, find_engine
 from calib.errors import InputError
 from calib.scales.scales import KVScales
-from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
+from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf.swap import EngineQuery, Replacement
 from fp8kv_runtime.options import AttentionOptions
 
 _STRATEGIES = {"tensor": "tensor", "attn_head": "KV head", "channel": "channel"}
+_TILES_BETWEEN_ADDS: Mapping[AttentionMode, int | None] = {"fa3_two_level": 1, "fa3_one_level": None}
 _HIDDEN = torch.finfo(torch.float16).min / 2  # a mask of float16 may come as float32
 
 
@@ -99,7 +100,11 @@ def simulate_attention(
             engine_query.scaling, softcap=kw.get("softcap"), sinks=kw.get("s_aux"),
             q_scale=layer.q if with_queries else None,
         )  # fmt: skip
-        out = kernels[mode](engine_query.query, key.float(), value.float(), visible, options)
+        kernel = kernels.get(mode)
+        if kernel is None:
+            adds = HopperAdds(layer.k, layer.v, _TILES_BETWEEN_ADDS[mode])
+            kernel = partial(fa3_attention, adds=adds)
+        out = kernel(engine_query.query, key.float(), value.float(), visible, options)
         return out.transpose(1, 2).to(query.dtype), None
 
     return attend

@@ -209,6 +209,11 @@ class LongRow(ReportPart):
     margin_moved: Figure  # mean magnitude of these changes
     retrieved: Figure  # share of the questions whose margin is above 0
 
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """The figures in the order of a table."""
+        return self.kl, self.top1, self.margin, self.margin_change, self.margin_moved, self.retrieved
+
 
 class Extremes(ReportPart):
     """The smallest and the largest of thousands of scales."""

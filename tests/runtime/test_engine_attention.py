@@ -1,12 +1,14 @@
 """Engines' rounding beside the same walk over the keys written as a loop, in float64."""
 
 import math
+from fractions import Fraction
 from itertools import product
 
 import pytest
 import torch
 
-from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
+from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
+from fp8kv_runtime.hopper_adds import hopper_product
 from fp8kv_runtime.options import AttentionOptions
 
 # fp32 sums of a few hundred terms beside float64
@@ -21,7 +23,11 @@ def e4m3_weight(p):
     return e4m3(256 * p) / 256
 
 
-def walk(query, key, value, visible, options, parts, weight, *, from_sink):
+def in_float64(a, b, start):
+    return start + a @ b
+
+
+def walk(query, key, value, visible, options, parts, weight, *, from_sink, add=in_float64):
     """One row after the other, [T, H, D]; every part, a list of slices of the keys, has a largest of its own.
 
     `weight` rounds exp(score - largest so far).
@@ -34,11 +40,12 @@ def walk(query, key, value, visible, options, parts, weight, *, from_sink):
         sink = -math.inf if options.sinks is None else float(options.sinks[h])
         walked = [] if from_sink else [(sink, 1.0, 0.0)]
         for number, tiles in enumerate(parts):
-            largest, total, acc = -math.inf, 0.0, torch.zeros(dim, dtype=torch.float64)
+            largest, total, acc = -math.inf, 0.0, torch.zeros(1, dim, dtype=torch.float64)
             if from_sink and number == 0 and sink > -math.inf:
                 largest, total = sink, 1.0
             for tile in tiles:
-                scores = scale * (key[tile, head] @ query[t, h])
+                zeros = torch.zeros(1, len(key[tile]), dtype=torch.float64)
+                scores = scale * add(query[t, h][None], key[tile, head].T, zeros)[0]
                 if options.softcap is not None:
                     scores = options.softcap * torch.tanh(scores / options.softcap)
                 scores = scores[visible[t, tile]]
@@ -46,12 +53,12 @@ def walk(query, key, value, visible, options, parts, weight, *, from_sink):
                     before, largest = largest, max(largest, float(scores.max()))
                     again, p = math.exp(before - largest), (scores - largest).exp()
                     total = total * again + float(p.sum())
-                    acc = acc * again + weight(p) @ value[tile, head][visible[t, tile]]
+                    acc = add(weight(p)[None], value[tile, head][visible[t, tile]], acc * again)
             walked.append((largest, total, acc))
         most = max(largest for largest, *_ in walked)
         if most > -math.inf:
             total = sum(math.exp(largest - most) * total for largest, total, _ in walked)
-            out[t, h] = sum(math.exp(largest - most) * acc for largest, _, acc in walked) / total
+            out[t, h] = sum(math.exp(largest - most) * acc for largest, _, acc in walked)[0] / total
     return out
 
 
@@ -144,3 +151,63 @@ def test_queries_have_scale_1_unless_one_is_given():
     # query heads that share keys have the largest of their scales
     apart, shared = torch.tensor([[0.01, 0.03, 0.02, 0.001], [0.03, 0.03, 0.02, 0.02]])
     assert torch.equal(attend(query, key, apart), attend(query, key, shared))
+
+
+def added(codes, others, total):
+    """One sum as MMA-Sim describes an H100's, in exact fractions, 32 products at a time."""
+    for k in range(0, len(codes), 32):
+        pairs = [pair for pair in zip(codes[k : k + 32], others[k : k + 32], strict=True) if all(pair)]
+        terms = [(Fraction(a) * Fraction(b), max(exponent(a), -6) + max(exponent(b), -6)) for a, b in pairs]
+        terms += [(Fraction(total), exponent(total))] if total else []
+        step = Fraction(2) ** (max((e for _, e in terms), default=0) - 13)
+        total = sum(int(x / step) for x, _ in terms) * step
+        step = Fraction(2) ** (exponent(total) - 13) if total else 1
+        total = int(total / step) * step
+    return float(total)
+
+
+def exponent(x):
+    return math.frexp(float(x))[1] - 1
+
+
+@pytest.mark.parametrize("spread", [0.5, 5.0])  # in some sums most products are cut off
+def test_hoppers_adds_cut_behind_the_largest(spread):
+    generator = torch.Generator().manual_seed(0)
+    scattered = torch.randn(2, 2, 5, 70, generator=generator) * 2 ** (
+        spread * torch.randn(2, 2, 5, 70, generator=generator)
+    )
+    codes, others = e4m3(scattered.clamp(-448, 448)).float()
+    start = 3 * torch.randn(2, 5, 5, generator=generator)
+    for begin in (torch.zeros_like(start), start):
+        made = hopper_product(codes, others.mT, begin if begin.any() else None)
+        for h, i, j in product(range(2), range(5), range(5)):
+            want = added(codes[h, i].tolist(), others[h, j].tolist(), float(begin[h, i, j]))
+            assert float(made[h, i, j]) == want
+    assert not torch.equal(made, start + codes @ others.mT)
+
+
+@pytest.mark.parametrize(("every", "share"), [(None, 16384 / 20480), (64, 1.0), (1, 1.0)])
+def test_one_accumulator_stalls_where_two_go_on(every, share):
+    """Of 20,480 equal products the last 4,096 lie more than 13 bits below their sum."""
+    query, key = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 20480, 16)
+    scales = torch.tensor([0.3])  # what is added are codes: with values of 0.3 it would stall elsewhere
+    adds = HopperAdds(scales, scales, every)
+    made = fa3_attention(query, key, key + 0.3, torch.ones(1, 1, 1, 20480).bool(), AttentionOptions(), adds)
+    torch.testing.assert_close(made, torch.full_like(made, 0.3 * share))
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_hoppers_attention_walks_back_with_such_sums(every):
+    query, key, value, visible = inputs(40, 300, 64)
+    adds = HopperAdds(torch.tensor([2.0**-6]), torch.tensor([2.0**-5]), every)
+
+    def add(codes, others, start):
+        """Powers of two move no cut; weights are codes of 256 times the weight."""
+        sums = hopper_product(
+            256 * codes.float(), 64 * others.float(), None if every else 2**14 * start.float()
+        )
+        return sums.double() / 2**14 + (start if every else 0)
+
+    back, options = [slices(300, 128)[::-1]], AttentionOptions()
+    want = walk(e4m3(query), key, value, visible, options, back, e4m3_weight, from_sink=False, add=add)
+    assert_nearly_all_close(dense(fa3_attention, query, key, value, visible, options, adds=adds), want)

@@ -125,7 +125,8 @@ def make_small(monkeypatch):
     whole = builtin.builtin_rows
 
     def few_rows(dataset, seq_len):
-        return [(at, row[:100] if isinstance(row, str) else row) for at, row in whole(dataset, seq_len)[:24]]
+        rows = whole(dataset, seq_len)[:24]
+        return [(at, row[:100] if isinstance(row, str) else row) for at, row in rows]
 
     monkeypatch.setattr(loading, "builtin_rows", few_rows)
     for name in inputs.SUITES:

@@ -75,7 +75,8 @@ class FakeHub:
 
     def _preupload(self, name, body):
         plain = {"uploadMode": "regular", "shouldIgnore": False}
-        return self._json({"files": [{"path": file["path"], **plain} for file in json.loads(body)["files"]]})
+        files = [{"path": file["path"], **plain} for file in json.loads(body)["files"]]
+        return self._json({"files": files})
 
     def _commit(self, name, body):
         repository = self.repositories[name]

@@ -77,11 +77,6 @@ class Chart(NamedTuple):
     layer: Layer | None = None
     row: LayerRow | None = None  # of the same layer, or of the worst
 
-    @property
-    def has_single_documents(self) -> bool:
-        """Return whether a bin of positions is without an interval."""
-        return any(place.low == place.high for line in self.legend for place in line.row.furthest_bins)
-
 
 def charts(report: Report) -> dict[str, Any]:
     """Return all charts by their names in the template; None or no entry for what was not measured."""

@@ -10,6 +10,7 @@ from calib.files.text import NOT_FINITE, show_interval, show_number
 
 FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _LONG = ("cache", "KL", "top-1", "margin", "its change", "moved by", "found")
+_LONG_FORMS = ("{:.2g}", "{:.1%}", "{:.2f}", "{:+.3f}", "{:.3f}", "{:.0%}")
 _POSITIONS = ("positions", "tokens", "KL", "top-1")
 _OTHER_TEXT = ("text", "documents", "tokens", "KL", "beside its own", "tokens clipped", "most in")
 
@@ -155,37 +156,19 @@ def _worst_head(layers: dict[int, Exceedance]) -> Cell:
 def long_tables(report: Report) -> list[Table]:
     """Return a table of long documents, and for each cache one by position, the verdict's first."""
     longs = {name: row.long for name, row in report.variants.items() if row.long}
-    data = report.data
-    title = f"{data.long_tokens:,} tokens in {data.long_documents} long documents"
-    rows: list[tuple[Cell, ...]] = [
-        (
-            Cell(name),
-            _figure(long.kl, "{:.2g}"),
-            _figure(long.top1, "{:.1%}"),
-            _figure(long.margin, "{:.2f}"),
-            _figure(long.margin_change, "{:+.3f}"),
-            _figure(long.margin_moved, "{:.3f}"),
-            _figure(long.retrieved, "{:.0%}"),
-        )
-        for name, long in longs.items()
+    title = f"{report.data.long_tokens:,} tokens in {report.data.long_documents} long documents"
+    rows = [(Cell(name), *map(_figure, long.figures, _LONG_FORMS)) for name, long in longs.items()]
+    names = sorted((name for name in longs if name != REFERENCE), key=lambda name: name != report.subject)
+    by_position = [
+        Table(name, _POSITIONS, [*map(_position_row, longs[name].kl_by_position)]) for name in names
     ]
-    names = sorted(
-        longs.keys() - {REFERENCE}, key=lambda name: (name != report.subject, [*longs].index(name))
-    )
-    return [Table(title, _LONG, rows), *(_position_table(name, longs[name].kl_by_position) for name in names)]
+    return [Table(title, _LONG, rows), *by_position]
 
 
-def _position_table(name: str, bins: list[PositionBin]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            Cell(f"{each.start:,} to {each.to:,}"),
-            Cell(f"{each.tokens:,}"),
-            _figure(Figure(value=each.value, low=each.low, high=each.high), "{:.2g}"),
-            _figure(each.top1, "{:.1%}"),
-        )
-        for each in bins
-    ]
-    return Table(name, _POSITIONS, rows)
+def _position_row(place: PositionBin) -> tuple[Cell, ...]:
+    counts = Cell(f"{place.start:,} to {place.to:,}"), Cell(f"{place.tokens:,}")
+    kl = Figure(value=place.value, low=place.low, high=place.high)
+    return *counts, _figure(kl, "{:.2g}"), _figure(place.top1, "{:.1%}")
 
 
 def task_table(report: Report) -> Table:

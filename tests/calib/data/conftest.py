@@ -2,32 +2,13 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-SPECIAL = ("<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
 )
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer():
-    """Every byte is a token, so that the text behind any sample can be read back exactly."""
-
-    def made(**special):
-        alphabet = (*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-        backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens(list(SPECIAL))
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-        names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | special
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-    return made
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,33 @@
-"""The evaluation of a tiny model from end to end: figures recomputed plainly, every mistake one line."""
+"""Evaluations from end to end: figures as of plain transformers, other text, held-out text, mistakes."""
 
 import json
+import math
+import random
+import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
 from evaluations import plain_comparison, plain_inputs
 from fake_quant import fake_quantized
 from families import save_model, tiny_model
 from transformers import LlamaConfig
 
+from calib.data import load_data
 from calib.errors import InputError
+from calib.evaluate import inputs
 from calib.evaluate.inputs import fit_suite
-from calib.evaluate.report import Suite
-from calib.evaluate.run import evaluate
+from calib.evaluate.layer_errors import clipped_layer, count_events, poisson_interval
+from calib.evaluate.other_text import is_clipped, judge_difference
+from calib.evaluate.page.page import render_html, render_markdown
+from calib.evaluate.page.tables import other_text_tables
+from calib.evaluate.report import Events, Figure, Report, Suite
+from calib.evaluate.run import check_evaluation, evaluate
 from calib.evaluate.summarize import summarize
-from calib.recipe import EvaluationRecipe, load_recipe
+from calib.recipe import DataRecipe, EvaluationRecipe, load_recipe
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 
@@ -50,17 +60,6 @@ def test_figures_of_a_real_model_are_those_of_plain_transformers(smollm2_directo
     assert kl["channel+k_center"] < kl["attn_head"]
     assert all(0.001 < kl[name] < 0.05 for name in ("none", "tensor", "attn_head"))
     assert report["noise_floor"] < 1e-3
-
-
-def test_the_reference_and_the_controls_do_not_differ_and_e5m2_is_worse_than_e4m3(small_report):
-    variants = small_report["variants"]
-    figures = [variants["reference"][name]["value"] for name in ("kl", "ppl_change", "top1")]
-    assert figures == [0, 0, 1]
-    assert not variants["bf16"]["measurable"]
-    assert variants["eager"]["kl"]["value"] < 1e-6
-    assert small_report["noise_floor"] >= variants["bf16"]["kl"]["value"]
-    assert variants["e5m2"]["measurable"]
-    assert variants["e5m2"]["kl"]["value"] > 2 * variants["tensor"]["kl"]["value"]
 
 
 def eval_(*arguments):
@@ -146,3 +145,260 @@ def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_ref
     assert "cut to the model's 64 positions; the default is 256 tokens" in warning
     with pytest.raises(InputError, match="--seq-len 65 is longer than the model's 64 positions"):
         fit_suite(config, EvaluationRecipe(seq_len=65), None)
+
+
+SMALL = ("--seq-len", 24, "--device", "cpu")
+
+
+def write(path, seeds, numbers=range(3, 128), each=1):
+    """A dataset of rows of 50 words of these `numbers`, one of each seed, `each` in a document."""
+    rows = [" ".join(f"w{i}" for i in random.Random(seed).choices(numbers, k=50)) for seed in seeds]
+    joined = (" ".join(rows[i : i + each]) for i in range(0, len(rows), each))
+    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in joined))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two texts that share no word."""
+    directory = tmp_path_factory.mktemp("texts")
+    texts = (("own.jsonl", range(3, 30)), ("other.jsonl", range(60, 120)))
+    return [write(directory / name, range(24), numbers) for name, numbers in texts]
+
+
+@pytest.fixture(scope="module")
+def evaluation(small_directory, texts):
+    choices = {"data.dataset": texts[0], "device": "cpu", "dtype": "float32"}
+    asked = {"evaluation.variants": ["none", "tensor", "attn_head", "channel"]}
+    recipe = load_recipe(None, choices | asked | {"evaluation.also": [texts[1], "all"]})
+    return evaluate(str(small_directory), recipe, suite=Suite(4, 4, 24, 0, 0, (), (), 2))
+
+
+@pytest.fixture(scope="module")
+def report(evaluation):
+    return summarize(evaluation)
+
+
+def test_every_built_in_text_is_read_beside_the_named(report, texts):
+    found = {each.dataset: (each.documents, each.tokens) for each in report.other_texts}
+    shorts = (texts[1], "builtin:python-docs", "builtin:code", "builtin:script", "random")
+    half_as_many = {"builtin:long": (2, 2 * 4 * 24)}
+    assert found == dict.fromkeys(shorts, (4, 4 * 24)) | half_as_many
+    (left_out,) = (line for line in report.warnings if line.startswith("--also"))
+    assert left_out.startswith("--also all: 'builtin:chat' is left out: row ")
+    assert "holds chats but the tokenizer has no chat template" in left_out
+    assert not any("finite" in line or "None" in line for line in report.warnings)
+    # scales that engines load; `channel` they do not
+    assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
+
+
+def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, texts):
+    measured, text = evaluation.other_texts[0], report.other_texts[0]
+    data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
+    samples = load_data(data, evaluation.setup.tokenizer, None).samples
+    assert [each.tolist() for each in measured.text.documents] == samples
+    for name in ("attn_head", "none"):
+        row, layers = text.variants[name], measured.clipped[name]
+        mean = torch.cat([each.kl for each in measured.divergences[name]]).mean().item()
+        assert row.kl.value == pytest.approx(mean, rel=1e-6)
+        own = report.variants[name].kl.value
+        assert row.difference.value == pytest.approx(mean - own, rel=1e-5, abs=1e-12)
+        assert row.kl.low <= row.kl.value <= row.kl.high
+        assert row.layers == [clipped_layer(idx, layer) for idx, layer in layers.items()]
+        assert row.clipped == count_events(layers.values(), "kv")
+    nll = torch.cat([each.nll for each in measured.divergences["reference"]]).double().mean()
+    assert text.ppl == pytest.approx(nll.exp().item(), rel=1e-6)
+    assert text.variants["attn_head"].clipped.events > 10  # words that the scales have never seen
+
+
+def test_scales_with_a_quarter_of_the_room_clip_and_are_named(small_directory, texts, tmp_path):
+    own, other = texts
+    out = tmp_path / "tight"
+    tight = ("--samples", 4, "--set", "headroom=0.25", "--allow-few-tokens", "--quiet")
+    ran("calibrate", small_directory, "-o", out, "--dataset", own, *SMALL, *tight)
+    wanted = ("--scales", out, "--dataset", own, "--variants", "tensor", "--also", other, "--samples", 4)
+    done = ran("eval", small_directory, *wanted, *SMALL, "-o", tmp_path / "report")
+    report = Report.model_validate_json((tmp_path / "report/report.json").read_text())
+    clipped = report.other_texts[0].variants["tight"].clipped
+    assert clipped.share > 0.9
+    said = f"With scales of 'tight', K or V are clipped on {other} ({clipped.share:.1%} of tokens)"
+    assert f". {said}; here" in report.verdict
+    assert report.verdict.endswith(".")
+    assert "Other text, 'tight'" in done.stdout
+    assert f"{clipped.share:.2%} [{clipped.low:.2%}, {clipped.high:.2%}]" in done.stdout
+    # the scales that hold all of their own text are in the report alone
+    assert "Other text, 'tensor'" not in done.stdout
+    assert report.other_texts[0].variants["tensor"].clipped.events < clipped.events
+
+
+def test_the_tables_have_the_figures(report):
+    tables = other_text_tables(report)
+    assert tables[0].title == report.subject
+    page, text = render_html(report), render_markdown(report)
+    assert '<a href="#other">' in page
+    assert "## Other text" in text
+    for table in tables:
+        assert table.lines[0][0].endswith("own.jsonl (its own)")
+        assert [row[0] for row in table.lines[1:]] == [each.dataset for each in report.other_texts]
+        for each, row in zip(report.other_texts, table.lines[1:], strict=True):
+            found = each.variants[table.title]
+            assert row[3].startswith(f"{found.kl.value:.2g} [")
+            assert row[4] == found.differs
+            assert row[5].startswith(f"{found.clipped.share:.2%} [")
+            worst = max(found.layers, key=lambda layer: layer.exceedance.events)
+            if worst.exceedance.events:
+                assert row[6].startswith(f"layer {worst.layer_idx}: {worst.exceedance.share:.2%} (")
+            assert row[5].split(" [")[0] in page
+    # of its own text fewer tokens may have been counted for clipping
+    name, tokens = report.subject, report.data.tokens
+    own = report.variants[name]
+    for counted, said in ((tokens, f"{tokens:,}"), (7, f"{tokens:,} (clipped: of 7)")):
+        clipped = own.clipped.model_copy(update={"tokens": counted})
+        variants = report.variants | {name: own.model_copy(update={"clipped": clipped})}
+        table, *_ = other_text_tables(report.model_copy(update={"variants": variants}))
+        assert table.lines[0][2] == said
+
+
+def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_is_clipped_more():
+    for low, high, largest, answer in (
+        (0.1, 0.3, 1.0, "higher"),
+        (-0.3, -0.1, 1.0, "lower"),
+        (-0.1, 0.3, 1.0, "no measurable difference"),
+        (0.1, 0.3, 0.01, "no measurable difference"),  # within the noise floor
+        (math.nan, math.nan, math.nan, "not finite"),
+    ):
+        figure = Figure(value=(low + high) / 2, low=low, high=high)
+        assert judge_difference(figure, largest, 0.01) == answer
+    for count, own, answer in (
+        (50, 10, True),
+        (50, 40, False),  # the intervals overlap
+        (9, 0, False),  # surely more, but under 1 %
+        (600, 600, True),  # most tokens of every text
+    ):
+        events = (
+            Events(tokens=1000, events=each, low=low / 1000, high=high / 1000)
+            for each in (count, own)
+            for low, high in [poisson_interval(each)]
+        )
+        assert is_clipped(*events) is answer
+
+
+def test_names_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("q.jsonl", range(3))
+    Path("link.jsonl").symlink_to("q.jsonl")
+    for own, *also, phrase in (
+        ("self", "builtin:wiki", "no built-in dataset 'builtin:wiki'"),
+        ("self", "./gone.txt", r"no file or directory '\./gone\.txt'; give a \.jsonl, "),
+        ("self", "random", "random", "--also 'random' is given twice;"),
+        ("self", "", "the dataset's name is empty; give a .*.jsonl"),
+        ("self", "self", "--also 'self' is what is evaluated on already; give another"),
+        # one file by two paths is one dataset
+        ("random", "q.jsonl", "./q.jsonl", "--also './q.jsonl' is given twice .also as 'q.jsonl'.;"),
+        ("q.jsonl", "link.jsonl", "--also 'link.jsonl' is what is evaluated on already"),
+    ):
+        recipe = load_recipe(None, {"data.dataset": own, "evaluation.also": [*also]})
+        with pytest.raises(InputError, match=phrase):
+            check_evaluation(recipe, [])
+
+
+def test_what_was_named_and_cannot_be_had_is_refused(small_directory, texts, tmp_path):
+    small = ("--dataset", texts[0], *SMALL, "--samples", 2)
+    done = fp8kv("eval", small_directory, *small, "--also", "builtin:chat")
+    one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the tokenizer has no")
+    (tmp_path / "one.txt").write_text("w9 " * 24)
+    done = fp8kv("eval", small_directory, *small, "--also", tmp_path / "one.txt")
+    one_line_error(done, "one.txt' has 1 samples, and 2 are needed: use a larger dataset")
+    done = fp8kv("eval", small_directory, *small, "--also", texts[1], "--variants", "channel")
+    one_line_error(done, "--also is measured with scales that engines load: give --scales or keep")
+
+
+READ, FRESH = range(40), range(100, 140)  # seeds of rows
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model, two texts, and everything that is made of calibrations on the first of them."""
+    place = tmp_path_factory.mktemp("held-out")
+    save_model(tiny_model("llama", num_hidden_layers=2, hidden_size=32), place / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        write("a.jsonl", READ)
+        write("b.jsonl", FRESH)
+        small = ("--samples", 40, "--seq-len", 50, "--device", "cpu", "--dtype", "float32", "--quiet")
+        for command in (
+            ("calibrate", "model", "--dataset", "a.jsonl", "-o", "out", *small),
+            ("calibrate", "model", "--dataset", "b.jsonl", "-o", "other", *small),
+            ("merge", "other", "out", "-o", "merged"),
+            ("apply", "out", "model", "-o", "applied"),
+            ("pack", "out", "-o", "packed"),
+            ("convert", "out", "--to", "sglang", "-o", "converted"),
+            ("convert", "converted", "--to", "vllm", "-o", "back"),
+            ("repair", "out", "--stats", "other", "--to", "vllm", "-o", "repaired"),
+            ("bake", "model", "--scales", "out", "--for", "fp8", "-o", "baked"),
+        ):
+            ran(*command)
+    return place
+
+
+@pytest.fixture
+def held_out(place, monkeypatch):
+    """Evaluate in this place."""
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(4, 4, 40, 0, 0, (), (), 1))
+
+    def evaluate(text, *flags, scales=("out",), model="model"):
+        given = [part for name in scales for part in ("--scales", name)]
+        flags = ("--device", "cpu", "--variants", "tensor", "--json", *flags)
+        return fp8kv("eval", model, "--dataset", text, *given, *flags)
+
+    return evaluate
+
+
+def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
+    Path("here").mkdir()
+    Path("here/link.jsonl").symlink_to("../a.jsonl")
+    shutil.copy("a.jsonl", "copy.json")
+    write("order.jsonl", reversed(READ))
+    write("pairs.jsonl", READ, each=2)
+    write("again.jsonl", [*FRESH[:2], *READ, *READ])
+    for text, *flags in (
+        *(["a.jsonl"], ["here/link.jsonl"], ["copy.json"], ["order.jsonl"], ["pairs.jsonl"], ["again.jsonl"]),
+        *(["a.jsonl", "--seed", 1], ["pairs.jsonl", "--seq-len", 80]),
+    ):
+        one_line_error(held_out(text, *flags), "'out' read ", "; use another dataset")
+    one_line_error(held_out("b.jsonl", "--also", "copy.json"), "--also", "'out' read ")
+    for scales in ("merged", "applied", "packed", "converted", "back", "repaired"):
+        one_line_error(held_out("copy.json", scales=[scales]), f"'{scales}' read ")
+    # and what a model was baked with
+    one_line_error(held_out("copy.json", scales=[], model="baked"), "baked' read ")
+    write("one.jsonl", [FRESH[0]] * 60)  # the evaluation does not measure what it calibrates on
+    one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
+
+
+def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
+    done = succeeded(held_out("b.jsonl", scales=["out", "converted"]))
+    (line,) = json.loads(done.stdout)["warnings"]
+    assert "tokens were read, too few" in line  # by the evaluation itself
+    write("mixed.jsonl", [*READ, *FRESH[:20]])
+    report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)
+    assert report["data"]["documents"] == 4
+    (line,) = [line for line in report["warnings"] if "left out" in line]
+    assert "'out' was calibrated on their text" in line
+    record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
+    record.unlink()
+    warnings = json.loads(held_out("a.jsonl", scales=["old"]).stdout)["warnings"]
+    assert [line for line in warnings if "no record" in line] == [
+        "'old' has no record of the text behind its scales, so some of the held-out text may not be new to "
+        "it; calibrate again to have one"
+    ]
+    record.write_text('{"records": [{"salt": 1}]}')
+    one_line_error(held_out("a.jsonl", scales=["old"]), "is damaged (records.0.")
+
+
+def test_too_little_text_is_refused_as_calibrate_refuses_it(held_out, monkeypatch):
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 16, 0, 0, (), (), 1))
+    for command in ("eval", "recommend"):
+        done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")
+        one_line_error(done, "48 tokens, ", "are too few to cal")
+    succeeded(held_out("b.jsonl", "--allow-few-tokens", scales=[]))

@@ -1,14 +1,18 @@
-"""Divergence and its intervals, layers to skip; scales of variants, errors and clipped tokens of layers."""
+"""Divergence and its intervals, layers to skip, long documents; scales, errors, clipped tokens of layers."""
 
+import re
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 import torch
+from command_line import fp8kv, one_line_error
 from evaluations import variants_of
+from fake_quant import fake_quantized
 from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
+from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
 from calib.capture.capabilities import check_fp8_cache
@@ -17,9 +21,12 @@ from calib.data import MediaSample, make_batches
 from calib.errors import InputError
 from calib.evaluate import layer_errors, measure
 from calib.evaluate.measure import _only, compare_variants, search_layers
+from calib.evaluate.page.page import render_html, render_markdown
+from calib.evaluate.page.tables import printed_tables
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.statistics import Divergence, bin_positions, difference, estimate, quantile, ratio
+from calib.evaluate.summarize import summarize
 from calib.evaluate.variants import BUILT_IN, REFERENCE, Setup, Variant, build_variants, drop_first_tokens
 from calib.evaluate.verdict import _search_line
 from calib.recipe import load_recipe
@@ -314,3 +321,79 @@ def test_clipped_tokens_are_counted_one_by_one(tensors):
         assert torch.equal(counted[idx].saturated, errors[idx].saturated)
         assert torch.equal(counted[idx].values, errors[idx].values)
     assert layer_errors.count_events(counted.values(), tensors).events == len(everywhere)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, byte_tokenizer):
+    model = tiny_model("llama", vocab_size=262, max_position_embeddings=1024)
+    path = save_model(model, tmp_path_factory.mktemp("model") / "bytes")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def evaluation(directory):
+    choices = {"data.dataset": "random", "dtype": "float32", "evaluation.caches": ["int8_per_token_head"]}
+    recipe = load_recipe(None, choices | {"evaluation.variants": ["none", "tensor", "k only"]})
+    return evaluate(str(directory), recipe, suite=Suite(3, 2, 64, 0, 0, (), (), 1, 700, 3))
+
+
+def test_every_pair_is_spread_over_the_text_and_asked_for_once_at_its_end(evaluation):
+    decode = evaluation.setup.tokenizer.decode
+    for document in evaluation.text.long_documents:
+        ids, text = document.token_ids, decode(document.token_ids)
+        found = [*re.finditer(r"\n(\w+): (\w+)\n", text)]
+        pairs = [each.groups() for each in found]
+        assert sorted(pairs[:16]) == sorted({*pairs}) == sorted(pairs[16:])
+        gaps = [b.start() - a.start() for a, b in pairwise(found[:17])]
+        assert max(gaps) < 2 * min(gaps)
+        assert (len(ids), found[-1].end()) == (700, len(text))
+        assert torch.equal(ids[document.questions + 1], document.answers[:, 0])
+        assert [decode(row[0]) for row in document.answers] == [word[0] for _, word in pairs[16:]]
+        assert all(len({*row.tolist()}) == 16 for row in document.answers)
+
+
+@torch.inference_mode()
+def test_figures_are_those_of_plain_transformers_and_shown_everywhere(evaluation, directory):
+    model, report = AutoModelForCausalLM.from_pretrained(directory).float().eval(), summarize(evaluation)
+    scales, margins, last = evaluation.measured["tensor"].variant.scales, [], []
+    for document in evaluation.text.long_documents:
+        own = model(document.token_ids[None]).logits[0].log_softmax(-1)
+        with fake_quantized(model, scales):
+            rounded = model(document.token_ids[None]).logits[0].log_softmax(-1)
+        words = [x[document.questions].gather(1, document.answers) for x in (own, rounded)]
+        margins.append(torch.stack([each[:, 0] - each[:, 1:].max(1).values for each in words]))
+        kl = (own.exp() * (own - rounded)).sum(-1)
+        last.append(torch.stack([kl, own.argmax(-1) == rounded.argmax(-1)])[:, 512:])
+    (own, rounded), (kl, top1) = torch.cat(margins, 1), torch.cat(last, 1)
+    long = report.variants["tensor"].long
+    for found, want in (
+        (long.margin, rounded),
+        (long.margin_change, rounded - own),
+        (long.margin_moved, (rounded - own).abs()),
+        (long.retrieved, (rounded > 0).float()),
+        (long.kl_by_position[-1], kl),
+        (long.kl_by_position[-1].top1, top1),
+    ):
+        assert found.value == pytest.approx(want.mean().item(), rel=0.02, abs=1e-6)
+    assert [each.to for each in long.kl_by_position][-3:] == [256, 512, 700]
+    assert 0 < report.variants["int8_per_token_head"].long.margin_moved.value < long.margin_moved.value
+    without = {name for name, row in report.variants.items() if row.long is None}
+    assert without == {"bf16", "eager", "k only"}
+    report = report.model_copy(update={"subject": "tensor"})
+    printed = "\n".join(" ".join(line) for table in printed_tables(report) for line in table.lines)
+    for text in (printed, render_markdown(report), render_html(report)):
+        assert f"{long.margin_moved.value:.3f}" in text
+        assert f"{long.kl_by_position[-1].top1.value:.1%}" in text
+    assert "2,100 tokens in 3 long documents" in text
+
+
+def test_what_cannot_be_asked_is_refused(directory, tmp_path):
+    words = save_model(tiny_model("llama", max_position_embeddings=1024), tmp_path / "words")
+    for model, tokens, said in (
+        (directory, "1025", "--long 1025 is longer than the model's 1024"),
+        (directory, "300", "--long 300 has no room for 16 pairs and questions; give 4"),
+        (words, "900", "--long: this tokenizer does not tell the words apart;"),
+    ):
+        small = ("--dataset", "random", "--samples", "2", "--seq-len", "32", "--variants", "none")
+        one_line_error(fp8kv("eval", model, *small, "--long", tokens), said)

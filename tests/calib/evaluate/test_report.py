@@ -284,6 +284,10 @@ def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe
     assert json.dumps(Report.model_validate_json(written).to_json()) == written
     assert {"layers", "strategy", "passkey"}.isdisjoint(small_report["variants"]["bf16"])
     assert "tasks" not in small_report
+    variants = small_report["variants"]
+    assert [variants["reference"][name]["value"] for name in ("kl", "ppl_change", "top1")] == [0, 0, 1]
+    assert (variants["bf16"]["measurable"], variants["e5m2"]["measurable"]) == (False, True)
+    assert variants["eager"]["kl"]["value"] < variants["bf16"]["kl"]["value"] <= small_report["noise_floor"]
 
 
 def test_every_field_is_documented_and_so_is_the_schema(small_report, capsys):

@@ -172,7 +172,8 @@ def of_latents(make_checkpoint, family="DeepseekV3", **config):
 def scales():
     """One scale per layer, of the latent and k_pe together."""
     made = make_scales()
-    return replace(made, layers={n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()})
+    layers = {n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()}
+    return replace(made, layers=layers)
 
 
 REASONS = {

@@ -1,18 +1,26 @@
-"""`fp8kv verify --served`: a server with the scales, and one at 1.0."""
+"""`fp8kv verify --served`: servers with scales and at 1.0; wrong answers, secret keys, slow servers, none."""
 
 import json
 import logging
 import re
+import socket
+import ssl
+import threading
 import time
 from collections import Counter
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import pytest
 from command_line import calibrate, fp8kv, one_line_error, succeeded
-from fake_server import SECRET, facts, serving, verify
+from fake_server import SECRET, FakeServer, facts, running, serving, verify
 from families import save_model, tiny_model
 
 from calib.errors import InputError
+from calib.evaluate.served.client import Server, _explanation
 from calib.evaluate.served.logprobs import decide
 
 
@@ -35,7 +43,7 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def fake(made):
+def twin(made):
     """The twin, served with its scales."""
     return serving(made, "twin", "scales")
 
@@ -49,10 +57,10 @@ def directory(made):
     ("served", "prompt_logprobs"), [("scales", "given"), ("1.0", "ignored"), ("scales", "refused")]
 )
 def test_a_twin_tells(served, prompt_logprobs, made, directory):
-    fake, start = serving(made, "twin", served), time.monotonic()
-    fake.prompt_logprobs = prompt_logprobs
-    fake.wait = lambda number: time.sleep(0.01)
-    done = verify(fake, directory, "--json")
+    twin, start = serving(made, "twin", served), time.monotonic()
+    twin.prompt_logprobs = prompt_logprobs
+    twin.wait = lambda number: time.sleep(0.01)
+    done = verify(twin, directory, "--json")
     found = facts(done)
     assert found["nearer"] == served
     assert done.exit_code == (served == "1.0")
@@ -63,13 +71,13 @@ def test_a_twin_tells(served, prompt_logprobs, made, directory):
     assert 0 < found["rounding"] < found["apart"] / 4
     assert found["of_prompt"] == (prompt_logprobs == "given")
     assert found["logprobs"] == (686 if found["of_prompt"] else 6 * 3)
-    assert found["requests"] == len(fake.requests) - 1 <= 40  # and one to our plugin
+    assert found["requests"] == len(twin.requests) - 1 <= 40  # and one to our plugin
     assert found["seconds"] > 0.01 * found["requests"]
     assert 0 < found["own_seconds"] < time.monotonic() - start - found["seconds"]
 
 
-def test_a_text_says_which_and_by_how_much(made, fake, directory):
-    done = succeeded(verify(fake, directory))
+def test_a_text_says_which_and_by_how_much(made, twin, directory):
+    done = succeeded(verify(twin, directory))
     lines = done.stdout.splitlines()
     assert lines[0] == "the server is nearer to the scales"
     far, apart = re.search(r"by 0.0000 nats .*, by (.+) from it at 1.0 \((.+) between", lines[1]).groups()
@@ -77,7 +85,7 @@ def test_a_text_says_which_and_by_how_much(made, fake, directory):
     assert "logprobs of 686 given tokens; 14 requests in" in lines[2]
     assert re.search(r" in \d+\.\d s, our own runs in \d+\.\d s\)$", lines[2])
     assert "most of the scales, or a 16-bit cache" in lines[3]
-    prompts = [body["prompt"] for _, body in fake.requests[2:-1]]
+    prompts = [body["prompt"] for _, body in twin.requests[2:-1]]
     assert max(map(len, prompts)) == 128  # the server's 129, less the one generated
     assert len({tuple(ids) for ids in prompts}) == 6
     done = verify(serving(made, "twin", "1.0"), directory)
@@ -85,60 +93,60 @@ def test_a_text_says_which_and_by_how_much(made, fake, directory):
     assert done.stdout.startswith("the server is nearer to 1.0\n")
 
 
-def test_weights_may_lie_beside_the_scales(fake, made, tmp_path):
+def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
     assert calibrate(made / "twin", "-o", tmp_path / "out", "--format", "fp8kv").exit_code == 0
-    fake.in_force = {"in_use": 3, "total": 4, "problems": ["rank 0: K is bad"], "fingerprint": "ab" * 16}
-    done = verify(fake, tmp_path / "out", "--model", made / "twin", "--json")
+    twin.in_force = {"in_use": 3, "total": 4, "problems": ["rank 0: K is bad"], "fingerprint": "ab" * 16}
+    done = verify(twin, tmp_path / "out", "--model", made / "twin", "--json")
     found = facts(done)
-    assert (found["nearer"], found["plugin"], done.exit_code) == ("scales", fake.in_force, 1)
+    assert (found["nearer"], found["plugin"], done.exit_code) == ("scales", twin.in_force, 1)
 
 
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
-    made, fake, directory
+    made, twin, directory
 ):
     done = verify(serving(made, "plain", "16 bits"), made / "plain-fp8kv")
     assert done.exit_code == 1
     assert done.stdout.startswith("cannot tell")
     assert f"fp8kv stress {made / 'plain-fp8kv'} -o twin" in done.stdout
-    fake.noise = 2.0
-    found = facts(verify(fake, directory, "--json"))
+    twin.noise = 2.0
+    found = facts(verify(twin, directory, "--json"))
     assert found["nearer"] == "cannot tell"
     assert 1 < found["noise"] < 4
-    fake.noise, fake.model, fake.scales = 0.0, tiny_model("gpt_neox"), None
-    assert facts(verify(fake, directory, "--json"))["nearer"] == "cannot tell"
+    twin.noise, twin.model, twin.scales = 0.0, tiny_model("gpt_neox"), None
+    assert facts(verify(twin, directory, "--json"))["nearer"] == "cannot tell"
 
 
 def test_what_is_wrong_is_said_before_a_server_is_asked_or_weights_are_read(
-    made, fake, directory, tmp_path, monkeypatch
+    made, twin, directory, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("calib.evaluate.served.logprobs.load_model", lambda *_: pytest.fail("loaded"))
-    one_line_error(verify(fake, made / "twin"), "holds no KV-cache scales")
-    one_line_error(verify(fake, directory, "--model", "./gone"), "does not exist")
+    one_line_error(verify(twin, made / "twin"), "holds no KV-cache scales")
+    one_line_error(verify(twin, directory, "--model", "./gone"), "does not exist")
     other = save_model(tiny_model("gpt_neox"), tmp_path / "other")
-    done = verify(fake, directory, "--model", other)
+    done = verify(twin, directory, "--model", other)
     one_line_error(done, f"'{directory}' is of another model", "llama", "gpt_neox")
-    assert fake.requests == []
+    assert twin.requests == []
     done = fp8kv("verify", directory, "--served", "http://127.0.0.1:9")
     one_line_error(done, "Connection refused; is it running?", "such as http://localhost:8000")
-    fake.models = [{"id": "a"}, {"id": "b"}]
-    one_line_error(verify(fake, directory, "--served-name", "x"), "serves no model 'x'", "'a', 'b'")
+    twin.models = [{"id": "a"}, {"id": "b"}]
+    one_line_error(verify(twin, directory, "--served-name", "x"), "serves no model 'x'", "'a', 'b'")
 
 
 @pytest.mark.parametrize(("variable", "echo"), [("FP8KV_API_KEY", False), ("OPENAI_API_KEY", True)])
-def test_keys_and_prompts_are_in_no_output(variable, echo, fake, directory, monkeypatch, capfd, caplog):
+def test_keys_and_prompts_are_in_no_output(variable, echo, twin, directory, monkeypatch, capfd, caplog):
     monkeypatch.setenv(variable, SECRET)
 
     def repeat(path, answer):
-        said = json.dumps([fake.requests[-1], fake.headers[-1:]]).encode()
+        said = json.dumps([twin.requests[-1], twin.headers[-1:]]).encode()
         return (500, said) if "completions" in path else answer
 
-    fake.change = repeat if echo else fake.change
+    twin.change = repeat if echo else twin.change
     with caplog.at_level(logging.DEBUG):
-        done = verify(fake, directory, "--debug")
+        done = verify(twin, directory, "--debug")
     assert isinstance(done.exception, InputError) if echo else done.exit_code == 0
-    assert {headers["Authorization"] for headers in fake.headers} == {f"Bearer {SECRET}"}
+    assert {headers["Authorization"] for headers in twin.headers} == {f"Bearer {SECRET}"}
     seen = "".join([done.output, str(done.exception), *capfd.readouterr(), caplog.text])
-    prompt = ", ".join(map(str, fake.requests[1][1]["prompt"][:5]))
+    prompt = ", ".join(map(str, twin.requests[1][1]["prompt"][:5]))
     assert not {secret for secret in (SECRET, prompt) if secret in seen}
 
 
@@ -164,3 +172,259 @@ def test_the_rule():
         (0.2, 4.7, 4.7, 0.0, float("nan"), "cannot tell"),
     ):
         assert decide(to_scales, to_ones, apart, noise, rounding) == said
+
+
+TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
+
+
+@pytest.fixture
+def fake():
+    """A server without a model, to which all tokens are as likely."""
+    return FakeServer()
+
+
+def ask(fake, name=None):
+    with running(fake) as url:
+        server = Server(url)
+        return server.ask(server.choose_model(name).id, TEXTS)
+
+
+def refuses(target, *phrases, name=None):
+    """One line, of a fake that is asked for logprobs, or of a URL that is asked for its models."""
+    with pytest.raises(InputError) as found:
+        Server(target).choose_model(name) if isinstance(target, str) else ask(target, name)
+    for phrase in phrases:
+        assert phrase in str(found.value)
+    return str(found.value)
+
+
+def test_each_text_is_asked_for_twice_at_most_a_token_more(fake):
+    answers = ask(fake)
+    (path, nothing), (_, trial), *asked = fake.requests
+    assert (path, nothing) == ("/v1/models", None)
+    assert [body["prompt"] for _, body in asked] == [ids for ids in TEXTS for _ in range(2)]
+    assert all(body == trial | {"prompt": body["prompt"]} for _, body in asked)
+    assert {path for path, _ in fake.requests[1:]} == {"/v1/completions"}
+    settings = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "prompt_logprobs": 0}
+    assert trial == {"model": "m", "prompt": TEXTS[0]} | settings
+    assert (answers.prompts, answers.of_prompt, answers.requests) == (TEXTS, True, 8)
+    assert [*map(len, answers.first)] == [*map(len, answers.again)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("prompt_logprobs", ["ignored", "refused"])
+def test_without_logprobs_of_prompts_three_parts_of_each_text_are_asked_for(prompt_logprobs, fake):
+    fake.prompt_logprobs = prompt_logprobs
+    answers = ask(fake)
+    assert answers.prompts == [ids[:n] for ids in TEXTS for n in (2, 4, 8)]
+    assert not answers.of_prompt
+    assert [*map(len, answers.first)] == [1] * 9
+    assert all("prompt_logprobs" not in body for _, body in fake.requests[2:])
+
+
+def test_nodes_that_store_with_other_scales_are_told_apart(fake, tmp_path):
+    other = FakeServer()
+    good = {"in_use": 4, "total": 4, "problems": [], "fingerprint": "ab" * 16}
+    with running(fake) as prefill, running(other) as decode:
+        command = ["verify", tmp_path, "--served", prefill, "--served", decode]
+        for theirs, status, said in (
+            (good, 0, "each reads the other's KV blocks rightly"),
+            (good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
+            (
+                good | {"in_use": 3, "problems": ["rank 1: K is bad"]},
+                1,
+                f"problem: {decode}: rank 1: K is bad",
+            ),
+            (None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
+        ):
+            fake.in_force, other.in_force = good, theirs
+            done = fp8kv(*command)
+            assert (done.exit_code, said in done.stdout + done.stderr) == (status, True), done.output
+    assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 4
+
+
+def no_logprobs(path, answer):
+    return {"choices": [{"text": ""}]} if "completions" in path else answer
+
+
+def other_tokens(path, answer):
+    for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[5:]:
+        row["999"] = row.pop(next(iter(row)))
+    return answer
+
+
+def counting(count):
+    return lambda path, answer: answer | {"usage": {"prompt_tokens": count}}
+
+
+def sending(content, status=200, where="/v1"):
+    return lambda path, answer: (status, content) if where in path else answer
+
+
+STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
+
+
+def test_wrong_answers_are_one_line(fake):
+    for fake.change, phrases in (
+        (no_logprobs, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
+        (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
+        (other_tokens, ["read 5 tokens where 8 were sent"]),
+        (counting("8"), [STRANGE]),
+        (lambda *_: {"data": [{"id": "m", "max_model_len": -1}]}, [STRANGE]),
+        (sending(b"<html>hello"), [f"v1/models {STRANGE}"]),
+        (sending(b"[" * 100_000), [STRANGE]),
+        (sending(b"", 404), ["HTTP 404; see the server's log", "such as http://localhost:8000"]),
+        (sending(b"", 401), ["HTTP 401; give its key in FP8KV_API_KEY"]),
+        (sending(b"", 400, "completions"), ["HTTP 400 to token ids as a prompt, with logprobs"]),
+        (sending(b"", 422, "completions"), ["HTTP 422 to token ids as a prompt"]),
+        (sending(b"", 400), ["v1/models answers HTTP 400; see the server's log"]),
+        (lambda *_: {"data": []}, ["serves no model; load one there", "http://localhost:8000"]),
+    ):
+        refuses(fake, *phrases)
+
+
+@pytest.mark.parametrize("prompt_logprobs", ["given", "ignored"])
+def test_logprobs_are_numbers_up_to_0_or_a_rounding_above(prompt_logprobs, fake):
+    def saying(logprob, path, answer):
+        for choice in answer.get("choices", []):
+            choice["logprobs"]["token_logprobs"] = [logprob]
+            for row in choice.get("prompt_logprobs", [])[1:]:
+                row |= {token: {"logprob": logprob} for token in row}
+        return answer
+
+    fake.prompt_logprobs = prompt_logprobs
+    for logprob in (float("nan"), True, "-1.5", 0.5):
+        fake.change = partial(saying, logprob)
+        refuses(fake, STRANGE)
+    fake.change = partial(saying, 0.001)
+    assert {*chain(*ask(fake).first)} == {0.001}
+
+
+def test_an_answer_of_more_than_64_mib_is_cut_off(fake, monkeypatch):
+    monkeypatch.setattr("calib.evaluate.served.client._MAX_BYTES", 1000)
+    fake.change = sending(b" " * 300_000 + b"{}", where="completions")
+    refuses(fake, STRANGE)
+
+
+def test_one_of_several_models_is_chosen_by_name(fake):
+    fake.models = [*fake.models, {"id": "other"}]
+    refuses(fake, "serves 2 models; give --served-name, one of: 'm', 'other'")
+    refuses(fake, "serves no model 'x'; give --served-name, one of: 'm', 'other'", name="x")
+    assert ask(fake, "m").requests == 8
+    fake.models = [*fake.models[:1], {"id": "alias", "root": "/m"}]
+    assert ask(fake).requests == 8
+    fake.models = []
+    assert "--served-name" not in refuses(fake, "serves no model", name="x")
+
+
+@pytest.mark.parametrize(("number", "variable"), [(401, "FP8KV_API_KEY"), (403, "OPENAI_API_KEY")])
+def test_a_key_that_is_refused(variable, number, fake, monkeypatch):
+    monkeypatch.setenv(variable, SECRET)
+    fake.change = sending(b"", number)
+    assert SECRET not in refuses(fake, f"HTTP {number}; it refuses the key in {variable}")
+
+
+def test_a_key_of_openai_goes_nowhere_in_the_clear_and_ours_comes_first(monkeypatch):
+    def keys(*urls):
+        return [Server(url)._headers.get("Authorization") for url in urls]
+
+    private = ("https://somewhere.else", "http://[::1]:8000", "http://LOCALHOST")
+    monkeypatch.setenv("OPENAI_API_KEY", "openai's")
+    assert keys(*private, "http://somewhere.else") == ["Bearer openai's"] * 3 + [None]
+    monkeypatch.setenv("FP8KV_API_KEY", "ours")
+    assert keys(*private, "http://somewhere.else") == ["Bearer ours"] * 4
+    for extra in ("\nHost: x", "é"):
+        monkeypatch.setenv("FP8KV_API_KEY", f"{SECRET}{extra}")
+        assert SECRET not in refuses("http://x", "FP8KV_API_KEY holds characters that no key has")
+
+
+def test_two_texts_are_enough_for_a_slow_server(fake, monkeypatch):
+    late = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * len(late))
+    monkeypatch.setattr("calib.evaluate.served.client.time", clock)
+    # the first request is for the models, the second a trial; each text is asked for twice
+    fake.wait = lambda number: late.append(number) if number == 6 else None
+    refuses(fake, "/v1/completions took more than the 120 s that there are for all requests; try again")
+    # a third text that was asked for once does not count
+    fake.requests.clear()
+    fake.wait = lambda number: late.append(number) if number == 8 else None
+    answers = ask(fake)
+    assert (answers.prompts, *map(len, (answers.first, answers.again))) == (TEXTS[:2], 2, 2)
+
+
+def test_a_server_that_never_ends_an_answer_and_a_name_that_is_looked_up_for_long(fake, monkeypatch):
+    monkeypatch.setattr("calib.evaluate.served.client.MAX_SECONDS", 0.8)
+    fake.drip = 0.2  # less than any wait for one byte
+    start = time.monotonic()
+    refuses(fake, "took more than the 0.8 s that there are for all requests")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: time.sleep(4))
+    before = {*threading.enumerate()}
+    refuses("http://slow.example", "took more than the 0.8 s")
+    assert time.monotonic() - start < 8
+    # Python waits for all other threads when it ends
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+
+
+def test_no_server_there():
+    for url, phrase in (
+        ("http://no.such.host.invalid", "no answer from http://no.such.host.invalid/v1/models"),
+        ("http://127.0.0.1:70000", "--served is not a URL"),
+        ("ftp://host", "--served takes http or https"),
+        ("http://", "http or https"),
+        (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
+        (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
+        ("http://ho st", "is it running?"),
+        (f"http://{'a' * 64}.example", "no host has this name; is it running?"),
+        ("http://127.0.0.1:9/ü", "Connection refused; is it running?"),
+    ):
+        assert SECRET not in refuses(url, phrase, "such as http://localhost:8000")
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_in_v1_and_no_proxy_sees_the_key(ending, fake, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("FP8KV_API_KEY", SECRET)
+    with running(fake) as url:
+        assert Server(url + ending).choose_model(None).id == "m"
+    assert [headers["Authorization"] for headers in fake.headers] == [f"Bearer {SECRET}"]
+
+
+def test_certificates_are_checked(fake, monkeypatch):
+    """That of this server, for localhost, is signed by itself."""
+    certificate = Path(__file__).parents[3] / "support" / "self_signed.pem"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with running(fake, context) as url:
+        by_number = url.replace("http", "https")
+        by_name = by_number.replace("127.0.0.1", "localhost")
+        said = refuses(by_name, "self-signed certificate", "; give the host that it names", "SSL_CERT_FILE")
+        assert "is it running" not in said
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert Server(by_name).choose_model(None).id == "m"
+        refuses(by_number, "certificate is not valid for '127.0.0.1'", "give the host that it names")
+
+
+def test_something_that_speaks_no_http_is_running(fake):
+    def accept(server):
+        for answer in (b"SSH-2.0-OpenSSH_9.6\r\n", b""):
+            with server.accept()[0] as connection:
+                connection.recv(4096 if answer else 1)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, args=[server], daemon=True).start()
+        for _ in range(2):
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            said = refuses(
+                url, "it hung up, or gives no answer in HTTP; does it take http or https? see its log"
+            )
+            assert "is it running" not in said
+    with running(fake) as url:
+        said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
+    assert "is it running" not in said
+
+
+def test_causes_that_form_a_circle():
+    error, cause = OSError(5, "Input/output error"), ConnectionRefusedError()
+    error.__cause__, cause.__context__ = cause, error
+    assert _explanation(error).startswith("Connection refused; is it running?")

@@ -1,0 +1,57 @@
+"""How Hopper's tensor cores add products of FP8 codes: about 14 bits, in steps of 32 products.
+
+One WGMMA instruction adds 32 products to an accumulator. Significands, the accumulator's too, are shifted
+to the largest exponent among them and cut off after 13 fraction bits, and so is their exact sum. Cuts are
+towards zero: small terms beside a large sum are lost.
+
+By the model of microsoft/MMA-Sim (arXiv 2511.10909), which its authors compared bit by bit with an H100;
+DeepSeek-V3's report (arXiv 2412.19437, 3.3.2 and 3.5.2) describes the same. Nothing here ran beside one.
+"""
+
+import torch
+from torch import Tensor
+
+_STEP = 32  # products of one instruction
+_FRACTION = 2.0**-13
+_EXPONENT_BITS, _KEPT_BITS = 0x7F800000, -(1 << 10)  # of float32: all but the last 10 of 23 fraction bits
+_SUBNORMAL = 2.0**-6  # smaller E4M3 codes have its exponent
+_VALUES, _COLUMNS = 2**18, 2**10  # products at a time, which stay in a processor's cache
+
+
+def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return start + a @ b, float32 [..., M, N] with 13 fraction bits, as an H100 adds it.
+
+    `a` [..., M, K] and `b` [..., K, N] are float32 values of E4M3 codes without their scale; K is walked in
+    order.
+    """
+    total = a.new_zeros(*a.shape[:-1], b.shape[-1]) if start is None else start.clone()
+    columns = min(b.shape[-1], _COLUMNS)
+    rows = max(1, _VALUES // (_STEP * columns * a[..., 0, 0].numel()))
+    for n in range(0, b.shape[-1], columns):
+        for m in range(0, a.shape[-2], rows):
+            block = total[..., m : m + rows, n : n + columns]
+            block.copy_(_add_block(a[..., m : m + rows, :], b[..., n : n + columns], block.contiguous()))
+    return total
+
+
+def _add_block(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    for k in range(0, a.shape[-1], _STEP):
+        x, y = a[..., k : k + _STEP, None], b[..., None, k : k + _STEP, :]  # [..., M, 32, 1], [..., 1, 32, N]
+        largest = (_code_power(x) * _code_power(y)).amax(-2)
+        step = largest.maximum(_power(total)).mul_(_FRACTION).clamp_(min=2.0**-100)
+        products = (x * y).div_(step[..., None, :]).trunc_().sum(-2)
+        total = _cut(products.add_((total / step).trunc_()).mul_(step))
+    return total
+
+
+def _power(x: Tensor) -> Tensor:
+    """Return the largest power of two up to |x|; 0 for 0."""
+    return (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+
+
+def _code_power(codes: Tensor) -> Tensor:
+    return _power(codes.contiguous()).clamp(min=_SUBNORMAL).where(codes != 0, 0.0)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & _KEPT_BITS).view(torch.float32)
