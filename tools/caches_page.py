@@ -107,7 +107,8 @@ def _support_row(cache: str, support: Support) -> list[str]:
     engine, way = support
     flag = f"{engine.serve.partition('{path}')[2]} {way.flag}".strip()
     sizes = [*map(str, way.head_sizes or ()), *(f"{r} + {p}" for r, p in way.latents or ())]
-    place = [", ".join(way.gpus), ", ".join(way.attention), ", ".join(sizes) or "all"]
+    others = "all" if way.least_head == 1 else f"{way.least_head} and more"
+    place = [", ".join(way.gpus), ", ".join(way.attention), ", ".join(sizes) or others]
     name = f"{engine.name} {engine.caches.version}"
     return [f"`{cache}`", name, f"`{flag}`", *place, engine.caches.evidence, way.note]
 

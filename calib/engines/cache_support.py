@@ -122,7 +122,8 @@ def _fitting_support(
 def _takes(way: CacheSupport, shape: Shape) -> bool:
     """Return whether its kernels have these sizes."""
     if shape.attention == "heads":
-        return way.head_sizes is None or {shape.k, shape.v} <= {*way.head_sizes}
+        sizes = {shape.k, shape.v}
+        return min(sizes) >= way.least_head if way.head_sizes is None else sizes <= {*way.head_sizes}
     return way.latents is None or (shape.k, shape.v) in way.latents
 
 
@@ -131,14 +132,15 @@ def _size_problem(cache: str, support: Sequence[Support], shapes: Sequence[Shape
     sizes, served = set[tuple[int, ...]](), set[tuple[int, ...]]()
     if all(shape.attention == "heads" for shape in shapes):
         word, sizes = "heads", {(size,) for shape in shapes for size in (shape.k, shape.v)}
-        served = {(size,) for pair in support for size in pair.way.head_sizes or ()}
+        served = {(size,) for pair in support for size in pair.way.head_sizes or (pair.way.least_head,)}
     else:
         word, sizes = "latents", {(shape.k, shape.v) for shape in shapes}
         served = {pair for _, way in support for pair in way.latents or ()}
     allowed, missing = (
         [" + ".join(map(str, size)) for size in sorted(group)] for group in (served, sizes - served or sizes)
     )
-    place = f"{f'on {gpu} ' if gpu else ''}with {word} of {', '.join(allowed)}"
+    ending = " and more" * (word == "heads" and any(pair.way.head_sizes is None for pair in support))
+    place = f"{f'on {gpu} ' if gpu else ''}with {word} of {', '.join(allowed)}{ending}"
     return f"{cache} is served {place} ({_engines(support)}), not of {' and '.join(missing)}"
 
 

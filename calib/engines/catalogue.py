@@ -112,7 +112,8 @@ class CacheSupport(Section):
     flag: str
     gpus: tuple[str, ...]
     attention: tuple[Attention, ...] = ("heads",)
-    head_sizes: tuple[int, ...] | None = None  # none: all
+    head_sizes: tuple[int, ...] | None = None  # none: all from `least_head` on
+    least_head: int = 1
     latents: tuple[tuple[int, int], ...] | None = None  # sizes of latent and k_pe; none: all
     models: tuple[str, ...] | None = None  # model types; none: all
     note: str = ""

@@ -93,6 +93,7 @@ def test_why_nobody_serves_it():
         ("int8_per_token_head", OF_64, ("sglang", "h100"), "sglang does not have {}, which is in vllm"),
         ("nvfp4_4over6", HEADS, (None, "h100"), "{} is served on b200 (vllm), not on h100"),
         ("nvfp4_4over6", [(1, 80, 80)], ("vllm",), f"{{}} is served with heads of 64, {SIZES}, not of 80"),
+        ("int8_per_token_head", [(1, 8, 8)], (), "{} is served with heads of 32 and more (vllm), not of 8"),
         ("nvfp4", UNEVEN, (None, "h100"), f"{{}} is served on h100 with heads of {SIZES}, not of 80 and 96"),
         ("fp8_ds_mla", [LATENTS], ("vllm",), "{} is served for sparse latents (vllm), not for latents"),
         ("mxfp8", OF_64, (None, None, "llama"), "{} is served for inkling_mm_model (sglang), not for llama"),

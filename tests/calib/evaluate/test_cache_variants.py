@@ -447,11 +447,11 @@ def test_wishes_that_cannot_be_meant():
 def test_the_command_line_of_recommend(tmp_path):
     one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
     # NVFP4 is not for heads of this size
-    directory = save_model(tiny_model("llama", head_dim=24, num_hidden_layers=2), tmp_path / "24")
+    directory = save_model(tiny_model("llama", head_dim=40, num_hidden_layers=2), tmp_path / "40")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
     one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
     done = ran("recommend", directory, *flags, "--request-tokens", "99")
-    assert any("nvfp4: head size 24" in each for each in done.stderr.splitlines())
+    assert any("nvfp4: head size 40" in each for each in done.stderr.splitlines())
     assert "tokens/GB" in done.stdout
     assert "in requests of 99, as vllm" in " ".join(done.stdout.split())
     assert "speed was not measured" in done.stdout
