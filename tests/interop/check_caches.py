@@ -209,7 +209,6 @@ def own_turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
 
 
 def ultraquant(x: Tensor) -> Stored:
-    """Bytes of K, then V."""
     from vllm.v1.attention.ops.ultraquant import reference, triton_store
 
     tokens, heads, size = x.shape
@@ -229,8 +228,7 @@ def own_ultraquant(x: Tensor) -> Stored:
 def own_blocks(parts_of, x: Tensor) -> Stored:
     """Codes, and exponents as E8M0."""
     values, exponent = parts_of(x)
-    codes = values.flatten(-2)
-    is_eight = parts_of is power_blocks.mxfp8_parts
+    codes, is_eight = values.flatten(-2), parts_of is power_blocks.mxfp8_parts
     codes = codes.to(MODES["FP8"]) if is_eight else packed(e2m1_codes(codes), 4)
     return codes, (exponent.clamp(min=-127) + 127).byte().flatten(-2)
 
@@ -243,7 +241,6 @@ def mxfp8(x: Tensor) -> Stored:
 
 
 def fp4_mx_block16(x: Tensor) -> Stored:
-    """By a writer that PyTorch compiles."""
     from sglang.srt.layers.quantization.kvfp4_tensor import FP4MXBlock16KVQuantizeUtil as Writer
 
     codes, scales = Writer.batched_quantize(x)
@@ -285,7 +282,7 @@ def differences(name: str):
         # LMDeploy divides by zero there: NaN, which no integer holds
         if not name.startswith("lmdeploy_int"):
             x[-1, -1] = 0
-        wide = x.half() if "quant" in name else x  # those are served in 16 bits alone
+        wide = x.half() if name in ("lmdeploy_turboquant", "ultraquant_4bit") else x  # as they are served
         mine, theirs = (stored(x.bfloat16() if number % 2 else wide) for stored in TYPES[name])
         for what, one, other in zip(("codes", "scales"), mine, theirs, strict=True):
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
