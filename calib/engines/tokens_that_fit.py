@@ -13,7 +13,10 @@ from calib.caches.types import CacheType, Layers, Shape
 from calib.errors import InputError
 
 REQUEST_TOKENS = 32_768
-_BLOCK = 16  # tokens of a block; a few kernels want more, which rounds alone
+_BLOCK, _BLOCKS = (
+    16,
+    {"ultraquant_4bit": 64},
+)  # tokens of a block; a few kernels want more, which rounds alone
 # vLLM's max_num_batched_tokens by default; while one batch is computed, the next is scheduled
 _BATCH = {"a100": 2048, "l40s": 2048, "h100": 8192, "h200": 8192, "b200": 16_384, "mi300x": 16_384}
 _BATCHES = 2
@@ -121,14 +124,15 @@ def layer_pages(
     is_odd = (states or is_mixed) and len({*shapes.values()}) > 1
     if is_odd or (states and (is_mixed or window or first.attention != "heads")):
         raise InputError("the pages of layers that differ so are not known")
-    block, shared, pages = _BLOCK, 0, list[Pages]()
+    block, shared, pages = _BLOCKS.get(cache.name if cache else "", _BLOCK), 0, list[Pages]()
     token = _token_bytes(first, cache)
     if states:
         step, count, state = _state(config, gpu)
+        step = max(step, block)
         block = step * -(-state // (step * token))
         pages = [Pages("state", block * token, window=count)] * len(states)
     elif is_mixed:  # 16 tokens in 16 bits are to fit into a page
-        block = _BLOCK * -(-_token_bytes(first, None) // token)
+        block *= -(-_token_bytes(first, None) * _BLOCK // (block * token))
         shared = block * token
     for i, shape in shapes.items():
         kind, key = _WINDOWS.get(kinds[i], ("full", ""))

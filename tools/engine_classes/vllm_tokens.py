@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import Platform
 from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils import tl
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, set_default_torch_dtype
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
@@ -60,6 +61,10 @@ with (
     patch.object(sys, "meta_path", [*sys.meta_path, Absent()]),
 ):
     FlashInferBackend = importlib.import_module("vllm.v1.attention.backends.flashinfer").FlashInferBackend
+with patch.object(tl, "float16", None, create=True):  # Triton's, where there is none
+    UltraQuantAttentionBackend = importlib.import_module(
+        "vllm.v1.attention.backends.ultraquant_attn"
+    ).UltraQuantAttentionBackend
 for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
     del sys.modules[name]
 
@@ -77,8 +82,14 @@ GPUS = {
     "b200": (179, "NVIDIA B200"),
     "mi300x": (192, "AMD MI300X"),
 }
-TYPES = (None, "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
-TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+TYPES = (None, "fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head")
+PACKED = {
+    **dict.fromkeys(
+        ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+        TurboQuantAttentionBackend,
+    ),
+    "ultraquant_4bit": UltraQuantAttentionBackend,
+}
 # a type, how many layers at either end stay in 16 bits, and the backend; small models have few layers
 CACHES = [
     *((cache, 0, TritonAttentionBackend) for cache in TYPES),
@@ -87,7 +98,7 @@ CACHES = [
         ("nvfp4", 0, FlashInferBackend),
         ("nvfp4_4over6", 0, FlashInferBackend),
     ),
-    *((cache, edges, TurboQuantAttentionBackend) for cache in TURBOQUANT for edges in (1, 2)),
+    *((cache, edges, PACKED[cache]) for cache in PACKED for edges in (1, 2)),
 ]
 Tokens = dict[tuple[Any, ...], int | str]
 
@@ -147,7 +158,7 @@ def specifications(config: Any, cache: str | None, edges: int, backend: Any) -> 
     settings = config.cache_config
     settings.cache_dtype, settings.block_size = cache or "auto", 16
     settings.mamba_page_size_padded = settings.skip_page_size_padded = None
-    has_list = backend is TurboQuantAttentionBackend or (edges and not config.model_config.is_hybrid)
+    has_list = cache in PACKED or (edges and not config.model_config.is_hybrid)
     skipped = TurboQuantConfig.get_boundary_skip_layers(config.model_config, edges) if has_list else []
     settings.kv_cache_dtype_skip_layers = skipped
     for name, layer in get_layers_from_vllm_config(config, Attention).items():
@@ -191,7 +202,7 @@ def ours(directory: Path) -> Tokens:
         name, edges, _ = cache
         try:
             kind, in_16_bits = name and cache_type(name), set()
-            if name in TURBOQUANT:
+            if name in PACKED:
                 kind = kind.model_copy(update={"edge_layers": edges})
             elif edges and not layers.is_hybrid:
                 in_16_bits = {0, layers.total - 1} & layers.shapes.keys()

@@ -48,6 +48,7 @@ def test_layers_in_16_bits_and_what_is_not_known():
     assert vllm_pool(dense, layers, FP8).tokens_per_gb == 10**9 // (8 * 256)
     # blocks are of 48 tokens, so that 16 in 16 bits would fit into one
     assert vllm_pool(dense, layers, K8V4, tokens=100).block_bytes == 48 * K8V4.model_bytes(layers)
+    assert vllm_pool(dense, layers, cache_type("ultraquant_4bit"), tokens=100).blocks == 2  # of 64
     assert vllm_pool(dense, layers, FP8, in_16_bits={3}).block_bytes == 32 * (7 * 256 + 512)
     windows, mixed = config(KINDS + KINDS[:2], 64), Layers({0: HEADS}, 2, is_hybrid=True)
     blocks = 683 + 4 * (1028 + 1) + 3 * (514 + 1)
