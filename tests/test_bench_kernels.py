@@ -31,8 +31,7 @@ def another_byte_written(run, key, value, blocks, slots):
 
 
 def last_token_forgotten(run, query, blocks, sequences, *arguments):
-    shorter = PagedSequences(sequences.block_tables, sequences.seq_lens - 1)
-    return run(query, blocks, shorter, *arguments)
+    return run(query, blocks, PagedSequences(sequences.block_tables, sequences.seq_lens - 1), *arguments)
 
 
 def not_a_number(run, *arguments):

@@ -219,8 +219,7 @@ def test_everything_that_is_excused_is_in_a_page():
 def test_the_notebook_shows_tables_and_pictures_and_is_committed_without_them(smollm2_directory, tmp_path):
     notebook = nbformat.read(ROOT / "examples" / "calibration.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
-    place = {"metadata": {"path": tmp_path}}
-    cells = NotebookClient(notebook, timeout=None, resources=place).execute().cells
+    cells = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": tmp_path}}).execute().cells
     outputs = {cell.id: cell.outputs for cell in cells if cell.cell_type == "code"}
     assert not any(each.get("name") == "stderr" for several in outputs.values() for each in several)
     html, png = ("run", "stats", "scales"), ("plot-heads", "plot-scales", "plot-both")

@@ -43,8 +43,7 @@ def test_every_page_is_in_the_navigation_and_reference_pages_name_everything(sit
             waiting += value
         else:
             page = Path(value)
-            is_index = page.stem in ("index", "README")
-            named.add((page.parent if is_index else page.with_suffix("")).as_posix())
+            named.add((page.parent if page.stem in ("index", "README") else page.with_suffix("")).as_posix())
     assert named == {file.parent.relative_to(site).as_posix() for file in site.rglob("index.html")}
     commands = {f"fp8kv {command.name}" for command in app.registered_commands if command.name}
     assert {"fp8kv eval"} <= commands

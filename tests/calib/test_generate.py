@@ -104,8 +104,7 @@ def test_kernels_without_a_gpu_are_refused_and_scale_one_needs_no_calibration(mo
 
 def test_int8_is_what_attention_reads_and_its_bytes_and_speed_are_said(model, monkeypatch):
     def attend(original, module, query, key, value, *args, **kwargs):
-        rounded = int8_per_token_head(key), int8_per_token_head(value)
-        return original(module, query, *rounded, *args, **kwargs)
+        return original(module, query, int8_per_token_head(key), int8_per_token_head(value), *args, **kwargs)
 
     facts = as_json(model, PROMPT, "--cache", "int8_per_token_head", "--compare")
     size, plain = BYTES_PER_TOKEN + VECTOR_SCALES, 2 * BYTES_PER_TOKEN

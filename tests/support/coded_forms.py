@@ -27,8 +27,7 @@ def words(codes, bits, per_word=None):
     parts = np.pad(codes.numpy(), ((0, 0), (0, -count % per))).reshape(rows, -1, per, 1)
     ones = (parts >> np.arange(bits) & 1).astype("u1").reshape(*parts.shape[:2], -1)
     ones = np.pad(ones, ((0, 0), (0, 0), (0, -ones.shape[2] % 32)))
-    packed = np.packbits(ones, axis=2, bitorder="little").view("<i4")
-    return torch.from_numpy(packed.reshape(rows, -1))
+    return torch.from_numpy(np.packbits(ones, axis=2, bitorder="little").view("<i4").reshape(rows, -1))
 
 
 def integers(weight, bits, group, *, symmetric=False, order=None):

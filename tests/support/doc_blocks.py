@@ -71,8 +71,7 @@ def blocks_of(page):
                 f"{inner}\n" for _, inner in takewhile(lambda line, end=fence: line[1].strip() != end, lines)
             ]
             text = _INCLUDED.sub(lambda file: (ROOT / file[1]).read_text(), dedent("".join(body)))
-            language = re.match(r"[{. ]*(\w*)", says)[1]
-            yield Block(page.relative_to(ROOT).as_posix(), number, language, text)
+            yield Block(page.relative_to(ROOT).as_posix(), number, re.match(r"[{. ]*(\w*)", says)[1], text)
 
 
 def commands_of(block):

@@ -125,8 +125,7 @@ def make_small(monkeypatch):
     whole = builtin.builtin_rows
 
     def few_rows(dataset, seq_len):
-        rows = whole(dataset, seq_len)[:24]
-        return [(at, row[:100] if isinstance(row, str) else row) for at, row in rows]
+        return [(at, row[:100] if isinstance(row, str) else row) for at, row in whole(dataset, seq_len)[:24]]
 
     monkeypatch.setattr(loading, "builtin_rows", few_rows)
     for name in inputs.SUITES:

@@ -36,8 +36,7 @@ def checkpoint(make_checkpoint):
 
 
 def make_scales(strategy="tensor", *, q=False, fp8_dtype="e4m3fn", modules=None):
-    shapes = {"tensor": ([1], [1]), "attn_head": ([2], [4]), "channel": ([2, 3], [4, 3])}
-    kv, heads = shapes[strategy]
+    kv, heads = {"tensor": ([1], [1]), "attn_head": ([2], [4]), "channel": ([2, 3], [4, 3])}[strategy]
     layers = {}
     for i, name in enumerate(modules or [f"model.layers.{i}.self_attn" for i in range(2)]):
         query = ramp(heads, 0.5 + i) if q else None

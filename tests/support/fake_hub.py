@@ -75,8 +75,7 @@ class FakeHub:
 
     def _preupload(self, name, body):
         plain = {"uploadMode": "regular", "shouldIgnore": False}
-        files = [{"path": file["path"], **plain} for file in json.loads(body)["files"]]
-        return self._json({"files": files})
+        return self._json({"files": [{"path": file["path"], **plain} for file in json.loads(body)["files"]]})
 
     def _commit(self, name, body):
         repository = self.repositories[name]

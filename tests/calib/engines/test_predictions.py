@@ -193,8 +193,7 @@ def test_the_fate_of_scales():
 def test_the_configs_are_those_that_we_write(checkpoint):
     kinds = {"compressed-tensors": "vllm", "compressed-tensors attn_head": "vllm", "modelopt": "modelopt"}
     for name, format_name in kinds.items():
-        strategy = name.partition(" ")[2] or "tensor"
-        written = export(make_scales(strategy), checkpoint, format_name)
+        written = export(make_scales(name.partition(" ")[2] or "tensor"), checkpoint, format_name)
         assert written.config["quantization_config"] == QUANTIZATIONS[name].config
         assert written.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 

@@ -172,8 +172,7 @@ def of_latents(make_checkpoint, family="DeepseekV3", **config):
 def scales():
     """One scale per layer, of the latent and k_pe together."""
     made = make_scales()
-    layers = {n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()}
-    return replace(made, layers=layers)
+    return replace(made, layers={n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()})
 
 
 REASONS = {

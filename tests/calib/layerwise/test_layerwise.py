@@ -242,8 +242,7 @@ def test_quantised_weights_are_refused(llama):
 
 
 def test_random_weights_are_one_layers_and_go_again(llama):
-    model = llama.open(llama.recipe()).model
-    decoder = model.get_decoder()
+    decoder = llama.open(llama.recipe()).model.get_decoder()
     one_layer = sum(p.nbytes for p in decoder.layers[0].parameters())
     assert random_bytes(decoder) == one_layer + decoder.norm.weight.nbytes
     with random_weights(decoder, torch.device("cpu")):

@@ -62,7 +62,7 @@ def amax(calibration):
 
 
 @pytest.mark.parametrize("model_type", LATENT)
-def test_scale_one_becomes_right(model_type, tmp_path):
+def test_scale_one_becomes_right_for_every_family_of_latents(model_type, tmp_path):
     source, baked = latent_directory(tmp_path / "source", model_type), tmp_path / "baked"
     before = calibrated(source, tmp_path / "before", *FLAGS)
     succeeded(bake(source, before, baked, "--for", "fp8"))
@@ -90,9 +90,9 @@ def test_scale_one_becomes_right(model_type, tmp_path):
         assert (f"{command} {flag}\n" in card) if flag else (command not in card)
 
 
-def test_what_is_said(deepseek, tmp_path):
+def test_what_is_said_of_latents(deepseek, tmp_path):
     assert "one factor for the latent and one for k_pe in each of 3 layers" in deepseek.shown
-    said = json.loads((deepseek.baked / "fp8kv_bake.json").read_text())
+    said = told(deepseek.baked)
     assert said["latent"]
     assert said["layers_with_factors_per_head"] == said["octaves_short"] == {"k": 0, "v": 0}
     [section] = re.findall(r"## Latent attention\n(.*?)\n## ", DOCS.read_text(), re.DOTALL)
@@ -123,7 +123,7 @@ def test_biases_queries_without_a_latent_and_the_factors_that_an_evaluation_take
     assert len((new[rank:] / old[rank:]).unique()) == 1
     assert torch.equal(cached(source)[0], cached(baked)[0])
     assert amax(calibrated(baked, tmp_path / "after", *FLAGS)).min() > 224
-    factors = json.loads((baked / "fp8kv_bake.json").read_text())["factors"]
+    factors = told(baked)["factors"]
     model, checkpoint = in_float32(source), open_model_directory(source)
     found, _ = baked_factors(model, checkpoint, load_stats(scales), "fp8")
     for layer, module in zip(found.values(), factors.values(), strict=True):
@@ -132,7 +132,7 @@ def test_biases_queries_without_a_latent_and_the_factors_that_an_evaluation_take
         baked_factors(model, checkpoint, load_stats(scales), "int8")
 
 
-def test_what_is_refused(deepseek, tmp_path):
+def test_what_is_refused_of_latents(deepseek, tmp_path):
     out = tmp_path / "out"
     done = bake(deepseek.source, deepseek.scales, out, "--for", "int8")
     one_line_error(done, "caches latents (MLA), which no engine holds as integers", "--for fp8")
@@ -216,9 +216,11 @@ def test_scale_one_becomes_right_for_quantised_weights(form, tmp_path):
         assert scales.max() <= 1
         assert scales.min() > 0.5 if held == "head" else scales.amax(-1).min() > 0.5
         assert bool((factors[:, index, 0] == factors[:, index, 1]).all()) == (held == "layer")
-    names = {"model.safetensors", "fp8kv_bake.json", "README.md"}
+    names = {"model.safetensors", "config.json", "fp8kv_bake.json", "README.md"}
     for file in source.iterdir():
         assert ((out / file.name).read_bytes() == file.read_bytes()) != (file.name in names)
+    was, became = (json.loads((each / "config.json").read_text()) for each in (source, out))
+    assert became == was | {"fp8kv_bake": became["fp8kv_bake"]}
 
 
 @pytest.mark.parametrize("form", REFUSED)
@@ -324,7 +326,7 @@ def largest(directory, out):
 
 
 @pytest.mark.parametrize("form", OF_LATENTS)
-def test_scale_one_becomes_right_for_latents(form, tmp_path):
+def test_scale_one_becomes_right_for_quantised_latents(form, tmp_path):
     # scales in float16 hold no factors as small as those of small latents would be
     latent = 3000.0 if form in ("compressed-w4", "gptq-4") else 0.003
     source, out = quantised_latents(form, tmp_path, latent=latent), tmp_path / "out"
@@ -388,7 +390,7 @@ def small_gemma(tmp_path_factory):
 @pytest.mark.parametrize("size", [1.0, 64.0])  # K inside FP8, and far beyond
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next"])
-def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
+def test_norms_of_one_plus_for_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
     source = gemma(tmp_path / "source", model_type, dtype, size)
     flags = ("--strategy", "attn_head", "--format", "fp8kv")
     scales = calibrated(source, tmp_path / "scales", *flags)
@@ -396,7 +398,7 @@ def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
     for purpose in ("fp8", "int8"):
         out = tmp_path / purpose
         done = succeeded(bake(source, scales, out, "--for", purpose))
-        said = json.loads((out / "fp8kv_bake.json").read_text())
+        said = told(out)
         k = [torch.tensor(each["k"])[0].log2() for each in said["factors"].values()]
         octaves = [each if each.dim() else each.expand(24) for each in k]
         assert any(bool(each.any()) for each in octaves)

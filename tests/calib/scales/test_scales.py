@@ -234,5 +234,4 @@ def test_mse_beats_every_other_candidate_on_the_values_themselves(name, strategy
     groups = groups.reshape(1, -1) if strategy == "tensor" else groups
     for values, amax in zip(groups, Mse(dtype).amax(AMAX, HISTOGRAM, strategy), strict=True):
         candidates = values.abs().amax() * Mse.candidates
-        errors = torch.stack([error(values, c, dtype) for c in candidates])
-        assert amax == candidates[errors.argmin()]
+        assert amax == candidates[torch.stack([error(values, c, dtype) for c in candidates]).argmin()]

@@ -131,7 +131,7 @@ def texts(samples=32, length=64, vocabulary=500, seed=0):
 
 
 @pytest.mark.parametrize("skip_first", [0, 3])
-def test_counts(skip_first):
+def test_counts_of_text(skip_first):
     samples = [*texts(), *texts(), [1, 2, 3], [1, 2, 3, 4], [1, 2, 9, 9, 9], [], [7]]
     summary = TextSummary.of(samples, skip_first, unknown={9, 5}, words=(12, 34))
     counted = [token for sample in samples for token in sample[skip_first:]]

@@ -20,8 +20,7 @@ def texts(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
     lines = [" ".join(f"w{3 + (7 * i + j * j) % 97}" for j in range(24)) for i in range(10)]
     for name, part in (("a", lines[:4]), ("b", lines[4:]), ("all", lines)):
-        rows = "".join(json.dumps({"text": line}) + "\n" for line in part)
-        (directory / f"{name}.jsonl").write_text(rows)
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in part))
     return directory
 
 
