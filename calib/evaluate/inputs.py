@@ -137,7 +137,7 @@ def load_text(
         sample_loader(setup, recipe.data), readers, suite.calibration_samples, suite.documents
     )
     data, documents, warnings = held_out.data, held_out.documents, held_out.warnings
-    long_documents, long_warnings = _load_long(setup, recipe.data.seed, suite, readers, data)
+    long_documents, long_warnings = _load_long(setup, recipe, suite, readers, data)
     prompt_len = max(1, suite.seq_len // 8)
     text = EvaluationText(
         data=data,
@@ -163,13 +163,16 @@ def load_text(
 
 
 def _load_long(
-    setup: Setup, seed: int, suite: Suite, readers: Readers, data: CalibrationData
+    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers, data: CalibrationData
 ) -> tuple[list[LongDocument], list[str]]:
-    """Make long documents of built-in text that is new to `readers`, and to the calibration on `data`."""
+    """Make long documents of built-in text that is new to `readers`, and to the calibration on `data`.
+
+    What cannot be had is refused where it was asked for, and else left out with a warning.
+    """
     length = suite.long_tokens
     if not length:
         return [], []
-    load_all = sample_loader(setup, DataRecipe(dataset=LONG, seq_len=length, seed=seed))
+    load_all = sample_loader(setup, DataRecipe(dataset=LONG, seq_len=length, seed=recipe.data.seed))
 
     def load(samples: int) -> CalibrationData:
         loaded = load_all(samples)
@@ -178,10 +181,13 @@ def _load_long(
     readers = add_own_samples(readers, data.samples[: suite.calibration_samples])
     try:
         held_out = hold_out(load, readers, 0, suite.long_documents, _LEAST_LONG)
+        texts = enumerate(piece.ids for piece in held_out.pieces)
+        documents = [hide_pairs(setup.tokenizer, ids, number) for number, ids in texts]
     except InputError as error:
-        raise InputError(f"--long {length}: {error}") from None
-    texts = enumerate(piece.ids for piece in held_out.pieces)
-    return [hide_pairs(setup.tokenizer, ids, number) for number, ids in texts], held_out.warnings
+        if recipe.evaluation.long:
+            raise InputError(f"--long {length}: {error}") from None
+        return [], [f"long documents of {length} tokens are left out: {error}"]
+    return documents, held_out.warnings
 
 
 def sample_loader(setup: Setup, recipe: DataRecipe) -> Callable[[int], CalibrationData]:

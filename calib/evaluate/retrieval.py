@@ -52,9 +52,7 @@ def hide_pairs(tokenizer: PreTrainedTokenizerBase, text: Sequence[int], number: 
     room = len(text) - 2 * sum(map(len, pairs))
     if room <= len(pairs):
         needed = len(text) - room + len(pairs) + 1
-        raise InputError(
-            f"--long {len(text)} has no room for {len(pairs)} pairs and questions; give {needed} or more"
-        )
+        raise InputError(f"no room for {len(pairs)} pairs and questions; give {needed} tokens or more")
     token_ids, cut = list[int](), 0
     for i, pair in enumerate(pairs):
         end = 1 + (room - 1) * (2 * i + 1) // (2 * len(pairs))
@@ -66,7 +64,9 @@ def hide_pairs(tokenizer: PreTrainedTokenizerBase, text: Sequence[int], number: 
         columns = enumerate(zip(*lines_of[i], strict=False))
         shared, first = next((column for column in columns if len({*column[1]}) > 1), (0, ()))
         if len({*first}) < len(words):
-            raise InputError("--long: this tokenizer does not tell the words apart; leave it out")
+            raise InputError(
+                "this tokenizer does not tell the words apart that are to be found; leave it out"
+            )
         questions.append(len(token_ids) + shared - 1)
         answers.append([first[i], *first[:i], *first[i + 1 :]])
         token_ids += pairs[i]

@@ -392,8 +392,12 @@ def test_what_cannot_be_asked_is_refused(directory, tmp_path):
     words = save_model(tiny_model("llama", max_position_embeddings=1024), tmp_path / "words")
     for model, tokens, said in (
         (directory, "1025", "--long 1025 is longer than the model's 1024"),
-        (directory, "300", "--long 300 has no room for 16 pairs and questions; give 4"),
-        (words, "900", "--long: this tokenizer does not tell the words apart;"),
+        (directory, "300", "--long 300: no room for 16 pairs and questions; give 4"),
+        (words, "900", "--long 900: this tokenizer does not tell the words apart"),
     ):
         small = ("--dataset", "random", "--samples", "2", "--seq-len", "32", "--variants", "none")
         one_line_error(fp8kv("eval", model, *small, "--long", tokens), said)
+    recipe = load_recipe(None, {"data.dataset": "random", "evaluation.variants": ["none"]})  # a suite's own
+    found = evaluate(str(words), recipe, suite=Suite(3, 2, 32, 0, 0, (), (), 0, 900, 2))
+    said = "long documents of 900 tokens are left out: this tokenizer does not tell"
+    assert any(line.startswith(said) for line in found.warnings)
