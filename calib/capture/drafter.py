@@ -50,7 +50,9 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
     special += ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
     is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
     layers = settings.get(_LAYERS) or (2, count // 2, count - 3)
-    if unknown:
+    if recipe.targets == "qkv":
+        reason = "whether engines load a query scale of one is not known; use --targets kv"
+    elif unknown:
         reason = f"the engine of --format {unknown[0]} is not known to load scales of a drafter {name}"
     elif model.model_type not in _MODELS:
         reason = f"what it reads of a {model.model_type} is not known, only of {', '.join(_MODELS)}"
@@ -60,7 +62,7 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
         return ()
     elif settings.get(_LAYERS) and "sglang" in formats:
         reason = f"SGLang counts {_LAYERS} of its config.json in another way than vLLM"
-    elif not (isinstance(layers, list | tuple) and {*layers} <= {*range(count)} and len({*layers}) > 2):
+    elif not isinstance(layers, list | tuple) or any(layer not in range(count) for layer in layers):
         reason = f"the layers that it reads are {layers}, and the model has {count}"
     else:
         return tuple(sorted({*layers}))
@@ -77,11 +79,11 @@ def read_by_drafter(
     config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
     weights = {name: LazyWeight(source) for name, source in all_weights(drafter, model.dtype).items()}
     last, embeddings, (name,) = [*attention.cached][-1], model.get_input_embeddings(), drafter.modules
-    heads = config.num_attention_heads, config.num_key_value_heads
+    heads, is_sglangs = config.num_key_value_heads, architecture(drafter.config) == "LlamaForCausalLMEagle"
     # K and V depend on no other weights
     config.update({"vocab_size": 1, "intermediate_size": 1, "pad_token_id": None})
     whole, layer = LlamaModel(config).eval(), _DrafterLayer(config, 0).eval()
-    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias="fc.bias" in weights)
+    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias="fc.bias" in weights or is_sglangs)
     parts = {f"{name}.{x}_proj": layer.get_submodule(f"self_attn.{x}_proj") for x in "qkv"}
     parts["fc"] = layer.fc
     if layers:
@@ -92,17 +94,21 @@ def read_by_drafter(
     device = next(model.get_submodule(last).parameters()).device
     for prefix, module in parts.items():
         for key, _ in [*module.named_parameters()]:
-            weight = weights.get(f"{prefix}.{key}")
-            if weight is None:
+            if (weight := weights.get(f"{prefix}.{key}")) is None:
                 raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")
             values = weight[...].to(device, model.dtype)
             setattr(module, key, nn.Parameter(values, requires_grad=False))
-    size = embeddings.weight.shape
-    read, owned = layer.fc.weight.shape[1], whole.embed_tokens.weight.shape
-    if read != size[1] * (len(layers) or 2) or ("embed_tokens" in parts and owned != size):
-        raise InputError(f"'{drafter.path}' is a drafter of a model of another size than this one")
     whole.embed_tokens = whole.embed_tokens.to(input_device(model)) if "embed_tokens" in parts else embeddings
+    rows, width = embeddings.weight.shape
+    modules = layer.fc, layer.self_attn.k_proj, layer.self_attn.v_proj, whole.embed_tokens
+    of_heads = config.head_dim * heads, width * (1 + bool(layers))
+    shapes = [(width, width * (len(layers) or 2)), of_heads, of_heads, (rows, width)]
+    if [module.weight.shape for module in modules] != shapes:
+        raise InputError(
+            f"'{drafter.path}' is a drafter of a model of another size, or not as its config says"
+        )
     whole.rotary_emb.to(device)
-    module = CachedAttention(name, 0, *heads, 1, config.head_dim, config.head_dim)
+    sizes = config.head_dim, config.head_dim
+    module = CachedAttention(name, 0, config.num_attention_heads, heads, 1, *sizes)
     draft = Draft(whole, "layers.0.self_attn", module, layers)
     return replace(attention, cached={name: module}, shared={}, draft=draft)

@@ -27,8 +27,10 @@ from calib.serving.vllm_worker import check
 
 SIZE, VOCABULARY, LAYERS, HEAD = 128, 128, 8, 32
 MODELS = ("llama", "qwen2", "qwen3")
+_LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA_3 |= {"original_max_position_embeddings": 64}
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "EagleLlamaForCausalLM": {},
+    "EagleLlamaForCausalLM": {"rope_theta": 500000.0, "rope_scaling": _LLAMA_3},
     "LlamaForCausalLMEagle3": {"draft_vocab_size": 64},
     "Eagle3LlamaForCausalLM": {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": [1, 3, 6]},
 }

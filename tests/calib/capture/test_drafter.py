@@ -37,7 +37,7 @@ def save_drafter(directory, name, family):
     shapes |= {"fc": (64, 64 * (len(layers) or 2))} | ({} if layers else {"embed_tokens": (128, 64)})
     generator = torch.Generator().manual_seed(1)
     weights = {f"{x}.weight": torch.randn(shape, generator=generator) for x, shape in shapes.items()}
-    weights |= {} if layers else {"fc.bias": torch.randn(64, generator=generator)}
+    weights |= {"fc.bias": torch.randn(64, generator=generator)} if name.endswith("Eagle") else {}
     changes = {"architectures": [name], "model_type": "llama", "num_hidden_layers": 1, "layer_types": None}
     (file := directory / name / "config.json").parent.mkdir()
     file.write_text(json.dumps(json.loads(config.read_text()) | changes | settings))
@@ -97,6 +97,12 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({}, ("-o", model, "--overwrite"), "would mix with the model in"),
         ({"fc.weight": torch.ones(64, 100)}, (), "is a drafter of a model of another size"),
         ({"embed_tokens.weight": torch.ones(99, 64)}, (), "is a drafter of a model of another size"),
+        ({"midlayer.self_attn.v_proj.weight": torch.ones(9, 128)}, (), "or not as its config says"),
+        (
+            {},
+            ("--targets", "qkv"),
+            "whether engines load a query scale of one is not known; use --targets kv",
+        ),
         ({"midlayer.hidden_norm.weight": None}, (), "lacks the weight 'midlayer.hidden_norm.weight'"),
     ):
         tensors = changes if min(changes, default="").endswith(".weight") else {}
