@@ -48,11 +48,15 @@ def test_layers_in_16_bits_and_what_is_not_known():
     assert vllm_pool(dense, layers, FP8).tokens_per_gb == 10**9 // (8 * 256)
     # blocks are of 48 tokens, so that 16 in 16 bits would fit into one
     assert vllm_pool(dense, layers, K8V4, tokens=100).block_bytes == 48 * K8V4.model_bytes(layers)
-    assert vllm_pool(dense, layers, cache_type("ultraquant_4bit"), tokens=100).blocks == 2  # of 64
     assert vllm_pool(dense, layers, FP8, in_16_bits={3}).block_bytes == 32 * (7 * 256 + 512)
     windows, mixed = config(KINDS + KINDS[:2], 64), Layers({0: HEADS}, 2, is_hybrid=True)
     blocks = 683 + 4 * (1028 + 1) + 3 * (514 + 1)
     assert vllm_pool(windows, layers, K8V4) == Pool(48 * 200, blocks, 32_768)
+    # three and four layers are groups of four; blocks of UltraQuant are of 64 tokens
+    few = config(KINDS[3:] + KINDS[4:] + KINDS[5:] * 2, 64), Layers(dict.fromkeys(range(7), HEADS), 7)
+    assert vllm_pool(*few, FP8) == Pool(4 * 16 * 256, 2048 + 1028 + 1, 32_768)
+    lfm2 = config(["full_attention", "conv"], conv_L_cache=3, hidden_size=1000)
+    assert vllm_pool(lfm2, mixed, cache_type("ultraquant_4bit")).block_bytes == 64 * 136
     for *model, cache, in_16_bits, problem in (
         (dense, layers._replace(shapes={0: Shape(1, 8, 8, "sparse latents")}), FP8, {}, "an indexer"),
         (config(["odd"] * 8), layers, FP8, {}, "the pages of odd are"),
