@@ -135,7 +135,7 @@ def _notes(
     origin: dict[str, Any], checkpoint: ModelDirectory, likeness: Likeness, unmarked: list[str]
 ) -> Iterator[str]:
     model = origin["measured_on"]["model"]
-    if origin["measured_on"]["checkpoint"] == fingerprint(checkpoint):
+    if "pack" not in origin and origin["measured_on"]["checkpoint"] == fingerprint(checkpoint):
         return
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
     yield (
