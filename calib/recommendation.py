@@ -7,10 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from calib.choices import Purpose
+from calib.choices import REFERENCE, Purpose
 from calib.engines.cache_support import Offer
 from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
+from calib.engines.quantization_config import names_fp8_cache
 from calib.engines.verification import verify_directory
 from calib.errors import InputError
 from calib.evaluate.inputs import name_scales, sample_loader
@@ -31,6 +32,7 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import ExportRecipe, ObserverRecipe, Recipe
 from calib.rescale.bake import bake
+from calib.rescale.pipeline import check_no_scales
 
 _MORE_SAMPLES = 4  # times those of the evaluation's own calibration, as far as there are so many
 
@@ -77,6 +79,7 @@ class _Making:
     serve: str
     recipe: Recipe  # of its calibration
     suite: Suite
+    read_before: Sequence[list[int]]  # token ids that the choice was made on
 
     @property
     def purpose(self) -> Purpose | None:
@@ -108,7 +111,7 @@ def run_recommendation(
     settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     own = recipe.model_copy(update={"evaluation": settings})
     if write is not None:
-        check_output(write, find_model(model_name).path, overwrite=overwrite)
+        _check_places(find_model(model_name), write, output, overwrite=overwrite)
     with nullcontext() if output is None else claimed(output, overwrite=True):
         if output is not None:
             check_report_directory(output)
@@ -130,14 +133,32 @@ def run_recommendation(
     return answer, report.warnings, written
 
 
+def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:
+    """Refuse, before anything is measured, places and models that nothing can be written for."""
+    check_output(write, checkpoint.path, overwrite=overwrite)
+    if output is not None:
+        check_output(write, output, overwrite=overwrite, kind="report")
+    check_no_scales(checkpoint)
+    if names_fp8_cache(checkpoint):
+        raise InputError(
+            f"the config of '{checkpoint.path}' makes the KV cache FP8; take that out with fp8kv strip"
+        )
+
+
 def _plan(evaluation: Evaluation, name: str, recipe: Recipe, wish: Wish, output: Path) -> _Making:
     variant, offers = evaluation.measured[name].variant, evaluation.offers
     offer = offers.find(variant, wish.engine, wish.gpu)
     assert not isinstance(offer, str)
     suite, data = evaluation.suite, evaluation.recipe.data
-    # the proof needs documents that were not read
-    samples = _MORE_SAMPLES * suite.calibration_samples + suite.documents
-    available = len(sample_loader(evaluation.setup, data)(samples).samples) - suite.documents
+    # the proof needs documents that neither the choice nor a calibration has read
+    new, samples_read = suite.documents, evaluation.text.data.samples
+    samples = max(_MORE_SAMPLES * suite.calibration_samples, len(samples_read)) + new
+    available = len(sample_loader(evaluation.setup, data)(samples).samples) - new
+    if available < len(samples_read):
+        raise InputError(
+            f"'{data.dataset}' is too short to measure what is written on {new} documents that the choice "
+            "has not read; use a larger dataset, or a smaller --samples"
+        )
     changes: dict[str, Any] = {
         "data": data.model_copy(update={"samples": available}),
         "export": ExportRecipe(formats=("fp8kv",)),
@@ -152,7 +173,9 @@ def _plan(evaluation: Evaluation, name: str, recipe: Recipe, wish: Wish, output:
         }
     serve = offers.serve(offer, str(output)).commands[-1]
     recipe = recipe.model_copy(update=changes)
-    return _Making(evaluation.model_name, evaluation.checkpoint, variant, offer, serve, recipe, suite)
+    return _Making(
+        evaluation.model_name, evaluation.checkpoint, variant, offer, serve, recipe, suite, samples_read
+    )
 
 
 def _make(making: _Making, output: Path, *, overwrite: bool, progress: Progress) -> None:
@@ -170,7 +193,8 @@ def _make(making: _Making, output: Path, *, overwrite: bool, progress: Progress)
         calibrate(model, making.recipe, output, overwrite=overwrite, progress=progress)
     else:
         progress.stage("write")
-        card = render_card("as_it_is", model=model, cache=making.variant.name, serve=making.serve)
+        kind = "16 bits" if making.variant.kind == REFERENCE else f"type {making.variant.name}"
+        card = render_card("as_it_is", model=model, kind=kind, serve=making.serve)
         with atomic_directory(output, overwrite=overwrite) as scratch:
             copied = progress.copied
             write_checkpoint(
@@ -197,10 +221,14 @@ def _measure_again(making: _Making, recipe: Recipe, output: Path, wish: Wish, pr
     variants, caches = (("none",), ()) if name == "none" else ((), (cache,) if cache else ())
     settings = recipe.evaluation.model_copy(update={"variants": variants, "caches": caches})
     recipe = recipe.model_copy(update={"evaluation": settings})
-    report = summarize(evaluate(str(output), recipe, scales=scales, suite=making.suite, progress=progress))
+    evaluation = evaluate(
+        str(output), recipe, scales=scales, suite=making.suite, read_before=making.read_before,
+        progress=progress,
+    )  # fmt: skip
+    report = summarize(evaluation)
     kl = report.variants[name].kl
     if not kl.is_finite:
         problems.append(f"'{output}': its KL is not a finite number")
     elif wish.kl is not None and kl.low > wish.kl:
-        problems.append(f"'{output}': its KL is above {wish.kl:g}")
+        problems.append(f"'{output}': its KL is measurably above {wish.kl:g}")
     return Written(output, making.serve, kl, report.data.tokens, problems)

@@ -71,9 +71,14 @@ class Pool:
         return int(memory // self.block_bytes / self.blocks * self.tokens)
 
     @property
+    def request_bytes(self) -> int:
+        """The memory that a request takes."""
+        return self.block_bytes * self.blocks
+
+    @property
     def tokens_per_gb(self) -> int:
         """The tokens in 10^9 bytes of a memory of many blocks."""
-        return 10**9 * self.tokens // (self.block_bytes * self.blocks)
+        return 10**9 * self.tokens // self.request_bytes
 
 
 def vllm_pool(

@@ -12,6 +12,10 @@ from calib.evaluate.serve_commands import Offers
 from calib.evaluate.verdict import SERVED, Judgement
 
 _BETTER = "measurably better"
+_PAGE = 16  # tokens
+_NO_POOL = (
+    "how {engine} allocates this model's memory is not known; to compare by bytes, add --engine {engine}"
+)
 _NEEDS = ("nothing", "calibrated scales", "baked weights")
 
 
@@ -103,12 +107,18 @@ def _served_caches(
         size, full = row.bytes_per_token, judgement.rows[REFERENCE].bytes_per_token
         assert size is not None
         assert full is not None
-        pair = (judgement.measured[key].variant for key in (name, REFERENCE))
-        fits, most = (offers.tokens_per_gb(variant, offer.engine, wish.gpu, tokens) for variant in pair)
+        reference = judgement.measured[REFERENCE].variant
+        whole = offers.pool(reference, wish.engine or "vllm", wish.gpu, tokens)
+        pool = offers.pool(judgement.measured[name].variant, offer.engine, wish.gpu, tokens)
+        # bytes tell what fits where all of a model's pages are alike, but for a page's end
+        if whole and not pool and abs(whole.request_bytes / (full * tokens) - 1) > _PAGE / tokens:
+            refusals[name] = _NO_POOL.format(engine=offer.engine)
+            continue
+        memory = pool.request_bytes / whole.request_bytes if pool and whole else size / full
         caches.append(
             ServedCache(
                 cache=name, description=row.description, kl=row.kl, bytes_per_token=size, share=size / full,
-                tokens_per_gb=fits, memory=most / fits if fits and most else size / full,
+                tokens_per_gb=pool and pool.tokens_per_gb, memory=memory,
                 needs=_NEEDS[effort], engine=offer.engine, engine_version=offer.version,
                 gpus=offer.gpus, notes=offer.notes, commands=offer.commands,
             )
@@ -146,12 +156,7 @@ def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[
     """Word the answer, without what it was chosen over; with the commands that make and serve it."""
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
-        has_nan = any(not alternative.kl.is_finite for alternative in answer.alternatives)
-        finite = " with a finite KL" if has_nan else ""
-        reason = f"nothing else that can be served{finite} stays within {budget}"
-        if answer.budget_bytes == 1:  # where 16 bits is within the budget itself
-            reason = f"nothing that can be served has a lower KL within {budget}"
-        return [f"16 bits: {reason}", *(cache.commands if with_commands else ())]
+        return [f"16 bits: {_why_16_bits(answer)}", *(cache.commands if with_commands else ())]
     notes = f" ({'; '.join(cache.notes)})" if cache.notes else ""
     return [
         f"{cache.cache}: {cache.description}; KL {cache.kl.value:.2g} nats "
@@ -168,11 +173,22 @@ def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[
     ]
 
 
+def _why_16_bits(answer: Recommendation) -> str:
+    budget, alternatives = _budget_text(answer), answer.alternatives
+    wish = Wish(answer.budget_kl, answer.budget_bytes)
+    if answer.budget_bytes == 1:  # 16 bits is within the budget itself
+        return f"nothing that can be served has a lower KL within {budget}"
+    if any(wish.is_met_by(cache) for cache in alternatives):
+        return f"nothing else within {budget} lets more tokens fit"
+    finite = "" if all(cache.kl.is_finite for cache in alternatives) else " with a finite KL"
+    return f"nothing else that can be served{finite} stays within {budget}"
+
+
 def advised_cache(answer: Recommendation) -> str:
     """Word the answer as a line of advice."""
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
-        return f"Within {budget} serve 16 bits: no other cache that can be served stays below."
+        return f"Serve 16 bits: {_why_16_bits(answer)}."
     better = [other.cache for other in answer.alternatives if other.why.startswith(_BETTER)]
     and_better = f" ({', '.join(better)}: {_BETTER} in as many bytes)" if better else ""
     word = "cheapest" if answer.budget_kl is not None else "best"

@@ -51,6 +51,7 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
+from calib.scales.text_summary import TextRecord
 from fp8kv_runtime.errors import AttentionError
 
 _TEXT_ALONE = (
@@ -66,13 +67,17 @@ def evaluate(
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
     wish: Wish | None = None,
+    read_before: Sequence[list[int]] = (),
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
-    With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
+    With a `wish`, nothing is measured that cannot be served there. The documents are not among `read_before`,
+    token ids. `summarize` makes the report.
     """
     evaluation = _open_inputs(model_name, recipe, scales, suite, wish)
+    if read_before:
+        evaluation.readers = {**evaluation.readers, "the choice": (TextRecord.of(read_before),)}
     _load_model_and_text(evaluation, progress)
     _calibrate(evaluation)
     _choose_variants(evaluation)

@@ -12,7 +12,8 @@ from calib.choices import REFERENCE, FormatName
 from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
 from calib.engines.model_classes import architecture
-from calib.engines.tokens_that_fit import REQUEST_TOKENS, vllm_pool
+from calib.engines.quantization_config import names_fp8_cache
+from calib.engines.tokens_that_fit import REQUEST_TOKENS, Pool, vllm_pool
 from calib.errors import InputError, UnsupportedExportError
 from calib.evaluate.variants import Variant
 from calib.files.model_directory import ModelDirectory
@@ -56,7 +57,7 @@ class Offers:
     def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
         """Find how the first engine serves a variant there, or say in a sentence why none does."""
         if variant.kind == REFERENCE:
-            return self.serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
+            return self._find_16_bits(Offer(engine or "vllm", "", (gpu,) if gpu else ()))
         if variant.scales is not None and variant.name != "none":
             return self._find_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
@@ -79,6 +80,14 @@ class Offers:
             name: answer if isinstance(answer, str) else cache_type(name).simulated
             for name, answer in answers.items()
         }
+
+    def _find_16_bits(self, offer: Offer) -> Offer:
+        """Take out what makes engines hold the cache in FP8, where the config does."""
+        if not names_fp8_cache(self.checkpoint):
+            return self.serve(offer, self.model)
+        output = f"{short_name(self.model)}-without-scales"
+        strip = shlex.join(["fp8kv", "strip", self.model, "-o", output])
+        return replace(offer, commands=(strip, *self.serve(offer, output).commands))
 
     def _find_calibrated(
         self, name: str, scales: KVScales, engine: str | None, gpu: str | None
@@ -135,8 +144,8 @@ class Offers:
         limit = self.config and model_positions(self.config)
         return tokens or min(REQUEST_TOKENS, limit or REQUEST_TOKENS)
 
-    def tokens_per_gb(self, variant: Variant, engine: str, gpu: str | None, tokens: int) -> int | None:
-        """Return what fits into 10^9 bytes in requests of `tokens`; None where the rule is not known."""
+    def pool(self, variant: Variant, engine: str, gpu: str | None, tokens: int) -> Pool | None:
+        """Return how an engine allocates a request of `tokens`; None where the rule is not known."""
         classes = find_engine(engine).caches.pages
         if architecture(self.checkpoint.config) not in classes or self.config is None or self.layers is None:
             return None
@@ -144,7 +153,7 @@ class Offers:
         in_16_bits = self.layers.shapes.keys() - set(variant.layers) if variant.scales else set()
         text = self.config.get_text_config(decoder=True)
         try:
-            return vllm_pool(text, self.layers, cache, in_16_bits, tokens, gpu).tokens_per_gb
+            return vllm_pool(text, self.layers, cache, in_16_bits, tokens, gpu)
         except InputError:
             return None
 
