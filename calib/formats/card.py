@@ -73,15 +73,11 @@ def engine_of(name: FormatName, flags: str = "") -> str:
 
 
 def serve_command(
-    name: FormatName,
-    path: Path,
-    strategy: Strategy,
-    flags: str = "",
-    drafts_for: tuple[str, str] | None = None,
+    name: FormatName, path: Path, strategy: Strategy, flags: str = "", drafts_for: Any = None
 ) -> str:
     """Return the exact command that serves an output directory, or "" where no engine does.
 
-    A drafter is served with the model that it drafts for.
+    `drafts_for` is the model with which a drafter is served, and its method.
     """
     target, place = FORMATS[name], shlex.quote(str(path))
     if drafts_for and target.rules:
