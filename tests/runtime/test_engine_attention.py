@@ -170,13 +170,14 @@ def exponent(x):
     return math.frexp(float(x))[1] - 1
 
 
-@pytest.mark.parametrize("spread", [0.5, 5.0])  # in some sums most products are cut off
-def test_hoppers_adds_cut_behind_the_largest(spread):
+# in some sums most products are cut off, and in some one factor is below the smallest exponent
+@pytest.mark.parametrize(("spread", "largest"), [(0.5, 448), (5.0, 448), (5.0, 2.0**-7)])
+def test_hoppers_adds_cut_behind_the_largest(spread, largest):
     generator = torch.Generator().manual_seed(0)
     scattered = torch.randn(2, 2, 5, 70, generator=generator) * 2 ** (
         spread * torch.randn(2, 2, 5, 70, generator=generator)
     )
-    codes, others = e4m3(scattered.clamp(-448, 448)).float()
+    codes, others = (e4m3(x.clamp(-y, y)).float() for x, y in zip(scattered, (largest, 448), strict=True))
     start = 3 * torch.randn(2, 5, 5, generator=generator)
     for begin in (torch.zeros_like(start), start):
         made = hopper_product(codes, others.mT, begin if begin.any() else None)
