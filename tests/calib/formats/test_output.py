@@ -174,3 +174,8 @@ def test_every_command_knows_at_once_where_it_cannot_write(command, tiny_directo
         done = fp8kv(*command.split(), tiny_directory, "-o", out)
         one_line_error(done, f"cannot write '{out}'", "choose another output")
     assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
+
+
+def test_a_package_that_an_engines_environment_lacks_has_no_version(monkeypatch):
+    monkeypatch.setattr(output, "_LIBRARIES", ("torch", "no-such-package"))
+    assert output.versions().keys() == {"python", "fp8kv", "torch"}
