@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,7 +50,7 @@ from calib.layerwise.weights import load_skeleton
 from calib.models.config import explain_nonsense, fit_seq_len, load_config
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
-from calib.models.sources import find_model
+from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
@@ -84,18 +84,18 @@ def run(
     (torchrun, accelerate launch) the first has a result. What a user can put right is an Fp8kvError.
     """
     to_path(model)
-    names = [str(model), *([] if draft is None else [str(draft)])]
-    name, path = names[-1], None if output is None else to_path(output)
+    name = str(model if draft is None else draft)  # of what gets scales
+    path = None if output is None else to_path(output)
     check_places(path, in_place=in_place, overwrite=overwrite)
     path = check_in_place(name, recipe.export) if in_place else path or default_output(name, recipe.strategy)
     for format in recipe.export.formats:
         check_recipe(format, recipe)
     destination = Destination(path, in_place, overwrite, progress.copied)
     with joined_world() as world:
-        world.check_same("commands or recipes", [*names, str(path), recipe.model_dump()])
+        world.check_same("commands or recipes", [str(model), name, str(path), recipe.model_dump()])
         start = time.perf_counter()
         progress.stage("load")
-        checkpoints = world.together(lambda: [_find_checkpoint(x, destination) for x in names])
+        checkpoints = world.together(lambda: _find_checkpoints(str(model), draft, destination))
         with _claimed_output(destination, world) as claim:
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
@@ -105,9 +105,10 @@ def run(
 
             def write() -> Result | None:
                 if world.is_first:
+                    drafts_for = served_name(str(model), checkpoints.model.path) if draft else ""
                     record = CalibrationRecord(
-                        name, checkpoints[-1], prepared.recipe, stats, dataset_facts(data), data.warnings,
-                        notes, torch.get_num_threads(), draft=mtp, drafts_for="".join(names[:-1]),
+                        name, checkpoints.scaled, prepared.recipe, stats, dataset_facts(data), data.warnings,
+                        notes, torch.get_num_threads(), draft=mtp, drafts_for=drafts_for,
                     )  # fmt: skip
                     return write_output(record, replace(destination, claim=claim))
                 return None
@@ -119,12 +120,32 @@ def run(
     return result and replace(result, seconds=seconds)
 
 
-def _find_checkpoint(model: str, destination: Destination) -> ModelDirectory:
-    """Find the checkpoint; refuse an output that cannot be written before any weight is read."""
-    checkpoint = find_model(model)
-    if not destination.in_place:
+@dataclass(frozen=True)
+class Checkpoints:
+    """What a job reads: a model, and perhaps a drafter, which gets the scales then."""
+
+    model: ModelDirectory
+    drafter: ModelDirectory | None
+
+    @property
+    def scaled(self) -> ModelDirectory:
+        """The one that scales are written for."""
+        return self.drafter or self.model
+
+    @property
+    def all(self) -> list[ModelDirectory]:
+        """The model, and the drafter if there is one."""
+        return [self.model, self.drafter] if self.drafter else [self.model]
+
+
+def _find_checkpoints(
+    model: str, draft: str | os.PathLike[str] | None, destination: Destination
+) -> Checkpoints:
+    """Find the checkpoints; refuse an output that cannot be written before any weight is read."""
+    checkpoints = Checkpoints(find_model(model), None if draft is None else find_model(str(draft)))
+    for checkpoint in checkpoints.all if not destination.in_place else ():
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
-    return checkpoint
+    return checkpoints
 
 
 @contextmanager
@@ -146,13 +167,11 @@ class Prepared:
     data: CalibrationData
 
 
-def _prepare(
-    checkpoints: Sequence[ModelDirectory], recipe: Recipe, processes: int, *, resume: bool
-) -> Prepared:
+def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written."""
-    checkpoint, *drafters = checkpoints
+    checkpoint, drafter = checkpoints.model, checkpoints.drafter
     config = load_config(checkpoint, recipe.trust_remote_code)
-    read = [layers_read(x, config.get_text_config(decoder=True), recipe) for x in drafters]
+    read = layers_read(drafter, config.get_text_config(decoder=True), recipe) if drafter else ()
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
@@ -167,17 +186,18 @@ def _prepare(
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
     media = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
     data = load_data(data_recipe, tokenizer, model, media)
-    _check_data(data, recipe, by_layer=by_layer, has_drafter=bool(drafters))
+    _check_data(data, recipe, by_layer=by_layer, has_drafter=drafter is not None)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else _map_attention(model(), data)
-    attention = attention if layers or drafters else add_draft_layer(attention, model(), checkpoint)
-    for drafter, indices in zip(drafters, read, strict=True):
-        attention = read_by_drafter(attention, model(), drafter, indices)
+    if drafter:
+        attention = read_by_drafter(attention, model(), drafter, read)
+    elif not layers:
+        attention = add_draft_layer(attention, model(), checkpoint)
     # an export that must fail should do so before hours of calibration
-    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints[-1], recipe.export)
-    reason = None if layers or drafters else reason_against_fp8(model(), attention)
+    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints.scaled, recipe.export)
+    reason = None if layers or drafter else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
     size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
@@ -219,7 +239,7 @@ def _map_attention(model: PreTrainedModel, data: CalibrationData) -> AttentionMa
 
 
 def _measure(
-    checkpoints: Sequence[ModelDirectory],
+    checkpoints: Checkpoints,
     prepared: Prepared,
     output: Path,
     world: World,
@@ -239,7 +259,7 @@ def _measure(
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
     def open_share() -> Share:
-        inputs = compared_inputs(checkpoints, recipe, data, world)
+        inputs = compared_inputs(checkpoints.all, recipe, data, world)
         saved = SavedProgress(progress_file(output, world.rank), inputs, 60 * recipe.save_minutes)
         return Share(prepared.model, own, recipe, prepared.attention, saved, resume, progress.advance)
 
@@ -253,7 +273,7 @@ def _measure(
             prepared.layers, own, recipe, limit=limit, directory=scratch, progress=progress
         )
 
-    notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
+    notes = [] if checkpoints.drafter else _left_alone(prepared.model.config, prepared.attention)
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:

@@ -21,7 +21,11 @@ from calib.recipe import Recipe
 # types of models whose hidden states were compared with those that a drafter reads in vLLM
 _MODELS = ("llama", "qwen2", "qwen3")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_NOT_KNOWN = ("norm_before_fc", "fc_norm", "use_aux_norm", "num_aux_hidden_states")
+_NOT_KNOWN = (
+    *("norm_before_fc", "fc_norm", "use_aux_norm", "num_aux_hidden_states"),
+    *("ptd_token_id", "pard_token", "mask_token_id", "parallel_drafting"),  # of P-EAGLE
+    *("dflash_config", "target_layer_ids", "dspark_target_layer_ids", "layer_ids"),
+)
 
 
 class _DrafterLayer(LlamaDecoderLayer):  # type: ignore[misc]
@@ -42,14 +46,17 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
     An UnsupportedModelError where what engines run of it is not known.
     """
     config, name, count = drafter.config, architecture(drafter.config), model.num_hidden_layers
-    own = config.get("eagle_config")
-    settings = config | (own if isinstance(own, dict) else {})
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, dict) else {}
     formats = {form: FORMATS[form] for form in recipe.export.formats}
     unknown = [form for form, x in formats.items() if x.nvfp4 or not (x.rules and name in x.rules.drafts)]
-    special = [key for key in _NOT_KNOWN if settings.get(key)]
-    special += ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
+    special = _special_settings(config) + _special_settings(nested)
+    special += ["target_hidden_size"] * (
+        config.get("target_hidden_size") not in (None, config["hidden_size"])
+    )
     is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
-    layers = settings.get(_LAYERS) or (2, count // 2, count - 3)
+    layers = config.get(_LAYERS) or (2, count // 2, count - 3)
+    is_listed = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
     if recipe.targets == "qkv":
         reason = "whether engines load a query scale of one is not known; use --targets kv"
     elif unknown:
@@ -60,13 +67,23 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
         reason = f"its config.json says {special[0]}" if special else "it is not one layer of a llama"
     elif "Eagle3" not in str(name):
         return ()
-    elif settings.get(_LAYERS) and "sglang" in formats:
+    elif (config.get(_LAYERS) or nested.get(_LAYERS)) and "sglang" in formats:
         reason = f"SGLang counts {_LAYERS} of its config.json in another way than vLLM"
-    elif not isinstance(layers, list | tuple) or any(layer not in range(count) for layer in layers):
+    elif nested.get(_LAYERS) not in (None, [], config.get(_LAYERS)):
+        reason = f"vLLM reads {_LAYERS} beside eagle_config, and there config.json says something else"
+    elif not is_listed or any(layer not in range(count) for layer in layers):
         reason = f"the layers that it reads are {layers}, and the model has {count}"
+    elif len({*layers}) != len(nested.get(_LAYERS) or range(3)):
+        reason = f"the layers that it reads are {layers}, and vLLM wants 3 that differ"
     else:
         return tuple(sorted({*layers}))
     raise UnsupportedModelError(f"the drafter '{drafter.path}' cannot be measured: {reason}")
+
+
+def _special_settings(settings: dict[str, Any]) -> list[str]:
+    """Return the settings that change what a drafter reads, or how; an id of 0 is one, too."""
+    special = [key for key in _NOT_KNOWN if not any(settings.get(key) is no for no in (None, False))]
+    return special + ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
 
 
 def read_by_drafter(
@@ -79,11 +96,12 @@ def read_by_drafter(
     config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
     weights = {name: LazyWeight(source) for name, source in all_weights(drafter, model.dtype).items()}
     last, embeddings, (name,) = [*attention.cached][-1], model.get_input_embeddings(), drafter.modules
-    heads, is_sglangs = config.num_key_value_heads, architecture(drafter.config) == "LlamaForCausalLMEagle"
+    heads, architecture_name = config.num_key_value_heads, architecture(drafter.config)
     # K and V depend on no other weights
     config.update({"vocab_size": 1, "intermediate_size": 1, "pad_token_id": None})
     whole, layer = LlamaModel(config).eval(), _DrafterLayer(config, 0).eval()
-    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias="fc.bias" in weights or is_sglangs)
+    # of these classes SGLang's alone has a bias
+    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias=architecture_name == "LlamaForCausalLMEagle")
     parts = {f"{name}.{x}_proj": layer.get_submodule(f"self_attn.{x}_proj") for x in "qkv"}
     parts["fc"] = layer.fc
     if layers:
@@ -93,6 +111,8 @@ def read_by_drafter(
         parts["embed_tokens"] = whole.embed_tokens
     device = next(model.get_submodule(last).parameters()).device
     for prefix, module in parts.items():
+        if f"{prefix}.bias" in weights and getattr(module, "bias", None) is None:
+            raise InputError(f"'{drafter.path}' holds '{prefix}.bias', and {architecture_name} has none")
         for key, _ in [*module.named_parameters()]:
             if (weight := weights.get(f"{prefix}.{key}")) is None:
                 raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")

@@ -47,7 +47,7 @@ from calib.files.text import Condition, parse_condition
 from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
-from calib.models.sources import find_model
+from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
@@ -193,10 +193,15 @@ def _built_in_names(settings: EvaluationRecipe) -> tuple[str, ...]:
 def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> None:
     """Find out which `variants` cannot be served as the wish says; without one, all are measured."""
     name, checkpoint, wish = evaluation.model_name, evaluation.checkpoint, evaluation.wish
-    served_name = str(checkpoint.path) if name.startswith("builtin:") else name
     recipe = evaluation.recipe
     evaluation.offers = offers = Offers(
-        *(served_name, checkpoint, recipe.data.dataset, evaluation.shapes, recipe.trust_remote_code),
+        *(
+            served_name(name, checkpoint.path),
+            checkpoint,
+            recipe.data.dataset,
+            evaluation.shapes,
+            recipe.trust_remote_code,
+        ),
         *(evaluation.config, evaluation.layers),
     )
     if wish is not None:

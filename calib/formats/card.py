@@ -1,5 +1,6 @@
 """README cards of outputs, baked models, stress twins and packs, from templates in `cards/`."""
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -82,8 +83,12 @@ def serve_command(
     target, place = FORMATS[name], shlex.quote(str(path))
     if drafts_for and target.rules:
         model, method = drafts_for
-        arguments = target.rules.draft_flag.format(path=path, method=method, METHOD=method.upper())
-        place = f"{shlex.quote(model)} {arguments}"
+        in_json = json.dumps(str(path), ensure_ascii=False, allow_nan=False)[1:-1]
+        words = [model]
+        for word in shlex.split(target.rules.draft_flag):
+            place_in_word = in_json if "{{" in word else path
+            words.append(word.format(path=place_in_word, method=method, METHOD=method.upper()))
+        place = shlex.join(words)
     command = target.serve.format(path=place)
     return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
 

@@ -55,7 +55,7 @@ _NONSENSE = (
 
 def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
-    if "fc.weight" in checkpoint.entries:
+    if "fc.weight" in checkpoint.entries and "Eagle" in str(checkpoint.config.get("architectures")):
         path = checkpoint.path
         raise InputError(f"'{path}' is a drafter (EAGLE): give its model, and --draft '{path}' to calibrate")
     label, coded, plain = split_weights(checkpoint)

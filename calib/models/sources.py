@@ -51,6 +51,11 @@ def short_name(model: str) -> str:
     return Path(model.rstrip("/").removeprefix("builtin:")).name
 
 
+def served_name(model: str, path: Path) -> str:
+    """Return what engines call a model: its name, or its directory `path` where only fp8kv knows the name."""
+    return str(path) if model.startswith("builtin:") else model
+
+
 def hub_origin(path: Path) -> dict[str, str] | None:
     """Return the id and commit of a model in the Hub's cache; None for any other directory."""
     match = _IN_CACHE.search(path.absolute().as_posix())

@@ -1,6 +1,7 @@
 """A drafter in a directory of its own (EAGLE) gets scales of what it caches while its model reads."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from calib.capture.attention import map_attention
 from calib.capture.drafter import layers_read, read_by_drafter
 from calib.capture.loop import calibrate
+from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.names import SCALES_SHARD
+from calib.formats.card import serve_command
+from calib.job import run
+from calib.models import sources
 from calib.recipe import Recipe
 
 IDS = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(0))
-NAMED = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [6, 0, 3]}}
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+NAMED = {LAYERS: [6, 0, 3], "eagle_config": {LAYERS: [6, 0, 3]}}
 DRAFTERS = {  # the layers whose inputs it reads, settings, and what its scales are called before `k_scale`
     "EagleLlamaForCausalLM": ((), {}, {"vllm": "layers.0.self_attn."}),
     "LlamaForCausalLMEagle": ((), {}, {"sglang": "layers.0.self_attn."}),
@@ -81,6 +87,22 @@ def test_amax_is_that_of_what_it_reads_of_its_model_and_its_scales_load(name, fa
         assert "1 of 1" in ran("verify", out, "--engine", engine, "--against", out).stdout
 
 
+def test_the_command_that_serves_names_a_built_in_model_by_its_path_and_quotes_paths(tmp_path, monkeypatch):
+    name, model, out = "EagleLlamaForCausalLM", tmp_path / "model", tmp_path / "it's \"a\\b"
+    _, weights = save_drafter(tmp_path, name, "llama")
+    monkeypatch.setattr(sources, "builtin_model", lambda _: model)
+    recipe = Recipe(data={"dataset": "random", "samples": 2, "seq_len": 48, "allow_few_tokens": True})
+    drafts_for = run("builtin:smollm2", recipe, out, draft=tmp_path / name).drafts_for
+    for engine, flag in (("vllm", "--speculative-config"), ("sglang", "--speculative-draft-model-path")):
+        words = shlex.split(serve_command(engine, out, "tensor", drafts_for=drafts_for))
+        place = words[words.index(flag) + 1]
+        assert str(model) in words
+        assert str(out) == (json.loads(place)["model"] if engine == "vllm" else place)
+    save_file(weights | {"fc.bias": torch.ones(64)}, tmp_path / name / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"holds 'fc\.bias', and EagleLlamaForCausalLM has none"):
+        run(str(model), recipe, tmp_path / "other", draft=tmp_path / name)
+
+
 def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
     _, weights = save_drafter(tmp_path, name := "LlamaForCausalLMEagle3", "qwen3")
     path, model = tmp_path / name, tmp_path / "model"
@@ -91,7 +113,18 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({"eagle_config": {"fc_norm": True}}, (), "its config.json says fc_norm"),
         ({"use_aux_hidden_state": False}, (), "its config.json says use_aux_hidden_state"),
         ({"model_type": "qwen3"}, (), "it is not one layer of a llama"),
-        (dict.fromkeys(NAMED["eagle_config"], (1, 8)), (), "reads are [1, 8], and the model has 8"),
+        ({LAYERS: (1, 8)}, (), "reads are [1, 8], and the model has 8"),
+        ({LAYERS: (True, 2, 3)}, (), "reads are [True, 2, 3], and the model has 8"),
+        ({LAYERS: (1, 2)}, (), "reads are [1, 2], and vLLM wants 3 that differ"),
+        ({"eagle_config": NAMED["eagle_config"]}, (), "vLLM reads eagle_aux_hidden_state_layer_ids beside"),
+        (NAMED | {LAYERS: [1, 2, 3]}, (), "vLLM reads eagle_aux_hidden_state_layer_ids beside eagle_config"),
+        ({"eagle_config": {"layer_ids": [1, 2, 3]}}, (), "its config.json says layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, (), "its config.json says dflash_config"),
+        ({"target_layer_ids": [1, 2, 3]}, (), "its config.json says target_layer_ids"),
+        ({"pard_token": 0}, (), "its config.json says pard_token"),
+        ({"ptd_token_id": 0, "parallel_drafting": True}, (), "its config.json says ptd_token_id"),
+        ({"parallel_drafting": True}, (), "its config.json says parallel_drafting"),
+        ({"target_hidden_size": 32}, (), "its config.json says target_hidden_size"),
         (NAMED, ("--format", "sglang"), "SGLang counts eagle_aux"),
         ({}, ("--offload", "layerwise"), "a drafter reads states of a whole model"),
         ({}, ("-o", model, "--overwrite"), "would mix with the model in"),
@@ -103,13 +136,16 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
             ("--targets", "qkv"),
             "whether engines load a query scale of one is not known; use --targets kv",
         ),
+        ({"fc.bias": torch.ones(64)}, (), "holds 'fc.bias', and LlamaForCausalLMEagle3 has none"),
         ({"midlayer.hidden_norm.weight": None}, (), "lacks the weight 'midlayer.hidden_norm.weight'"),
     ):
-        tensors = changes if min(changes, default="").endswith(".weight") else {}
+        tensors = changes if isinstance(next(iter(changes.values()), 0), torch.Tensor | None) else {}
         rest = {part: x for part, x in (weights | tensors).items() if x is not None}
         save_file(rest, path / "model.safetensors", {"format": "pt"})
         (path / "config.json").write_text(json.dumps(config | ({} if tensors else changes)))
         one_line_error(fp8kv(*command, "-o", tmp_path / "out", *SMALL, *options), problem)
     one_line_error(fp8kv("eval", path), "is a drafter (EAGLE): give its model, and --draft")
+    edit_json(path / "config.json", architectures=["LlamaForCausalLM"])
+    assert "is a drafter" not in fp8kv("eval", path).stderr
     edit_json(model / "config.json", model_type="mistral")
     one_line_error(fp8kv(*command, *SMALL), "what it reads of a ministral is not known")
