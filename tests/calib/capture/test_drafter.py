@@ -145,7 +145,7 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         (path / "config.json").write_text(json.dumps(config | ({} if tensors else changes)))
         one_line_error(fp8kv(*command, "-o", tmp_path / "out", *SMALL, *options), problem)
     one_line_error(fp8kv("eval", path), "is a drafter (EAGLE): give its model, and --draft")
-    edit_json(path / "config.json", architectures=["LlamaForCausalLM"])
-    assert "is a drafter" not in fp8kv("eval", path).stderr
     edit_json(model / "config.json", model_type="mistral")
     one_line_error(fp8kv(*command, *SMALL), "what it reads of a ministral is not known")
+    edit_json(path / "config.json", architectures=["LlamaForCausalLM"])
+    assert "is a drafter" not in fp8kv("eval", path).stderr
