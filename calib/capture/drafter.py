@@ -110,14 +110,7 @@ def read_by_drafter(
     if "embed_tokens.weight" in weights:
         parts["embed_tokens"] = whole.embed_tokens
     device = next(model.get_submodule(last).parameters()).device
-    for prefix, module in parts.items():
-        if f"{prefix}.bias" in weights and getattr(module, "bias", None) is None:
-            raise InputError(f"'{drafter.path}' holds '{prefix}.bias', and {architecture_name} has none")
-        for key, _ in [*module.named_parameters()]:
-            if (weight := weights.get(f"{prefix}.{key}")) is None:
-                raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")
-            values = weight[...].to(device, model.dtype)
-            setattr(module, key, nn.Parameter(values, requires_grad=False))
+    _load_parts(drafter, parts, weights, device, model.dtype)
     whole.embed_tokens = whole.embed_tokens.to(input_device(model)) if "embed_tokens" in parts else embeddings
     rows, width = embeddings.weight.shape
     modules = layer.fc, layer.self_attn.k_proj, layer.self_attn.v_proj, whole.embed_tokens
@@ -132,3 +125,23 @@ def read_by_drafter(
     module = CachedAttention(name, 0, config.num_attention_heads, heads, 1, *sizes)
     draft = Draft(whole, "layers.0.self_attn", module, layers)
     return replace(attention, cached={name: module}, shared={}, draft=draft)
+
+
+def _load_parts(
+    drafter: ModelDirectory,
+    parts: dict[str, nn.Module],
+    weights: dict[str, LazyWeight],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Load the `parts` of a drafter, by the names of their weights, of which none may be missing or unread."""
+    for prefix, module in parts.items():
+        if f"{prefix}.bias" in weights and getattr(module, "bias", None) is None:
+            raise InputError(
+                f"'{drafter.path}' holds '{prefix}.bias', and {architecture(drafter.config)} has none"
+            )
+        for key, _ in [*module.named_parameters()]:
+            if (weight := weights.get(f"{prefix}.{key}")) is None:
+                raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")
+            values = weight[...].to(device, dtype)
+            setattr(module, key, nn.Parameter(values, requires_grad=False))
