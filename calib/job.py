@@ -84,8 +84,7 @@ def run(
     (torchrun, accelerate launch) the first has a result. What a user can put right is an Fp8kvError.
     """
     to_path(model)
-    name = str(model if draft is None else draft)  # of what gets scales
-    path = None if output is None else to_path(output)
+    name, path = str(model if draft is None else draft), None if output is None else to_path(output)
     check_places(path, in_place=in_place, overwrite=overwrite)
     path = check_in_place(name, recipe.export) if in_place else path or default_output(name, recipe.strategy)
     for format in recipe.export.formats:
@@ -105,10 +104,10 @@ def run(
 
             def write() -> Result | None:
                 if world.is_first:
-                    drafts_for = served_name(str(model), checkpoints.model.path) if draft else ""
                     record = CalibrationRecord(
                         name, checkpoints.scaled, prepared.recipe, stats, dataset_facts(data), data.warnings,
-                        notes, torch.get_num_threads(), draft=mtp, drafts_for=drafts_for,
+                        notes, torch.get_num_threads(), draft=mtp,
+                        drafts_for="" if draft is None else served_name(str(model), checkpoints.model.path),
                     )  # fmt: skip
                     return write_output(record, replace(destination, claim=claim))
                 return None
@@ -122,7 +121,7 @@ def run(
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a job reads: a model, and perhaps a drafter, which gets the scales then."""
+    """The model that a job reads, and perhaps its drafter, which gets the scales then."""
 
     model: ModelDirectory
     drafter: ModelDirectory | None

@@ -134,7 +134,7 @@ def _load_parts(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Load the `parts` of a drafter, by the names of their weights, of which none may be missing or unread."""
+    """Load the `parts` of a drafter, by the names of their weights."""
     for prefix, module in parts.items():
         if f"{prefix}.bias" in weights and getattr(module, "bias", None) is None:
             raise InputError(
