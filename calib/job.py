@@ -190,10 +190,8 @@ def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else _map_attention(model(), data)
-    if drafter:
-        attention = read_by_drafter(attention, model(), drafter, read)
-    elif not layers:
-        attention = add_draft_layer(attention, model(), checkpoint)
+    attention = attention if layers or drafter else add_draft_layer(attention, model(), checkpoint)
+    attention = read_by_drafter(attention, model(), drafter, read) if drafter else attention
     # an export that must fail should do so before hours of calibration
     make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints.scaled, recipe.export)
     reason = None if layers or drafter else reason_against_fp8(model(), attention)

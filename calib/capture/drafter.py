@@ -82,7 +82,7 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
 
 def _special_settings(settings: dict[str, Any]) -> list[str]:
     """Return the settings that change what a drafter reads, or how; an id of 0 is one, too."""
-    special = [key for key in _NOT_KNOWN if not any(settings.get(key) is no for no in (None, False))]
+    special = [key for key in _NOT_KNOWN if not any(settings.get(key) is unset for unset in (None, False))]
     return special + ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
 
 
