@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -112,6 +112,7 @@ def run_recommendation(
     own = recipe.model_copy(update={"evaluation": settings})
     if write is not None:
         _check_places(find_model(model_name), write, output, overwrite=overwrite)
+        wish = replace(wish, is_written=True)
     with nullcontext() if output is None else claimed(output, overwrite=True):
         if output is not None:
             check_report_directory(output)

@@ -28,6 +28,7 @@ class Wish:
     engine: str | None = None
     gpu: str | None = None
     request_tokens: int | None = None  # of the requests that are to fit; None: a default
+    is_written: bool = False  # we calibrate and bake, so what a cache needs does not count
 
     def is_met_by(self, cache: CacheFigures) -> bool:
         """Return whether a cache stays within the budget."""
@@ -69,8 +70,8 @@ def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendatio
     caches, refusals = _served_caches(judgement, offers, wish)
     within = [cache for cache in caches if wish.is_met_by(cache)] or caches[:1]
     if wish.kl is not None:
-        least = min((cache.memory, _effort(cache)) for cache in within)
-        within = [cache for cache in within if (cache.memory, _effort(cache)) == least]
+        costs = [(cache.memory, 0 if wish.is_written else _effort(cache)) for cache in within]
+        within = [cache for cache, cost in zip(within, costs, strict=True) if cost == min(costs)]
     name = judgement.simplest([cache.cache for cache in within])
     chosen = next(cache for cache in within if cache.cache == name)
     alternatives = sorted(caches, key=lambda cache: (cache.memory, cache.kl.value))

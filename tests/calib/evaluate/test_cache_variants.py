@@ -315,6 +315,7 @@ def test_the_cheapest_within_a_budget_of_kl():
     kl = FIELD[3][2].kl  # the upper end of the interval counts
     assert chosen([FIELD[3]], kl=(kl.value + kl.high) / 2).chosen.cache == REFERENCE
     assert chosen([FIELD[3]], kl=kl.high).chosen.cache == "int8"
+    assert chosen(FIELD, kl=0.005, is_written=True).chosen.cache == "int8, baked"
     found = chosen(FIELD, kl=0.03)  # what is better and needs more is named
     why = {each.cache: each.why for each in found.alternatives}
     assert why["tensor"] == "measurably better, needs calibrated scales"
