@@ -91,8 +91,8 @@ def _fit_row(name: str) -> list[str]:
     kinds, times, shapes, more = _MODELS[name]
     kinds = kinds * times
     config = SimpleNamespace(model_type=name.partition("-")[0].lower(), layer_types=kinds, **more)
-    held = {i: Shape(*shapes[kind]) for i, kind in enumerate(kinds) if kind in shapes}
-    layers = Layers(held, len(kinds), not {_FULL, _SLIDING}.issuperset(kinds))
+    by_layer = {i: Shape(*shapes[kind]) for i, kind in enumerate(kinds) if kind in shapes}
+    layers = Layers(by_layer, len(kinds), not {_FULL, _SLIDING}.issuperset(kinds))
     full = vllm_pool(config, layers, None).tokens_per_gb
     gains = []
     for cache in map(cache_type, _FITTING):

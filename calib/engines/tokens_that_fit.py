@@ -13,13 +13,13 @@ from calib.caches.types import CacheType, Layers, Shape
 from calib.errors import InputError
 
 REQUEST_TOKENS = 32_768
-_BLOCK, _BLOCKS = (
-    16,
-    {"ultraquant_4bit": 64},
-)  # tokens of a block; a few kernels want more, which rounds alone
+_BLOCK = 16  # tokens
+_BLOCKS = {"ultraquant_4bit": 64}  # of other kernels, a few of which want even more, which rounds alone
 # vLLM's max_num_batched_tokens by default; while one batch is computed, the next is scheduled
 _BATCH = {"a100": 2048, "l40s": 2048, "h100": 8192, "h200": 8192, "b200": 16_384, "mi300x": 16_384}
 _BATCHES = 2
+_VIDEO = 32 * (70 + 8)  # of Gemma 4, at most; where pictures are read both ways, a batch has room for one
+USUAL_GPU = "h100"
 GDN_CHECKPOINTS = {"h100", "h200", "b200"}  # where FlashInfer reads prompts of Qwen's gated delta nets
 Kind = Literal["full", "sliding", "chunked", "state"]
 _WINDOWS: dict[str, tuple[Kind, str]] = {
@@ -38,14 +38,15 @@ class Pages:
     kind: Kind
     page: int  # bytes
     block: int = 0  # tokens of a page; a state is a page
-    window: int = 0  # tokens of a window or chunk, or the pages that a request has of a state
+    window: int = 0  # tokens of a window or chunk
+    states: int = 0  # pages that a request has of a state
     shape: Shape | None = None
     is_16_bits: bool = False
 
     def count(self, tokens: int, in_flight: int) -> int:
         """Return the pages of a request, while `in_flight` tokens are computed or scheduled."""
         if self.kind == "state":
-            return self.window
+            return self.states
         is_sliding = self.kind == "sliding"  # it may begin within a page
         if self.kind != "full":
             tokens = min(self.window - is_sliding + in_flight, tokens)
@@ -88,13 +89,19 @@ def vllm_pool(
     in_16_bits: Set[int] = frozenset(),
     tokens: int = REQUEST_TOKENS,
     gpu: str | None = None,
+    *,
+    has_media: bool = False,
 ) -> Pool:
-    """Return the pool for a model with `config`, of transformers, in a cache type; None: 16 bits.
+    """Return the pool for a model with `config`, of transformers' text model, in a cache type; None: 16 bits.
 
-    InputError where vLLM's rule is not known for it. Without a GPU it is an H100.
+    InputError where vLLM's rule is not known for it. Without a GPU it is the usual one. `has_media` says
+    that the text model is a part of one that reads pictures.
     """
-    gpu = gpu or "h100"
-    return pool(layer_pages(config, layers, cache, in_16_bits, gpu), tokens, _BATCHES * _BATCH[gpu])
+    gpu = gpu or USUAL_GPU
+    batch = _BATCH[gpu]
+    if has_media and getattr(config, "use_bidirectional_attention", None) == "vision":
+        batch = max(batch, _VIDEO)
+    return pool(layer_pages(config, layers, cache, in_16_bits, gpu), tokens, _BATCHES * batch)
 
 
 def pool(pages: Sequence[Pages], tokens: int, in_flight: int) -> Pool:
@@ -135,7 +142,7 @@ def layer_pages(
         step, count, state = _state(config, gpu)
         step = max(step, block)
         block = step * -(-state // (step * token))
-        pages = [Pages("state", block * token, window=count)] * len(states)
+        pages = [Pages("state", block * token, states=count)] * len(states)
     elif is_mixed:  # 16 tokens in 16 bits are to fit into a page
         block *= -(-_token_bytes(first, None) * _BLOCK // (block * token))
         shared = block * token

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from calib.caches.types import ALL_CACHES, UNSIMULATED, cache_type
 from calib.choices import KL_BUDGET, REFERENCE
 from calib.engines.cache_support import check_place
+from calib.engines.tokens_that_fit import USUAL_GPU
 from calib.errors import InputError
 from calib.evaluate.report import Alternative, CacheFigures, Recommendation, ServedCache
 from calib.evaluate.serve_commands import Offers
@@ -109,8 +110,9 @@ def _served_caches(
         assert size is not None
         assert full is not None
         reference = judgement.measured[REFERENCE].variant
-        whole = offers.pool(reference, wish.engine or "vllm", wish.gpu, tokens)
-        pool = offers.pool(judgement.measured[name].variant, offer.engine, wish.gpu, tokens)
+        gpu = wish.gpu or min(offer.gpus, key=USUAL_GPU.__ne__, default=USUAL_GPU)
+        whole = offers.pool(reference, wish.engine or "vllm", gpu, tokens)
+        pool = offers.pool(judgement.measured[name].variant, offer.engine, gpu, tokens)
         # bytes tell what fits where all of a model's pages are alike, but for a page's end
         if whole and not pool and abs(whole.request_bytes / (full * tokens) - 1) > _PAGE / tokens:
             refusals[name] = _NO_POOL.format(engine=offer.engine)

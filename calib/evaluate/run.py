@@ -44,7 +44,7 @@ from calib.evaluate.variants import (
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
-from calib.models.config import load_config
+from calib.models.config import check_positions, load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model, served_name
@@ -94,6 +94,7 @@ def _open_inputs(
     suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
     if wish is not None:
         suite = inputs.whole_text_only(suite)
+        check_positions(config, wish.request_tokens or 0, "--request-tokens")
     tasks = find_tasks(recipe.evaluation.tasks, recipe.evaluation.task_limit)
     opened_scales = inputs.open_named_scales(scales, checkpoint)
     readers, unknown = find_readers(scales, checkpoint.path)
@@ -205,7 +206,6 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
         *(evaluation.config, evaluation.layers),
     )
     if wish is not None:
-        offers.request_tokens(wish.request_tokens)  # refused before anything is measured
         caches = [variant for variant in variants if variant.kind != "control"]
         answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
         evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}

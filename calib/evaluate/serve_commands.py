@@ -18,7 +18,7 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.evaluate.variants import Variant
 from calib.files.model_directory import ModelDirectory
 from calib.formats import FORMATS, export
-from calib.models.config import check_positions, model_positions
+from calib.models.config import model_positions
 from calib.models.sources import short_name
 from calib.rescale.pipeline import check_no_scales
 from calib.scales.scales import KVScales
@@ -139,8 +139,6 @@ class Offers:
 
     def request_tokens(self, tokens: int | None) -> int:
         """Return the tokens of the requests that are to fit; a default within the model's positions."""
-        if self.config is not None and tokens is not None:
-            check_positions(self.config, tokens, "--request-tokens")
         limit = self.config and model_positions(self.config)
         return tokens or min(REQUEST_TOKENS, limit or REQUEST_TOKENS)
 
@@ -153,7 +151,9 @@ class Offers:
         in_16_bits = self.layers.shapes.keys() - set(variant.layers) if variant.scales else set()
         text = self.config.get_text_config(decoder=True)
         try:
-            return vllm_pool(text, self.layers, cache, in_16_bits, tokens, gpu)
+            return vllm_pool(
+                text, self.layers, cache, in_16_bits, tokens, gpu, has_media=text is not self.config
+            )
         except InputError:
             return None
 

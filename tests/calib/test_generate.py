@@ -83,7 +83,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((model, PROMPT, "--scales", tmp_path / "bad"), "kv_cache_scales.json' is not JSON"),
         ((mistral, PROMPT, "--scales", calibrated), own),
         ((calibrated, PROMPT, "--chat"), "no chat template; leave out --chat"),
-        ((model, PROMPT, "--cache", "int9"), "cache 'int9' is not one of fp8, fp8_per_token_head"),
+        ((model, PROMPT, "--cache", "int9"), "cache 'int9' is not one of fp8, fp8_e5m2"),
         (
             (model, PROMPT, *nvfp4, "--scales", "none"),
             "--scales is for --cache fp8, not for nvfp4; leave it out",

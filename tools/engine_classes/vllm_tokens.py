@@ -115,14 +115,18 @@ def keep_state_dtype() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def batch_tokens(gpu: str) -> int:
-    """What vLLM's server reads at once on a GPU."""
+def batch_tokens(gpu: str, model: Any) -> int:
+    """What vLLM's server reads at once on a GPU, where a whole picture or video has to fit into it."""
+    item = None
+    if model.is_multimodal_model and model.is_mm_prefix_lm:
+        item = EngineArgs._get_min_mm_batched_tokens(model)
     memory, name = GPUS[gpu]
     CpuPlatform.get_device_total_memory = classmethod(lambda cls, *_: memory * 2**30)
     CpuPlatform.get_device_name = classmethod(lambda cls, *_: name)
     CpuPlatform.is_cpu = lambda self: False
     try:
-        return EngineArgs.get_batch_defaults(1)[0][UsageContext.OPENAI_API_SERVER]
+        least = EngineArgs.get_batch_defaults(1)[0][UsageContext.OPENAI_API_SERVER]
+        return max(least, item[0] if item else 0)
     finally:
         del CpuPlatform.is_cpu
 
@@ -139,18 +143,18 @@ def tokens_on(directory: Path, gpus: list[str], delta_nets: str) -> Tokens:
     config = vllm_classes.config_of(directory)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
-        found: Tokens = {}
+        capacities: Tokens = {}
         for cache in CACHES:
             try:
                 specs = specifications(config, *cache)
             except (AssertionError, NotImplementedError, ValueError) as error:
-                found |= dict.fromkeys(product([cache], gpus, TOKENS, MEMORIES), f"vLLM: {error!r:.80}")
+                capacities |= dict.fromkeys(product([cache], gpus, TOKENS, MEMORIES), f"vLLM: {error!r:.80}")
                 continue
             for gpu, tokens, memory in product(gpus, TOKENS, MEMORIES):
-                config.scheduler_config.max_num_batched_tokens = batch_tokens(gpu)
+                config.scheduler_config.max_num_batched_tokens = batch_tokens(gpu, config.model_config)
                 config.model_config.max_model_len = tokens
-                found[cache, gpu, tokens, memory] = capacity(config, dict(specs), memory)
-        return found
+                capacities[cache, gpu, tokens, memory] = capacity(config, dict(specs), memory)
+        return capacities
 
 
 def specifications(config: Any, cache: str | None, edges: int, backend: Any) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def ours(directory: Path) -> Tokens:
     model = auto_class(config).from_config(config).eval()
     layers = cached_layers(model)
     text = config.get_text_config(decoder=True)
-    found: Tokens = {}
+    capacities: Tokens = {}
     for cache, gpu, tokens, memory in product(CACHES, GPUS, TOKENS, MEMORIES):
         name, edges, _ = cache
         try:
@@ -206,11 +210,12 @@ def ours(directory: Path) -> Tokens:
                 kind = kind.model_copy(update={"edge_layers": edges})
             elif edges and not layers.is_hybrid:
                 in_16_bits = {0, layers.total - 1} & layers.shapes.keys()
-            made = vllm_pool(text, layers, kind, in_16_bits, tokens, gpu)
-            found[cache, gpu, tokens, memory] = made.tokens_in(memory)
+            has_media = text is not config
+            made = vllm_pool(text, layers, kind, in_16_bits, tokens, gpu, has_media=has_media)
+            capacities[cache, gpu, tokens, memory] = made.tokens_in(memory)
         except Fp8kvError as error:
-            found[cache, gpu, tokens, memory] = str(error)
-    return found
+            capacities[cache, gpu, tokens, memory] = str(error)
+    return capacities
 
 
 def compare(fixture: Fixture) -> tuple[int, list[str]]:

@@ -8,6 +8,8 @@ import pytest
 from calib.caches.types import Layers, Shape, cache_type
 from calib.engines.tokens_that_fit import Pool, layer_pages, pool, vllm_pool
 from calib.errors import InputError
+from calib.evaluate.serve_commands import Offers
+from calib.evaluate.variants import Variant
 
 KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 FP8, K8V4, HEADS = cache_type("fp8"), cache_type("turboquant_k8v4"), Shape(2, 64, 64)
@@ -37,8 +39,8 @@ def test_published_figures():
     # vLLM #55196, Falcon-H1: a request has one state, without prefix caching. By default it has three
     for tokens, states, gain in ((1024, 1, 1.0), (32_768, 1, 1.84), (32_768, 3, 1.72)):
         both = [layer_pages(*FALCON, cache, set(), "h100") for cache in (FP8, None)]
-        assert {page.window for pages in both for page in pages if page.kind == "state"} == {3}
-        both = [[replace(page, window=page.window and states) for page in pages] for pages in both]
+        assert {page.states for pages in both for page in pages if page.kind == "state"} == {3}
+        both = [[replace(page, states=page.states and states) for page in pages] for pages in both]
         fp8, full = (pool(pages, tokens, 16_384).tokens_per_gb for pages in both)
         assert fp8 / full == pytest.approx(gain, abs=0.006)
 
@@ -67,3 +69,20 @@ def test_layers_in_16_bits_and_what_is_not_known():
     ):
         with pytest.raises(InputError, match=problem):
             vllm_pool(*model, cache, {*in_16_bits})
+
+
+def test_a_batch_has_room_for_a_video_where_it_is_read_both_ways():
+    text, layers = GEMMA4
+    for attention, name, gpu, in_flight in (
+        ("vision", "Gemma4ForConditionalGeneration", "l40s", 2 * 2496),  # 32 frames of 78 tokens
+        ("vision", "Gemma4ForCausalLM", "l40s", 2 * 2048),
+        (None, "Gemma4ForConditionalGeneration", "l40s", 2 * 2048),
+        ("vision", "Gemma4ForConditionalGeneration", "h100", 2 * 8192),
+    ):
+        model = SimpleNamespace(**vars(text), use_bidirectional_attention=attention)
+        whole = model if name.endswith("LM") else SimpleNamespace()
+        whole.get_text_config = lambda model=model, **_: model
+        checkpoint = SimpleNamespace(config={"architectures": [name]})
+        offers = Offers("m", checkpoint, "", [], config=whole, layers=layers)
+        expected = pool(layer_pages(text, layers, FP8, set(), gpu), 32_768, in_flight)
+        assert offers.pool(Variant("fp8", "", "cache", cache="fp8"), "vllm", gpu, 32_768) == expected

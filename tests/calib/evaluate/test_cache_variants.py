@@ -276,11 +276,12 @@ def figures(name, kl, size, *, kind="cache", baked=False, noise=NOISE):
     return name, Measured(Variant(name, name, kind), documents), row
 
 
-def chosen(variants, fits=(), **wish):
-    """The choice where requests of 1000 tokens take these bytes, by the name of a variant."""
-    anywhere = SimpleNamespace(find=lambda *_: OFFER, request_tokens=lambda tokens: tokens or 7)
+def chosen(variants, fits=(), gpus=OFFER.gpus, **wish):
+    """The choice where requests of 1000 tokens take these bytes, by the name of a variant, or with a GPU."""
+    offer = replace(OFFER, gpus=gpus)
+    anywhere = SimpleNamespace(find=lambda *_: offer, request_tokens=lambda tokens: tokens or 7)
     pools = {name: Pool(size, 1, 1000) for name, size in dict(fits).items()}
-    anywhere.pool = lambda variant, *_: pools.get(variant.name)
+    anywhere.pool = lambda of, _, gpu, *__: pools.get(of.name) or pools.get((of.name, gpu))
     reference = figures(REFERENCE, 0.0, 200, kind=REFERENCE)
     all_of = [reference, *variants]
     measured = {name: m for name, m, _ in all_of}
@@ -342,6 +343,16 @@ def test_tokens_that_fit_count_and_bytes_where_they_are_not_known():
     even = {REFERENCE: 200_000, "none": 100_000}  # what is alike needs no rule
     found = chosen([FIELD[0], figures("int8", 0.02, 100)], even, kl=0.5, request_tokens=1000)
     assert {each.memory for each in found.alternatives} == {0.5, 1.0}
+    sizes = {"h100": 50_000, "mi300x": 80_000}
+    on_each = {(name, gpu): 2 * sizes[gpu] for name, gpu in product([REFERENCE], sizes)}
+    on_each |= {("int4", gpu): size for gpu, size in sizes.items()}
+    for gpus, tokens in (  # an H100 where it is served, else the first; 16 bits on the same
+        (("mi300x", "b200"), 12_500_000),
+        (("mi300x", "h100"), 20_000_000),
+        ((), 20_000_000),
+    ):
+        best = chosen([FIELD[5]], on_each, gpus, kl=0.5, request_tokens=1000).chosen
+        assert (best.memory, best.tokens_per_gb) == (0.5, tokens)
 
 
 def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
@@ -453,12 +464,14 @@ def test_wishes_that_cannot_be_meant():
             make_wish(*flags)
 
 
-def test_the_command_line_of_recommend(tmp_path):
+def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=40, num_hidden_layers=2), tmp_path / "40")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
-    one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
+    with monkeypatch.context() as patch:
+        patch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
+        one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
     done = ran("recommend", directory, *flags, "--request-tokens", "99")
     assert any("nvfp4: head size 40" in each for each in done.stderr.splitlines())
     assert "tokens/GB" in done.stdout
