@@ -119,6 +119,7 @@ def batch_tokens(gpu: str, model: Any) -> int:
     """What vLLM's server reads at once on a GPU, where a whole picture or video has to fit into it."""
     item = None
     if model.is_multimodal_model and model.is_mm_prefix_lm:
+        model.skip_tokenizer_init = True  # there is none
         item = EngineArgs._get_min_mm_batched_tokens(model)
     memory, name = GPUS[gpu]
     CpuPlatform.get_device_total_memory = classmethod(lambda cls, *_: memory * 2**30)
