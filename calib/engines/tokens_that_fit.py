@@ -39,9 +39,9 @@ class Pages:
     page: int  # bytes
     block: int = 0  # tokens of a page; a state is a page
     window: int = 0  # tokens of a window or chunk
-    states: int = 0  # pages that a request has of a state
     shape: Shape | None = None
     is_16_bits: bool = False
+    states: int = 0  # pages that a request has of a state
 
     def count(self, tokens: int, in_flight: int) -> int:
         """Return the pages of a request, while `in_flight` tokens are computed or scheduled."""
