@@ -477,11 +477,9 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     assert "tokens/GB" in done.stdout
     assert "in requests of 99, as vllm" in " ".join(done.stdout.split())
     assert "speed was not measured" in done.stdout
-    for name in ("int4_per_token_head, baked", "int8_per_token_head", "tensor"):
+    for name in ("int4_per_token_head", "int8_per_token_head", "tensor"):
         assert f" {name} │" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"  vllm serve {tmp_path / 'out'} --kv-cache-dtype int4")
-    weights = [load_file(next(path.glob("*.safetensors"))) for path in (directory, tmp_path / "out")]
-    torch.testing.assert_close(*weights, rtol=0, atol=0)  # this cache needs nothing
     one_line_error(fp8kv("recommend", directory, *flags), "exists; add --overwrite")
     refused = [line.split(" does not have")[0] for line in done.stdout.splitlines() if "not offered" in line]
     types = [f"lmdeploy_{bits}{baked}" for bits in ("int8", "int4") for baked in ("", ", baked")]
@@ -491,7 +489,11 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("wish", "prepared"),
-    [(("--budget-bytes", "0.55"), "baked"), (("--budget-kl", "0.004", "--engine", "sglang"), "tensor")],
+    [
+        (("--budget-kl", "1e-9"), "reference"),
+        (("--budget-bytes", "0.55"), "baked"),
+        (("--budget-kl", "0.004", "--engine", "sglang"), "tensor"),
+    ],
 )
 def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_path, monkeypatch):
     model = tiny_model("llama", head_dim=64, num_hidden_layers=2)
@@ -503,13 +505,18 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     answer = json.loads(ran("recommend", directory, *flags, "-o", tmp_path / "report").stdout)
     assert prepared in answer["chosen"]["cache"]
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert re.match(rf"The (best|cheapest) within .* is {answer['chosen']['cache']},", report["advice"][-1])
+    chosen = answer["chosen"]["cache"].replace("reference", "16 bits")
+    assert re.match(rf"(The (best|cheapest) within .* is|Serve) {chosen}[,:]", report["advice"][-1])
     recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
     one_line_error(
         fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", out), "would mix with the report"
     )
-    assert recommended / 10 < kl < 10 * recommended  # of other text and another calibration
+    assert recommended / 10 <= kl <= 10 * recommended  # of other text and another calibration
     assert str(out) in answer["written"]["serve"].split()
+    if prepared == "reference":  # needs nothing
+        weights = [load_file(next(path.glob("*.safetensors"))) for path in (directory, out)]
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+        return
     if prepared == "baked":
         assert json.loads((out / "fp8kv_bake.json").read_text())["for"] == "int8"
         return

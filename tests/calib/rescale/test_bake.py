@@ -236,6 +236,7 @@ def test_scales_of_something_else(llama, tmp_path):
     other = save_model(tiny_model("llama").to(torch.bfloat16), tmp_path / "other")
     needless = shutil.copytree(llama.baked, tmp_path / "needless")
     (needless / "fp8kv_bake.json").unlink()
+    shutil.copy(llama.source / "config.json", needless)
     beside = shutil.copytree(llama.source, tmp_path / "beside")
     json_file = calibrated(llama.source, tmp_path / "json", "--format", "json") / "kv_cache_scales.json"
     shutil.copy(json_file, beside)
