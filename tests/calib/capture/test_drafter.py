@@ -25,6 +25,8 @@ from calib.recipe import Recipe
 IDS = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(0))
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NAMED = {LAYERS: [6, 0, 3], "eagle_config": {LAYERS: [6, 0, 3]}}
+SPECIAL = {"use_aux_hidden_state": False, "dflash_config": {"target_layer_ids": [1]}, "pard_token": 0}
+SPECIAL |= {"target_layer_ids": [1], "ptd_token_id": 0, "parallel_drafting": True, "target_hidden_size": 32}
 DRAFTERS = {  # the layers whose inputs it reads, settings, and what its scales are called before `k_scale`
     "EagleLlamaForCausalLM": ((), {}, {"vllm": "layers.0.self_attn."}),
     "LlamaForCausalLMEagle": ((), {}, {"sglang": "layers.0.self_attn."}),
@@ -111,7 +113,6 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({"architectures": ["MyEagle3"]}, (), "--format vllm is not known to load scales of a drafter MyE"),
         ({}, ("--format", "vllm-nvfp4"), "--format vllm-nvfp4 is not known to load"),
         ({"eagle_config": {"fc_norm": True}}, (), "its config.json says fc_norm"),
-        ({"use_aux_hidden_state": False}, (), "its config.json says use_aux_hidden_state"),
         ({"model_type": "qwen3"}, (), "it is not one layer of a llama"),
         ({LAYERS: (1, 8)}, (), "reads are [1, 8], and the model has 8"),
         ({LAYERS: (True, 2, 3)}, (), "reads are [True, 2, 3], and the model has 8"),
@@ -119,23 +120,14 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({"eagle_config": NAMED["eagle_config"]}, (), "vLLM reads eagle_aux_hidden_state_layer_ids beside"),
         (NAMED | {LAYERS: [1, 2, 3]}, (), "vLLM reads eagle_aux_hidden_state_layer_ids beside eagle_config"),
         ({"eagle_config": {"layer_ids": [1, 2, 3]}}, (), "its config.json says layer_ids"),
-        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, (), "its config.json says dflash_config"),
-        ({"target_layer_ids": [1, 2, 3]}, (), "its config.json says target_layer_ids"),
-        ({"pard_token": 0}, (), "its config.json says pard_token"),
-        ({"ptd_token_id": 0, "parallel_drafting": True}, (), "its config.json says ptd_token_id"),
-        ({"parallel_drafting": True}, (), "its config.json says parallel_drafting"),
-        ({"target_hidden_size": 32}, (), "its config.json says target_hidden_size"),
+        *(({key: value}, (), f"its config.json says {key}") for key, value in SPECIAL.items()),
         (NAMED, ("--format", "sglang"), "SGLang counts eagle_aux"),
         ({}, ("--offload", "layerwise"), "a drafter reads states of a whole model"),
         ({}, ("-o", model, "--overwrite"), "would mix with the model in"),
         ({"fc.weight": torch.ones(64, 100)}, (), "is a drafter of a model of another size"),
         ({"embed_tokens.weight": torch.ones(99, 64)}, (), "is a drafter of a model of another size"),
         ({"midlayer.self_attn.v_proj.weight": torch.ones(9, 128)}, (), "or not as its config says"),
-        (
-            {},
-            ("--targets", "qkv"),
-            "whether engines load a query scale of one is not known; use --targets kv",
-        ),
+        ({}, ("--targets", "qkv"), "whether engines load a query scale of one is not known"),
         ({"fc.bias": torch.ones(64)}, (), "holds 'fc.bias', and LlamaForCausalLMEagle3 has none"),
         ({"midlayer.hidden_norm.weight": None}, (), "lacks the weight 'midlayer.hidden_norm.weight'"),
     ):
