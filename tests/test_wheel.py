@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
-CARDS = {"bake", "output", "outputs", "pack", "stress"}
+CARDS = {"as_it_is", "bake", "output", "outputs", "pack", "stress"}
 # what a user may have where our commands are run
 OWN = ("cli.py", "recipes.py", "recipes/__init__.py", "commands.py", "app.py")
 
