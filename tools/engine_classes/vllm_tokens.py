@@ -119,7 +119,6 @@ def batch_tokens(gpu: str, model: Any) -> int:
     """What vLLM's server reads at once on a GPU, where a whole picture or video has to fit into it."""
     item = None
     if model.is_multimodal_model and model.is_mm_prefix_lm:
-        model.skip_tokenizer_init = True  # there is none
         item = EngineArgs._get_min_mm_batched_tokens(model)
     memory, name = GPUS[gpu]
     CpuPlatform.get_device_total_memory = classmethod(lambda cls, *_: memory * 2**30)
@@ -141,7 +140,7 @@ def theirs(directory: Path) -> Tokens:
 def tokens_on(directory: Path, gpus: list[str], delta_nets: str) -> Tokens:
     """Tokens on GPUs where gated delta nets read prompts in one way."""
     qwen_gdn_linear_attn._resolve_gdn_prefill_backend = lambda *_: ("auto", delta_nets)
-    config = vllm_classes.config_of(directory)
+    config = vllm_classes.config_of(directory, skip_tokenizer_init=True)  # there is none
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         initialize_model(config)
         capacities: Tokens = {}
