@@ -32,7 +32,7 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import ExportRecipe, ObserverRecipe, Recipe
 from calib.rescale.bake import bake
-from calib.rescale.pipeline import check_no_scales
+from calib.rescale.pipeline import find_scale
 
 _MORE_SAMPLES = 4  # times those of the evaluation's own calibration, as far as there are so many
 
@@ -136,13 +136,13 @@ def run_recommendation(
 
 def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:
     """Refuse, before anything is measured, places and models that nothing can be written for."""
-    check_output(write, checkpoint.path, overwrite=overwrite)
+    check_output(write, checkpoint.path, overwrite=overwrite, flag="--write")
     if output is not None:
-        check_output(write, output, overwrite=overwrite, kind="report")
-    check_no_scales(checkpoint)
-    if names_fp8_cache(checkpoint):
+        check_output(write, output, overwrite=overwrite, kind="report", flag="--write")
+    if find_scale(checkpoint) or names_fp8_cache(checkpoint):
         raise InputError(
-            f"the config of '{checkpoint.path}' makes the KV cache FP8; take that out with fp8kv strip"
+            f"--write takes a model without KV scales, and '{checkpoint.path}' has some, or a config that "
+            "makes its cache FP8; take them out with fp8kv strip"
         )
 
 
@@ -230,6 +230,6 @@ def _measure_again(making: _Making, recipe: Recipe, output: Path, wish: Wish, pr
     kl = report.variants[name].kl
     if not kl.is_finite:
         problems.append(f"'{output}': its KL is not a finite number")
-    elif wish.kl is not None and kl.low > wish.kl:
-        problems.append(f"'{output}': its KL is measurably above {wish.kl:g}")
+    elif wish.kl is not None and kl.value > wish.kl:
+        problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
     return Written(output, making.serve, kl, report.data.tokens, problems)

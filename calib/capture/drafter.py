@@ -116,7 +116,7 @@ def read_by_drafter(
     modules = layer.fc, layer.self_attn.k_proj, layer.self_attn.v_proj, whole.embed_tokens
     of_heads = config.head_dim * heads, width * (1 + bool(layers))
     shapes = [(width, width * (len(layers) or 2)), of_heads, of_heads, (rows, width)]
-    if [module.weight.shape for module in modules] != shapes:
+    if config.hidden_size != width or [module.weight.shape for module in modules] != shapes:
         raise InputError(
             f"'{drafter.path}' is a drafter of a model of another size, or not as its config says"
         )

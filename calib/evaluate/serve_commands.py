@@ -20,7 +20,7 @@ from calib.files.model_directory import ModelDirectory
 from calib.formats import FORMATS, export
 from calib.models.config import model_positions
 from calib.models.sources import short_name
-from calib.rescale.pipeline import check_no_scales
+from calib.rescale.pipeline import find_scale
 from calib.scales.scales import KVScales
 
 _LOADING: tuple[FormatName, ...] = ("vllm", "sglang")  # engines that load scales, in formats of their name
@@ -159,11 +159,7 @@ class Offers:
 
     @cached_property
     def _has_scales(self) -> bool:
-        try:
-            check_no_scales(self.checkpoint)
-        except InputError:
-            return True
-        return False
+        return find_scale(self.checkpoint) is not None
 
     @property
     def _model_type(self) -> str | None:

@@ -40,19 +40,19 @@ _FOR_TRANSFORMERS = (
 )
 
 
-def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model") -> None:
-    """Refuse an output path that would harm the source, a `kind` of directory, or files of others."""
+def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model", flag: str = "-o") -> None:
+    """Refuse a path, of `flag`, that would harm the source, a `kind` of directory, or others' files."""
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
-        raise InputError(f"output '{out}' would mix with the {kind} in '{source}'; choose another -o")
+        raise InputError(f"output '{out}' would mix with the {kind} in '{source}'; choose another {flag}")
     try:
         is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
         is_ours = any(any(out.glob(pattern)) for pattern in _OUR_FILES)
     except OSError as error:
-        raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another {flag}") from None
     if is_taken and not overwrite:
-        raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
+        raise InputError(f"output '{out}' exists; add --overwrite, or choose another {flag}")
     if is_taken and not is_ours:
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 

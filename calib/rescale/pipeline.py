@@ -203,11 +203,16 @@ def exact_recipe(overrides: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def check_no_scales(checkpoint: ModelDirectory) -> None:
-    """Refuse a model with KV scales, which fit no other K and V."""
+def find_scale(checkpoint: ModelDirectory) -> str | None:
+    """Return the name of a KV scale of a model, or of its document of them; None: it has none."""
     files = open_model_directory(checkpoint.path, weights=False)
     names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
-    if scale := next(chain(filter(is_of_cache, checkpoint.entries), names), None):
+    return next(chain(filter(is_of_cache, checkpoint.entries), names), None)
+
+
+def check_no_scales(checkpoint: ModelDirectory) -> None:
+    """Refuse a model with KV scales, which fit no other K and V."""
+    if scale := find_scale(checkpoint):
         raise InputError(
             f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; take them "
             "out with fp8kv strip"

@@ -125,6 +125,7 @@ def test_a_drafter_that_is_not_known_or_is_another_models_is_refused(tmp_path):
         ({}, ("--offload", "layerwise"), "a drafter reads states of a whole model"),
         ({}, ("-o", model, "--overwrite"), "would mix with the model in"),
         ({"fc.weight": torch.ones(64, 100)}, (), "is a drafter of a model of another size"),
+        ({"hidden_size": 128}, (), "is a drafter of a model of another size"),
         ({"embed_tokens.weight": torch.ones(99, 64)}, (), "is a drafter of a model of another size"),
         ({"midlayer.self_attn.v_proj.weight": torch.ones(9, 128)}, (), "or not as its config says"),
         ({}, ("--targets", "qkv"), "whether engines load a query scale of one is not known"),

@@ -507,9 +507,8 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     chosen = answer["chosen"]["cache"].replace("reference", "16 bits")
     assert re.match(rf"(The (best|cheapest) within .* is|Serve) {chosen}[,:]", report["advice"][-1])
     recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
-    one_line_error(
-        fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", out), "would mix with the report"
-    )
+    mixed = fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", out)
+    one_line_error(mixed, "would mix with the report in", "choose another --write")
     assert recommended / 10 <= kl <= 10 * recommended  # of other text and another calibration
     assert str(out) in answer["written"]["serve"].split()
     if prepared == "reference":  # needs nothing
@@ -526,4 +525,4 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
 
     monkeypatch.setattr("calib.recommendation.calibrate", spoil)
     done = fp8kv("recommend", directory, *flags, "--overwrite")
-    assert (done.exit_code, "its KL is measurably above" in done.stderr) == (1, True)
+    assert (done.exit_code, "its KL is above" in done.stderr) == (1, True)
