@@ -148,7 +148,7 @@ interop-live: interop-outputs interop-twin ## a running vLLM whose scales change
 
 interop-watch bench-watch: export OMP_NUM_THREADS = 1
 interop-watch: interop-outputs ## what FP8KV_WATCH reads out of a running vLLM, against what was written there
-	for dtype in bfloat16 float32; do \
+	for dtype in bfloat16 float16 float32; do \
 		$(INTEROP)/bin/python tests/interop/check_watch.py exact "$$($(SMOLLM2_DIRECTORY))" $$dtype || exit 1; \
 	done
 	$(INTEROP)/bin/python tests/interop/check_watch.py codes $(OUT)/tensor-kv/vllm $(BIN)/fp8kv

@@ -74,7 +74,7 @@ def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False)
 def read_bake(directory: ModelDirectory) -> dict[str, Any]:
     """Read the report of a bake in a directory; it is empty unless the weights are those that were baked.
 
-    Without its file, which engines do not fetch from the Hub, it is what config.json says of it.
+    Without its file, which a copy may lack, it is what config.json says of it.
     """
     report = read_optional(directory.path / BAKE_FILE) or directory.config.get(BAKE_KEY)
     report = report if isinstance(report, dict) else {}

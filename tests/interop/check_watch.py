@@ -37,7 +37,7 @@ from calib.scales.stats_file import load_scales, load_stats
 from calib.serving import harvest
 from calib.serving.push import push_scales
 
-NEAR = {"bfloat16": 0.03, "float32": 0.01}  # to what transformers computes
+NEAR = {"bfloat16": 0.03, "float16": 0.01, "float32": 0.01}  # to what transformers computes
 
 
 def check_exact(directory: Path, dtype: Path) -> Iterator[Check]:
