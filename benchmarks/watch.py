@@ -30,8 +30,8 @@ from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales
 from calib.scales.tail import poisson_interval
-from calib.serving import harvest
 from calib.serving.push import push_scales
+from calib.watching import harvest
 
 LENGTH, CALIBRATED, CLEAN, DOCUMENTS = 512, 24, 20, 6
 ALARM = parse_condition("clipped>0.01", METRICS)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from calib.data.builtin import builtin_rows
 from calib.scales.scales import KVScales
-from calib.serving import harvest, plugin
+from calib.serving import plugin
+from calib.watching import harvest
 
 DOCUMENTATION, CODE = "builtin:python-docs", "builtin:code"
 SMALL = {"max_model_len": 640, "num_gpu_blocks_override": 13, "max_num_batched_tokens": 320}

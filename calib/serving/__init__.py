@@ -1,1 +1,1 @@
-"""Serving engines: a plugin inside of them, and a client of a running server."""
+"""A plugin inside serving engines, that checks, repairs and replaces the scales in force."""

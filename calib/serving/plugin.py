@@ -132,7 +132,7 @@ def _watch_runner(runner: type[Any]) -> None:
         return result
 
     if os.environ.get("FP8KV_WATCH") and "execute_model" in vars(runner):
-        import_module("calib.serving.harvest").watch_steps(runner)
+        import_module("calib.watching.harvest").watch_steps(runner)
 
 
 def _check(engine: str, runner: Any) -> "ScalesInForce":

@@ -49,7 +49,7 @@ def watch_core(module: ModuleType) -> None:
         guard("vllm", lambda: refresh(self))
         result = make_caches(self, vllm_config)
         if directory := os.environ.get("FP8KV_WATCH"):  # after the warm-up, which is not traffic
-            import_module("calib.serving.harvest").watch_engine(self, directory)
+            import_module("calib.watching.harvest").watch_engine(self, directory)
         return result
 
     @wrap(core, "collective_rpc")

@@ -34,8 +34,8 @@ from calib.evaluate.served.watch_report import read_watched
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales, load_stats
-from calib.serving import harvest
 from calib.serving.push import push_scales
+from calib.watching import harvest
 
 NEAR = {"bfloat16": 0.03, "float16": 0.01, "float32": 0.01}  # to what transformers computes
 

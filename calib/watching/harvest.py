@@ -28,7 +28,7 @@ from calib.scales.stats_file import save_stats
 from calib.serving import vllm_worker
 from calib.serving.engine_layers import FP8_CACHES, IN_16_BITS, vllm_attention
 from calib.serving.plugin import wrap
-from calib.serving.slots import BlockMap, WrittenSlots, layer_cache
+from calib.watching.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
 MOST_WRITTEN = 2048  # tokens that wait to be read

@@ -24,8 +24,9 @@ from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.tail import TAIL
-from calib.serving import harvest, plugin
-from calib.serving.slots import BlockMap, layer_cache
+from calib.serving import plugin
+from calib.watching import harvest
+from calib.watching.slots import BlockMap, layer_cache
 
 HEADS, SLOTS, SIZE, BLOCKS, LAYERS = 2, 4, 8, 10, 2
 SCALE = 0.5
@@ -91,10 +92,9 @@ def engine(monkeypatch):
         model, runner = nn.ModuleList(Layer(i, dtype) for i in range(LAYERS)), GPUModelRunner()
         names, spec = [layer.layer_name for layer in model], SimpleNamespace(block_size=SLOTS)
         group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-        parallel = SimpleNamespace(pipeline_parallel_size=1)
         vars(runner).update(
             written=[[] for _ in model], random=torch.Generator().manual_seed(seed), get_model=lambda: model,
-            vllm_config=SimpleNamespace(parallel_config=parallel), fp8kv_scales={},
+            vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()), fp8kv_scales={},
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
             model_config=SimpleNamespace(dtype=torch.float32),
         )  # fmt: skip
