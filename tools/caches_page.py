@@ -17,12 +17,8 @@ from calib.engines.tokens_that_fit import vllm_pool
 from calib.errors import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "caches.md"
-_SHAPES = {
-    "heads of 64": Shape(1, 64, 64),
-    "heads of 128": Shape(1, 128, 128),
-    "heads of 256": Shape(1, 256, 256),
-    "latents of 512 + 64": Shape(1, 512, 64, "latents"),
-}
+_HEADS = [Shape(1, size, size) for size in (64, 128, 256)]
+_LATENT = Shape(1, 512, 64, "latents")
 _FITTING = ("fp8", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4")
 _MAMBA = {
     "mamba_n_heads": 48,
@@ -58,11 +54,14 @@ def page() -> str:
     """Render the whole page."""
     template = Environment(loader=FileSystemLoader(Path(__file__).parent)).get_template("caches.md.j2")
     types = [cache_type(name) for name in (*ALL_CACHES, *UNSIMULATED)]
-    titles = ("type", "K and V", *(f"bits, {name}" for name in _SHAPES), "simulation", "how it is simulated")
+    bases: dict[str, list[str]] = {}  # what simulations rest on, to types
+    for kind in types:
+        bases.setdefault(kind.simulated, []).append(f"`{kind.name}`")
     support = (_support_row(kind.name, pair) for kind in types for pair in find_support(kind.name))
     return (
         template.render(
-            types=_table(titles, map(_type_row, types)),
+            types=_table(("type", "K and V", "bits", "latents, bits", "simulation"), map(_type_row, types)),
+            bases=[f"{', '.join(names)}: {basis}." for basis, names in bases.items()],
             support=_table(_SUPPORT_TITLES, support),
             fitting=_table(("model", "16 bits", *(f"`{name}`" for name in _FITTING)), map(_fit_row, _MODELS)),
         ).rstrip()
@@ -76,8 +75,9 @@ def kernel_table() -> str:
 
 
 def _type_row(kind: CacheType) -> list[str]:
-    bits = [_bits(kind, shape) for shape in _SHAPES.values()]
-    return [f"`{kind.name}`", kind.description, *bits, kind.evidence, kind.simulated]
+    bits = [_bits(kind, shape) for shape in _HEADS]
+    of_heads = " / ".join(bits if len({*bits}) > 1 else bits[:1])
+    return [f"`{kind.name}`", kind.description, of_heads, _bits(kind, _LATENT), kind.evidence]
 
 
 def _bits(kind: CacheType, shape: Shape) -> str:
