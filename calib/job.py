@@ -183,8 +183,8 @@ def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    media = MediaReader.loader(checkpoint, config, recipe.trust_remote_code)
-    data = load_data(data_recipe, tokenizer, model, media)
+    reader = MediaReader(checkpoint, config, recipe.trust_remote_code)
+    data = load_data(data_recipe, tokenizer, model, reader)
     _check_data(data, recipe, by_layer=by_layer, has_drafter=drafter is not None)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):

@@ -37,8 +37,8 @@ def stream_rows(recipe: DataRecipe, split: str) -> Iterator[Row]:
 
     with _errors_explained(recipe.dataset):
         rows = datasets.load_dataset(recipe.dataset, recipe.config, split=split, streaming=True)
-        if recipe.images and rows.features:
-            rows = rows.decode(False)  # pictures stay the bytes that they are, which take less memory
+        if (recipe.images or recipe.audio) and rows.features:
+            rows = rows.decode(False)  # pictures and sound stay the bytes that they are
         yield from rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
 
 

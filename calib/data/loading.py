@@ -23,6 +23,7 @@ from calib.data.local_rows import READERS, find_files, looks_local, open_rows
 from calib.data.media import MediaReader
 from calib.data.samples import LocatedRow, Piece, has_media, tokenize_rows, unknown_ids
 from calib.errors import InputError
+from calib.models.config import takes_media
 from calib.recipe import DataRecipe
 from calib.scales.text_summary import TextSummary
 
@@ -74,10 +75,9 @@ class CalibrationData:
         """Numbers of pictures and sounds, and of their tokens; empty if no processor has read the data."""
         samples, counts = [piece.media for piece in self.pieces if piece.media], dict[str, int]()
         for number, (name, tokens) in enumerate(MEDIA_COUNTS.items(), 1):
-            if samples and (count := sum(x.counts[number - 1] for x in samples)):
-                counts[name] = count
-                counts[tokens] = sum(int((x.modalities == number).sum()) for x in samples)
-        return counts
+            counts[name] = sum(x.counts[number - 1] for x in samples)
+            counts[tokens] = sum(int((x.modalities == number).sum()) for x in samples)
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +87,7 @@ class CalibrationData:
     @property
     def line(self) -> str:
         """Numbers of documents, samples and tokens, for a terminal."""
-        names, media = MEDIA_COUNTS.items(), self.media
+        media, names = self.media, MEDIA_COUNTS.items()
         parts = [f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media]
         text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
         parts += [f"; text: {text:,} of the tokens"] * bool(parts)
@@ -101,23 +101,14 @@ class CalibrationData:
 
         Tokens of pictures and sounds are not text, and text after another of these is not repeated.
         """
-        text = self.samples
-        if self.media:
-            places = [x.modalities.tolist() if x else [] for *_, x in self.pieces]
-            text = [
-                [i for at, i in enumerate(ids) if at < skip_first or not is_picture[at]]
-                for ids, is_picture in zip(text, places, strict=True)
-            ]
+        text = [x.text(ids, skip_first) if x else ids for *_, ids, x in self.pieces]
         summary = TextSummary.of(text, skip_first, unknown=self.unknown, words=self.words)
         return replace(summary, unrepeated_tokens=summary.tokens) if self.media else summary
 
     def batches(self, size: int, recipe: DataRecipe) -> list[Batch]:
-        """Return batches of `size` samples; of one, with its pictures, if a processor has read the data."""
+        """Return batches of `size` samples: of one, with its pictures, if a processor has read the data."""
         batches = make_batches(self.samples, size, pad_id=0, seed=recipe.seed, skip_first=recipe.skip_first)
-        return [
-            replace(batch, media=self.pieces[batch.sample_ids[0]].media) if self.media else batch
-            for batch in batches
-        ]
+        return [replace(batch, media=self.pieces[batch.sample_ids[0]].media) for batch in batches]
 
     def only(self, samples: Iterable[int]) -> CalibrationData:
         """Return the samples of these indices alone, in their order."""
@@ -128,23 +119,21 @@ def load_data(
     recipe: DataRecipe,
     tokenizer: PreTrainedTokenizerBase,
     load_model: Callable[[], PreTrainedModel],
-    load_reader: Callable[[], MediaReader] | None = None,
+    reader: MediaReader | None = None,
 ) -> CalibrationData:
     """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens; see `Pieces`.
 
     The same recipe, tokenizer and data give the same samples. `load_model` is called for the
     datasets 'self' and 'random' only, so that a bad dataset is found before weights are read. Pictures are
-    read with `load_reader`, where the recipe or one of the first rows names any; without it, text alone is.
+    read with `reader`, where the recipe or one of the first rows names any; without it, text alone is.
     """
-    reader = None
-    if recipe.images or recipe.audio or recipe.dataset in (PICTURES, MORE_PICTURES):
-        if load_reader is None or recipe.dataset in GENERATED:
-            flags = "leave out --images and --audio, and " if recipe.images or recipe.audio else ""
-            raise InputError(
-                "pictures and sound are read with a model that takes them, of data that has them: "
-                f"{flags}choose a dataset of text"
-            )
-        reader = load_reader()
+    has_pictures = bool(recipe.images or recipe.audio) or recipe.dataset in (PICTURES, MORE_PICTURES)
+    reads_media = reader is not None and takes_media(reader.checkpoint.config)
+    if has_pictures and (not reads_media or recipe.dataset in GENERATED):
+        raise InputError(
+            "pictures and sound are read with a model that takes them, of data that has them: choose a "
+            "dataset of text, without --images and --audio"
+        )
     if recipe.dataset in GENERATED:
         sample, warning = GENERATED[recipe.dataset]
         samples = sample(recipe, tokenizer, load_model())
@@ -152,12 +141,12 @@ def load_data(
         warnings = (warning, *_unused(recipe, "config", "split", "column"))
         return CalibrationData(pieces, recipe.dataset, warnings)
     source = open_source(recipe)
-    if load_reader is not None:
+    if reader and reads_media:
         rows = iter(source.rows)
         first = [*islice(rows, min(_FIRST_ROWS, recipe.samples))]
         source = source._replace(rows=chain(first, rows))
-        if reader or any(has_media(row) for _, row in first):
-            pieces, warnings, words = (reader or load_reader()).read(source.rows, recipe, source.folder)
+        if has_pictures or any(has_media(row) for _, row in first):
+            pieces, warnings, words = reader.read(source.rows, recipe, source.folder)
             return CalibrationData(pieces, source.name, source.warnings + warnings, words=words)
     pieces, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
     warnings = source.warnings + warnings

@@ -10,13 +10,13 @@ import hashlib
 import re
 import wave
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,23 +24,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.data.samples import (
-    MAX_REFUSALS,
     Document,
     LocatedRow,
     MediaSample,
     Piece,
     Row,
-    TemplateRefusal,
+    SkippedRows,
     Tokenized,
     UnusableRow,
     apply_template,
     count_words,
     find_document,
-    row_warnings,
 )
 from calib.errors import InputError, one_line
 from calib.files.model_directory import ModelDirectory
-from calib.models.config import media_token_id, model_positions, takes_media
+from calib.models.config import model_positions
 from calib.models.load import load_processor
 from calib.recipe import DataRecipe
 
@@ -48,174 +46,146 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig, ProcessorMixin
 
-# types of parts of a message, in the order of MODALITIES: their columns, and the part of a processor
+# types of parts of a message, in the order of MODALITIES: names, usual columns, and the part of a processor
 _KINDS = {
-    "image": (("images", "image"), "image_processor"),
-    "audio": (("audio", "audios"), "feature_extractor"),
+    "image": ("picture", ("images", "image"), "image_processor"),
+    "audio": ("sound", ("audio", "audios"), "feature_extractor"),
 }
-_NAMES = {"image": "picture", "audio": "sound"}
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # of a processor; 0 stands for text
 # what processors raise for text and pictures that do not fit each other
 _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, OSError, EOFError)
 
 
-class Request(NamedTuple):
-    """A prompt with the pictures and sounds in it, of each kind in their order."""
-
-    text: str
-    media: dict[str, list[Any]]
-    is_chat: bool
+Media = dict[str, list[Any]]  # the pictures and sounds of a prompt, of each kind in their order
 
 
 @dataclass(frozen=True)
 class MediaReader:
-    """A processor, and what the model's config says of the tokens that it makes."""
+    """The processor of a model that takes pictures or sound, loaded when it is used."""
 
-    processor: ProcessorMixin
-    token_ids: dict[str, int | None]  # by kind; None: a processor may mark the positions of pictures
-    max_tokens: int | None  # positions of the model
+    checkpoint: ModelDirectory
+    config: PreTrainedConfig
+    trust_code: bool
 
-    @classmethod
-    def loader(
-        cls, checkpoint: ModelDirectory, config: PreTrainedConfig, trust_code: bool
-    ) -> Callable[[], MediaReader] | None:
-        """Return a function that loads the model's processor, once; None for a model of text alone."""
-
-        @cache
-        def load() -> MediaReader:
-            ids = {kind: media_token_id(config, kind) for kind in _KINDS}
-            return cls(load_processor(checkpoint, trust_code), ids, model_positions(config))
-
-        return load if takes_media(checkpoint.config) else None
+    @cached_property
+    def processor(self) -> ProcessorMixin:
+        """The model's processor, as transformers loads it."""
+        return load_processor(self.checkpoint, self.trust_code)
 
     def read(self, rows: Iterable[LocatedRow], recipe: DataRecipe, folder: Path | None) -> Tokenized:
         """Make samples of rows until there are `recipe.samples`; paths in them are relative to `folder`.
 
         Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut.
         """
-        pieces: list[Piece] = []
-        columns: dict[Any, None] = {}  # of all rows
-        refusals: list[str] = []
-        unusable: list[str] = []
+        pieces, skipped = list[Piece](), SkippedRows()
         words = tokens = 0
-        for where, row in rows:
-            columns |= dict.fromkeys(row if isinstance(row, Mapping) else ())
-            try:
-                document = find_document(row, recipe.column, media=True)
-                request = self.request(document, row, {"image": recipe.images, "audio": recipe.audio})
-                count, ids, sample = self._sample(request, folder, recipe.seq_len)
-            except TemplateRefusal as error:
-                refusals.append(str(error))
-            except UnusableRow as error:
-                unusable.append(f"{where}: {error}")
-            else:
-                pieces.append(Piece(len(pieces), len(ids), ids, sample))
-                words, tokens = words + count_words(document), tokens + count
-            is_hopeless = not pieces and len(refusals) + len(unusable) == MAX_REFUSALS
-            if len(pieces) == recipe.samples or is_hopeless:
+
+        def read_row(row: Row) -> tuple[int, int, list[int], MediaSample]:
+            document = find_document(row, recipe.column, media=True)
+            return count_words(document), *self._sample(document, row, recipe, folder)
+
+        for word_count, token_count, ids, sample in skipped.others(rows, read_row):
+            pieces.append(Piece(len(pieces), len(ids), ids, sample))
+            words, tokens = words + word_count, tokens + token_count
+            if len(pieces) == recipe.samples:
                 break
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
-            for name in {recipe.images, recipe.audio} - {*columns, None}:
-                raise InputError(
-                    f"no column '{name}' in dataset '{recipe.dataset}'; columns: {', '.join(columns)}"
-                )
-            reason = next(iter([*unusable, *refusals]), "no row has one")
+            reason = next(iter([*skipped.unusable, *skipped.refusals]), "no row has one")
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
-        return Tokenized(pieces, row_warnings(recipe, len(pieces), refusals, unusable), (words, tokens))
+        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), (words, tokens))
 
-    def request(self, document: Document, row: Row, columns: Mapping[str, str | None]) -> Request:
+    def _sample(
+        self, document: Document, row: Row, recipe: DataRecipe, folder: Path | None
+    ) -> tuple[int, list[int], MediaSample]:
+        """Return the number of tokens of a row, those that are read, and its pictures and sounds."""
+        prompt, media = self._prompt(document, row, {"image": recipe.images, "audio": recipe.audio})
+        ids, arguments = self._process(prompt, media, folder)
+        modalities = self._modalities(ids, media)
+        last = int(modalities.nonzero().max()) + 1 if modalities.any() else 0
+        length, positions = max(min(recipe.seq_len, len(ids)), last), model_positions(self.config)
+        if positions and length > positions:
+            raise UnusableRow(f"its media reach to token {last:,}, and the model has {positions:,} positions")
+
+        def cut(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {x: y[:, :length] if y.shape == (1, len(ids)) else y for x, y in arguments.items()}
+
+        digest = hashlib.sha256()
+        for name, x in sorted(cut(arguments).items()):
+            digest.update(f"{name} {x.dtype} {[*x.shape]}".encode() + x.contiguous().numpy().tobytes())
+        counts = tuple(map(len, media.values()))
+        sample = MediaSample(
+            counts, modalities[:length], digest.digest(), lambda: cut(self._process(prompt, media, folder)[1])
+        )
+        return len(ids), ids[:length].tolist(), sample
+
+    def _prompt(
+        self, document: Document, row: Row, columns: Mapping[str, str | None]
+    ) -> tuple[dict[str, Any], Media]:
         """Write the prompt of a row: a chat by the processor's template, and text with places as it is.
 
         Pictures and sounds without a place come first. An UnusableRow if these and places differ in number.
         """
+        kinds = {kind for kind, (*_, part) in _KINDS.items() if getattr(self.processor, part, None)}
         tokens = {x: str(getattr(self.processor, f"{x}_token", None) or f"<{x}>") for x in _KINDS}
-        places = {x: tokens[x] for x, (_, part) in _KINDS.items() if getattr(self.processor, part, None)}
-        question = {"role": "user", "content": document}
-        chat: list[dict[str, Any]] = document if isinstance(document, list) else [question]
-        contents = [_parts(message.get("content"), places) for message in chat]
+        places = {text: kind for kind in kinds for text in (f"<{kind}>", tokens[kind])}
+        chat = document if isinstance(document, list) else [{"role": "user", "content": document}]
+        contents = [[*_parts(message.get("content"), places)] for message in chat]
+        has_places = any("text" not in part for parts in contents for part in parts)
         first = next((i for i, message in enumerate(chat) if message.get("role") == "user"), 0)
-        has_places, media = any("text" not in part for parts in contents for part in parts), {}
+        media, named = dict[str, list[Any]](), row if isinstance(row, Mapping) else {}
         for kind, column in columns.items():
-            values = _values(row, kind, column) if column is not None or kind in places else []
+            name, usual, _ = _KINDS[kind]
+            own = (column,) if column else usual if kind in kinds else ()
+            value = next((named[x] for x in own if x in named), None)
+            values = [x for x in (value if isinstance(value, list) else [value]) if x is not None]
             media[kind] = _fill(contents, first, kind, values)
-            if column is not None and not media[kind]:
-                raise UnusableRow(f"it has no {_NAMES[kind]} in column '{column}'")
+            if media[kind] and kind not in kinds:
+                raise UnusableRow(f"the model's processor takes no {name}")
+            if column and not media[kind]:
+                raise UnusableRow(f"it has no {name} in column '{column}'; columns: {', '.join(named)}")
         has_template = bool(getattr(self.processor, "chat_template", None))
         if isinstance(document, str) and (has_places or not has_template):
             end = "" if has_places else "\n"  # models tell pictures apart by what is between
             text = "".join(x["text"] if "text" in x else tokens[x["type"]] + end for x in contents[0])
-            return Request(text, media, is_chat=False)
+            return {"text": [text]}, media
         if not has_template:
             raise InputError(
                 "the dataset holds chats but the processor has no chat template; use a dataset with a text "
                 "column (`--set data.column=NAME`)"
             )
         written = [message | {"content": content} for message, content in zip(chat, contents, strict=True)]
-        return Request(apply_template(written, self.processor), media, is_chat=True)
+        return {"text": [apply_template(written, self.processor)], "add_special_tokens": False}, media
 
-    def _sample(
-        self, request: Request, folder: Path | None, seq_len: int
-    ) -> tuple[int, list[int], MediaSample]:
-        """Return the number of tokens of a request, those that are read, and its pictures and sounds."""
-        outputs = self._process(request, folder)
-        ids = outputs["input_ids"][0]
-        modalities = self._modalities(outputs, request)
-        places = modalities.nonzero()
-        last = int(places.max()) + 1 if len(places) else 0
-        length = max(min(seq_len, len(ids)), last)
-        if self.max_tokens and length > self.max_tokens:
-            raise UnusableRow(
-                f"its media reach to token {last:,}, and the model has {self.max_tokens:,} positions"
-            )
-        digest = hashlib.sha256()
-        for name, x in sorted(self._arguments(outputs, length).items()):
-            digest.update(f"{name} {x.dtype} {[*x.shape]}".encode() + x.contiguous().numpy().tobytes())
-
-        def arguments() -> dict[str, Tensor]:
-            return self._arguments(self._process(request, folder), length)
-
-        counts = tuple(map(len, request.media.values()))
-        sample = MediaSample(counts, modalities[:length], digest.digest(), arguments)
-        return len(ids), ids[:length].tolist(), sample
-
-    def _process(self, request: Request, folder: Path | None) -> dict[str, Tensor]:
-        pictures, sounds = request.media.values()
-        for kind, (_, part) in _KINDS.items():
-            if request.media[kind] and getattr(self.processor, part, None) is None:
-                raise UnusableRow(f"the model's processor takes no {_NAMES[kind]}")
-        media: dict[str, Any] = {"images": [[open_picture(x, folder) for x in pictures]]} if pictures else {}
-        if sounds:
-            rate = self.processor.feature_extractor.sampling_rate
-            media |= {"audio": [open_sound(x, folder, rate) for x in sounds], "sampling_rate": rate}
+    def _process(
+        self, prompt: Mapping[str, Any], media: Media, folder: Path | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return token ids [T] and the model's other arguments, but the mask."""
+        options: dict[str, Any] = {}
+        if media["image"]:
+            options["images"] = [[open_picture(x, folder) for x in media["image"]]]
+        if media["audio"]:
+            rate = options["sampling_rate"] = self.processor.feature_extractor.sampling_rate
+            options["audio"] = [open_sound(x, folder, rate) for x in media["audio"]]
         try:
-            special = {"add_special_tokens": not request.is_chat}
-            outputs = self.processor(text=[request.text], return_tensors="pt", **media, **special)
+            outputs = dict(self.processor(return_tensors="pt", **prompt, **options))
         except _REFUSALS as error:
             raise UnusableRow(f"the model's processor refuses it ({one_line(error)})") from error
         if not all(isinstance(x, Tensor) for x in outputs.values()):
             raise InputError("the model's processor makes inputs that are not tensors; calibrate it on text")
-        return dict(outputs)
+        outputs.pop("attention_mask", None)
+        return outputs.pop("input_ids")[0], outputs
 
-    def _arguments(self, outputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-        """Return the model's arguments but token ids and mask; what is [1, T] ends with the sample."""
-        shape = outputs["input_ids"].shape
-        names = outputs.keys() - {"input_ids", "attention_mask"}
-        return {x: outputs[x][:, :length] if outputs[x].shape == shape else outputs[x] for x in names}
-
-    def _modalities(self, outputs: dict[str, Tensor], request: Request) -> Tensor:
-        ids = outputs["input_ids"][0]
+    def _modalities(self, ids: Tensor, media: Media) -> Tensor:
+        """Return what each token is a part of, as an index in MODALITIES [T]."""
         modalities = torch.zeros_like(ids)
-        for number, (kind, token_id) in enumerate(self.token_ids.items(), 1):
-            marked = [outputs[x][0] for x in _TOKEN_TYPES if kind == "image" and x in outputs]
-            is_it = ids == token_id if token_id is not None else marked[0] != 0 if marked else ids < 0
-            modalities[is_it] = number
-            if request.media[kind] and token_id is None and not marked:
-                raise InputError(
-                    f"neither the model's config nor its {type(self.processor).__name__} says which tokens "
-                    f"stand for a {_NAMES[kind]}; calibrate it on text"
+        for number, kind in enumerate(media, 1):
+            names = (f"{kind}_token_id", f"{kind}_token_index")
+            values = (getattr(x, name, None) for x in (self.config, self.processor) for name in names)
+            modalities[ids == next((i for i in values if isinstance(i, int)), -1)] = number
+            if media[kind] and number not in modalities:
+                raise UnusableRow(
+                    f"no token stands for its {_KINDS[kind][0]}: the chat template leaves it out, or neither "
+                    f"the config nor {type(self.processor).__name__} names that token"
                 )
-            if request.media[kind] and not is_it.any():
-                raise UnusableRow(f"the processor's chat template left its {_NAMES[kind]} out")
         return modalities
 
 
@@ -265,28 +235,17 @@ def _opening(value: Any, folder: Path | None, name: str, *errors: Any) -> Iterat
         raise UnusableRow(f"its {name} {shown} cannot be read ({reason})") from error
 
 
-def _values(row: Row, kind: str, column: str | None) -> list[Any]:
-    """Return the pictures or sounds in `column` of `row`, by default in one of a usual name."""
-    columns = row if isinstance(row, Mapping) else {}
-    name = column or next((x for x in _KINDS[kind][0] if x in columns), "")
-    value = columns.get(name)
-    return [x for x in (value if isinstance(value, list) else [value]) if x is not None]
-
-
-def _parts(content: Any, tokens: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the parts of a message; what stands for a picture or sound in its text is one of them."""
-    places = {**{f"<{kind}>": kind for kind in tokens}, **{token: kind for kind, token in tokens.items()}}
-    parts: list[dict[str, Any]] = []
-    for part in [{"type": "text", "text": content or ""}] if not isinstance(content, list) else content:
-        if "text" not in part:
-            parts.append(part)
-            continue
-        for text in re.split(f"({'|'.join(map(re.escape, places))})", part["text"]):
-            if text in places:
-                parts.append({"type": places[text], places[text]: None})
+def _parts(content: Any, places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a message; what stands for a picture or sound in its text is one of them."""
+    pattern = f"({'|'.join(map(re.escape, places))})"
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+        for text in re.split(pattern, part["text"]) if "text" in part else ():
+            if kind := places.get(text):
+                yield {"type": kind, kind: None}
             elif text:
-                parts.append({"type": "text", "text": text})
-    return parts
+                yield {"type": "text", "text": text}
+        if "text" not in part:
+            yield part
 
 
 def _fill(contents: list[list[dict[str, Any]]], first: int, kind: str, values: list[Any]) -> list[Any]:
@@ -301,7 +260,7 @@ def _fill(contents: list[list[dict[str, Any]]], first: int, kind: str, values: l
         contents[first] = places + contents[first]
     empty = sum(part[kind] is None for part in places)
     if empty and empty != len(values):
-        name = _NAMES[kind]
+        name = _KINDS[kind][0]
         raise UnusableRow(f"it has {empty} places for {name}s and {len(values)} {name}s")
     remaining = iter(values)
     media = [part.pop(kind) for part in places]

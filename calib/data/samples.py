@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 from torch import Tensor
@@ -18,6 +18,7 @@ from calib.recipe import DataRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+T = TypeVar("T")
 Message = dict[str, Any]
 Document = str | list[Message]
 Row = str | Mapping[str, Any]  # a bare string is a document of its own
@@ -56,6 +57,51 @@ class MediaSample:
     digest: bytes  # of the model's arguments
     arguments: Callable[[], dict[str, Tensor]]  # of the model's forward, beside input_ids and attention_mask
 
+    def text(self, ids: list[int], skip_first: int) -> list[int]:
+        """Return those of `ids` that are of text, and the first ones, which do not count."""
+        modalities = self.modalities.tolist()
+        return [i for at, i in enumerate(ids) if at < skip_first or not modalities[at]]
+
+
+@dataclass
+class SkippedRows:
+    """Rows that cannot be read, and why."""
+
+    refusals: list[str] = field(default_factory=list)  # the template's reasons
+    unusable: list[str] = field(default_factory=list)  # places and reasons
+
+    def others(self, rows: Iterable[LocatedRow], read: Callable[[Row], T]) -> Iterator[T]:
+        """Yield what `read` returns of other rows; end early where none of the first ones can be read."""
+        is_hopeless = True
+        for where, row in rows:
+            try:
+                result = read(row)
+            except TemplateRefusal as error:
+                self.refusals.append(str(error))
+            except UnusableRow as error:
+                self.unusable.append(f"{where}: {error}")
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
+            else:
+                yield result
+                is_hopeless = False
+            if is_hopeless and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
+                return
+
+    def warnings(self, recipe: DataRecipe, count: int) -> tuple[str, ...]:
+        """Return warnings of these rows, and of `count` samples where more were asked for."""
+        warnings = []
+        if self.unusable:
+            line = f"{len(self.unusable)} rows were skipped: they hold no text that can be read"
+            warnings.append(f"{line} (such as {self.unusable[0]})")
+        if self.refusals:
+            line = f"{len(self.refusals)} chats were skipped because the tokenizer's chat template"
+            warnings.append(f"{line} refused them ({self.refusals[0]})")
+        if count < recipe.samples:
+            line = f"{recipe.samples} samples were asked for and dataset '{recipe.dataset}' has {count}"
+            warnings.append(f"{line}; all {count} are used")
+        return tuple(warnings)
+
 
 class Piece(NamedTuple):
     """Token ids of a sample, and their part of a document."""
@@ -81,41 +127,31 @@ def tokenize_rows(
 
     Documents give their beginnings. Where these are too few, long ones give more; see `Pieces`.
     """
-    pieces = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer))
+    pieces, skipped = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer)), SkippedRows()
     long_chats: list[tuple[int, list[Message], list[int]]] = []
     words = word_tokens = 0
-    refusals: list[str] = []  # the template's reasons
-    unusable: list[str] = []  # places and reasons
-    for where, row in rows:
-        ids: list[int] = []
-        try:
-            document = find_document(row, recipe.column)
-            ids = encode(document, tokenizer) if count_words(document) else []
-        except TemplateRefusal as error:
-            refusals.append(str(error))
-        except UnusableRow as error:
-            unusable.append(f"{where}: {error}")
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-        else:
-            words += count_words(document)
-            word_tokens += len(ids)
+
+    def read(row: Row) -> tuple[Document, list[int]]:
+        document = find_document(row, recipe.column)
+        return document, encode(document, tokenizer) if count_words(document) else []
+
+    for document, ids in skipped.others(rows, read):
+        words, word_tokens = words + count_words(document), word_tokens + len(ids)
         if ids:
             number = pieces.add(ids)
             if isinstance(document, str):
                 pieces.cut(number, ids)
             elif len(ids) > recipe.seq_len:
                 long_chats.append((number, document, ids))
-        is_hopeless = not pieces.first and len(refusals) + len(unusable) == MAX_REFUSALS
-        if len(pieces.first) == recipe.samples or is_hopeless:
+        if len(pieces.first) == recipe.samples:
             break
     if not pieces.first:
-        raise InputError(_nothing_usable(recipe.dataset, words, refusals, unusable))
+        raise InputError(_nothing_usable(recipe.dataset, words, skipped))
     if len(pieces.first) < recipe.samples:
         for number, messages, ids in long_chats:
             pieces.cut(number, ids, _turns(messages, tokenizer))
     samples = pieces.all()
-    return Tokenized(samples, row_warnings(recipe, len(samples), refusals, unusable), (words, word_tokens))
+    return Tokenized(samples, skipped.warnings(recipe, len(samples)), (words, word_tokens))
 
 
 def find_document(row: Row, column: str | None, *, media: bool = False) -> Document:
@@ -306,40 +342,20 @@ def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase |
         raise TemplateRefusal(one_line(error)) from error
 
 
-def _nothing_usable(dataset: str, words: int, refusals: list[str], unusable: list[str]) -> str:
+def _nothing_usable(dataset: str, words: int, skipped: SkippedRows) -> str:
     if words:
         return (
             f"the {words:,} words of dataset '{dataset}' became no tokens; check that "
             "tokenizer_config.json names the class that tokenizer.json is for"
         )
-    if unusable:
-        return unusable[0]
-    if refusals:
+    if skipped.unusable:
+        return skipped.unusable[0]
+    if skipped.refusals:
         return (
             f"the tokenizer's chat template refused every chat of dataset '{dataset}' "
-            f"({refusals[0]}); use another dataset, or one with a text column"
+            f"({skipped.refusals[0]}); use another dataset, or one with a text column"
         )
     return f"dataset '{dataset}' is empty: no row holds any text; use another dataset or column"
-
-
-def row_warnings(recipe: DataRecipe, count: int, refusals: list[str], unusable: list[str]) -> tuple[str, ...]:
-    """Return warnings of rows that were skipped for these reasons, and of fewer samples than asked for."""
-    warnings = []
-    if unusable:
-        warnings.append(
-            f"{len(unusable)} rows were skipped: they hold no text that can be read (such as {unusable[0]})"
-        )
-    if refusals:
-        warnings.append(
-            f"{len(refusals)} chats were skipped because the tokenizer's chat template refused "
-            f"them ({refusals[0]})"
-        )
-    if count < recipe.samples:
-        warnings.append(
-            f"{recipe.samples} samples were asked for and dataset '{recipe.dataset}' has {count}; "
-            f"all {count} are used"
-        )
-    return tuple(warnings)
 
 
 class Pieces:

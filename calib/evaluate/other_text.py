@@ -1,7 +1,7 @@
 """`--also`: text of other kinds than the evaluation's own, read with the same scales."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -44,7 +44,6 @@ _LONGER = 4  # times the suite's length, of half as many documents
 # the verdict names a text where more than this share of its tokens is clipped, and more than of our own
 _CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
 _NAMED = 3  # texts in the verdict
-LoadReader = Callable[[], MediaReader] | None
 
 
 class OtherDocuments(NamedTuple):
@@ -81,7 +80,7 @@ def other_datasets(recipe: Recipe) -> dict[str, bool]:
 
 
 def load_other_texts(
-    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers, load_reader: LoadReader
+    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers, media_reader: MediaReader
 ) -> tuple[list[OtherDocuments], list[str]]:
     """Load the texts of `evaluation.also`, without the documents that `readers` know; warnings as well.
 
@@ -90,7 +89,7 @@ def load_other_texts(
     texts, warnings = [], []
     for dataset, is_named in other_datasets(recipe).items():
         try:
-            text, notes = _load_text(setup, recipe, dataset, suite, readers, load_reader)
+            text, notes = _load_text(setup, recipe, dataset, suite, readers, media_reader)
         except InputError as error:
             if is_named:
                 raise InputError(f"--also '{dataset}': {error}") from None
@@ -102,7 +101,7 @@ def load_other_texts(
 
 
 def _load_text(
-    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers, load_reader: LoadReader
+    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers, media_reader: MediaReader
 ) -> tuple[OtherDocuments, list[str]]:
     seq_len, documents = suite.seq_len, suite.documents
     if dataset == LONG:
@@ -113,7 +112,7 @@ def _load_text(
         own = ("seed",) if dataset in (*BUILTIN, *GENERATED) else ("seed", "images", "audio")
         settings = {name: getattr(recipe.data, name) for name in own}
         data = DataRecipe(dataset=dataset, seq_len=seq_len, samples=samples, **settings)
-        return load_data(data, setup.tokenizer, lambda: setup.model, load_reader)
+        return load_data(data, setup.tokenizer, lambda: setup.model, media_reader)
 
     # the variant of that name has read the first
     own = RANDOM_SAMPLES if dataset == "random" else 0

@@ -44,7 +44,7 @@ from calib.evaluate.variants import (
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
-from calib.models.config import check_positions, load_config
+from calib.models.config import check_positions, load_config, takes_media
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model, served_name
@@ -131,10 +131,10 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     ]
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
-    reader = MediaReader.loader(checkpoint, evaluation.config, trust_code)
+    reader = MediaReader(checkpoint, evaluation.config, trust_code)
     evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers, reader)
     is_text = not any(text.data.media for text in evaluation.other_documents)
-    other_warnings += [_TEXT_ALONE] * (reader is not None and is_text)
+    other_warnings += [_TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
     evaluation.shapes = [*evaluation.layers.shapes.values()]
     check_model(setup.attention, model, evaluation.shapes)

@@ -164,12 +164,6 @@ def takes_media(config: Mapping[str, Any]) -> bool:
     return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
-def media_token_id(config: PreTrainedConfig, kind: str) -> int | None:
-    """Return the id of the token for a part of an `image` or of `audio`, if the config names one."""
-    ids = (getattr(config, f"{kind}_token_{ending}", None) for ending in ("id", "index"))
-    return next((i for i in ids if isinstance(i, int)), None)
-
-
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
     """Check that the model has positions for the `tokens` that `flag` asks for."""
     positions = model_positions(config)

@@ -180,7 +180,7 @@ def test_rows_that_cannot_be_read(llava, tmp_path):
     Image.new("RGB", (30, 40)).save(tmp_path / "0.png")
     for row, message in (
         ({"text": "Hello", "image": None}, "line 1: it has no picture in column 'image'"),
-        ({"text": "Hello"}, "no column 'image' in dataset .*rows.jsonl'; columns: text"),
+        ({"text": "Hello"}, "rows.jsonl' can be read: .*it has no picture in column 'image'; columns: text"),
         ({"text": "Hello", "image": "no.png"}, "its picture 'no.png' cannot be read .No such file"),
         ({"text": "Hello", "image": "rows.jsonl"}, "'rows.jsonl' cannot be read .cannot identify image"),
         ({"text": "Hello", "image": "https://a.b/c.png"}, "it is an address: download it"),
