@@ -372,7 +372,7 @@ class Conditions(ReportHead):
 
 
 class Report(Conditions):
-    """An evaluation: see docs/evaluation.md."""
+    """An evaluation: see docs/reference/report.md."""
 
     noise_floor: NullableFloat
     variants: dict[str, Row]

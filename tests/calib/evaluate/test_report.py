@@ -295,7 +295,7 @@ def test_every_field_is_documented_and_so_is_the_schema(small_report, capsys):
     names = {*small_report, *small_report["data"], *variant, *variant["kl_by_position"][0]}
     names |= {*variant["layers"][0], *small_report["layers"][0]["k"]}
     names |= {*small_report["texts"], *small_report["texts"]["continuations"]["tensor"][0]}
-    documented = (docs / "evaluation.md").read_text()
+    documented = (docs / "reference/report.md").read_text()
     assert {n for n in names if not re.search(rf"`[^`]*\b{n}\b[^`]*`", documented)} == set()
     run_path(report_module.__file__, run_name="__main__")
     schema = (docs / "report.schema.json").read_text()
