@@ -79,22 +79,22 @@ def run(
 ) -> Result | None:
     """Calibrate `model`, a name or a path, as `recipe` says; write all of `output` or nothing.
 
-    With `draft`, a drafter of the model (EAGLE), that one is calibrated, and the model only read. With
-    `in_place` the output is its own directory, and what is replaced is kept beside it. Of several processes
-    (torchrun, accelerate launch) the first has a result. What a user can put right is an Fp8kvError.
+    With `draft`, that drafter (EAGLE) is calibrated, and the model only read. With `in_place` files are kept
+    beside those that replace them. Of several processes the first has a result. Errors are an Fp8kvError.
     """
     to_path(model)
-    name, path = str(model if draft is None else draft), None if output is None else to_path(output)
+    names = [str(x) for x in (model, draft) if x is not None]  # the last one gets the scales
+    name, path = names[-1], None if output is None else to_path(output)
     check_places(path, in_place=in_place, overwrite=overwrite)
     path = check_in_place(name, recipe.export) if in_place else path or default_output(name, recipe.strategy)
     for format in recipe.export.formats:
         check_recipe(format, recipe)
     destination = Destination(path, in_place, overwrite, progress.copied)
     with joined_world() as world:
-        world.check_same("commands or recipes", [str(model), name, str(path), recipe.model_dump()])
+        world.check_same("commands or recipes", [names, str(path), recipe.model_dump()])
         start = time.perf_counter()
         progress.stage("load")
-        checkpoints = world.together(lambda: _find_checkpoints(str(model), draft, destination))
+        checkpoints = world.together(lambda: _find_checkpoints(names, destination))
         with _claimed_output(destination, world) as claim:
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
@@ -105,9 +105,9 @@ def run(
             def write() -> Result | None:
                 if world.is_first:
                     record = CalibrationRecord(
-                        name, checkpoints.scaled, prepared.recipe, stats, dataset_facts(data), data.warnings,
+                        name, checkpoints[-1], prepared.recipe, stats, dataset_facts(data), data.warnings,
                         notes, torch.get_num_threads(), draft=mtp,
-                        drafts_for="" if draft is None else served_name(str(model), checkpoints.model.path),
+                        drafts_for="" if draft is None else served_name(str(model), checkpoints[0].path),
                     )  # fmt: skip
                     return write_output(record, replace(destination, claim=claim))
                 return None
@@ -119,30 +119,10 @@ def run(
     return result and replace(result, seconds=seconds)
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The model that a job reads, and perhaps its drafter, which gets the scales then."""
-
-    model: ModelDirectory
-    drafter: ModelDirectory | None
-
-    @property
-    def scaled(self) -> ModelDirectory:
-        """The one that scales are written for."""
-        return self.drafter or self.model
-
-    @property
-    def all(self) -> list[ModelDirectory]:
-        """The model, and the drafter if there is one."""
-        return [self.model, self.drafter] if self.drafter else [self.model]
-
-
-def _find_checkpoints(
-    model: str, draft: str | os.PathLike[str] | None, destination: Destination
-) -> Checkpoints:
-    """Find the checkpoints; refuse an output that cannot be written before any weight is read."""
-    checkpoints = Checkpoints(find_model(model), None if draft is None else find_model(str(draft)))
-    for checkpoint in checkpoints.all if not destination.in_place else ():
+def _find_checkpoints(names: list[str], destination: Destination) -> list[ModelDirectory]:
+    """Find a model and its drafter; refuse an output that cannot be written before any weight is read."""
+    checkpoints = [find_model(name, kind) for name, kind in zip(names, ("model", "drafter"), strict=False)]
+    for checkpoint in checkpoints if not destination.in_place else ():
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     return checkpoints
 
@@ -166,11 +146,11 @@ class Prepared:
     data: CalibrationData
 
 
-def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
+def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written."""
-    checkpoint, drafter = checkpoints.model, checkpoints.drafter
+    checkpoint, *drafters = checkpoints
     config = load_config(checkpoint, recipe.trust_remote_code)
-    read = layers_read(drafter, config.get_text_config(decoder=True), recipe) if drafter else ()
+    states = [layers_read(drafter, config, recipe) for drafter in drafters]
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
@@ -185,16 +165,17 @@ def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
     reader = MediaReader(checkpoint, config, recipe.trust_remote_code)
     data = load_data(data_recipe, tokenizer, model, reader)
-    _check_data(data, recipe, by_layer=by_layer, has_drafter=drafter is not None)
+    _check_data(data, recipe, needs_whole=by_layer and bool(drafters or data.media))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else _map_attention(model(), data)
-    attention = attention if layers or drafter else add_draft_layer(attention, model(), checkpoint)
-    attention = read_by_drafter(attention, model(), drafter, read) if drafter else attention
+    attention = attention if layers or drafters else add_draft_layer(attention, model(), checkpoint)
+    for drafter, read in zip(drafters, states, strict=True):
+        attention = read_by_drafter(attention, model(), drafter, read)
     # an export that must fail should do so before hours of calibration
-    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints.scaled, recipe.export)
-    reason = None if layers or drafter else reason_against_fp8(model(), attention)
+    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints[-1], recipe.export)
+    reason = None if layers or drafters else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     device = (layers.device if layers else input_device(model())).type
     size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
@@ -208,16 +189,13 @@ def _prepare(checkpoints: Checkpoints, recipe: Recipe, processes: int, *, resume
     return Prepared(recipe.model_copy(update=resolved), model(), layers, attention, data)
 
 
-def _check_data(data: CalibrationData, recipe: Recipe, *, by_layer: bool, has_drafter: bool) -> None:
-    """Refuse data that is too little, and what a model does not read layer by layer, or for its drafter."""
-    if by_layer and (has_drafter or data.media):
-        reader = "a drafter reads states of" if has_drafter else "pictures and sound are read by"
+def _check_data(data: CalibrationData, recipe: Recipe, *, needs_whole: bool) -> None:
+    """Refuse data that is too little, and what a model that runs layer by layer does not read."""
+    if needs_whole:
         raise InputError(
-            f"{reader} a whole model, and this one runs layer by layer; use --offload none, with enough "
-            "memory for its weights"
+            "drafters, pictures and sound need the whole model, and this one runs layer by layer; use "
+            "--offload none, with enough memory for its weights"
         )
-    if has_drafter and data.media:
-        raise InputError("a drafter is measured on text alone; use a dataset without pictures or sound")
     text = data.summary(recipe.data.skip_first)
     if recipe.headroom == "auto" or recipe.data.until is not None:
         check_enough(text.tokens)
@@ -236,7 +214,7 @@ def _map_attention(model: PreTrainedModel, data: CalibrationData) -> AttentionMa
 
 
 def _measure(
-    checkpoints: Checkpoints,
+    checkpoints: list[ModelDirectory],
     prepared: Prepared,
     output: Path,
     world: World,
@@ -256,7 +234,7 @@ def _measure(
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
     def open_share() -> Share:
-        inputs = compared_inputs(checkpoints.all, recipe, data, world)
+        inputs = compared_inputs(checkpoints, recipe, data, world)
         saved = SavedProgress(progress_file(output, world.rank), inputs, 60 * recipe.save_minutes)
         return Share(prepared.model, own, recipe, prepared.attention, saved, resume, progress.advance)
 
@@ -270,7 +248,7 @@ def _measure(
             prepared.layers, own, recipe, limit=limit, directory=scratch, progress=progress
         )
 
-    notes = [] if checkpoints.drafter else _left_alone(prepared.model.config, prepared.attention)
+    notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:
@@ -301,11 +279,10 @@ def _left_alone(config: PreTrainedConfig, attention: AttentionMap) -> list[str]:
     caching = {module.layer_idx for module in attention.cached.values()}
     caching |= {module.layer_idx for module in attention.shared.values()}
     stateful = {str(i): kind for i, kind in enumerate(kinds) if i not in caching}
-    indices = {
-        name: ", ".join(i for i, kind in stateful.items() if kind == name) for name in stateful.values()
-    }
-    line = f"{len(stateful)} of {len(kinds)} layers cache no K and V and are left alone"
-    return [f"{line}: {'; '.join(f'{name} ({i})' for name, i in indices.items())}"] if stateful else []
+    indices = {kind: [i for i in stateful if stateful[i] == kind] for kind in stateful.values()}
+    names = "; ".join(f"{kind} ({', '.join(i)})" for kind, i in indices.items())
+    line = f"{len(stateful)} of {len(kinds)} layers cache no K and V and are left alone: {names}"
+    return [line] if stateful else []
 
 
 def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:
@@ -315,7 +292,5 @@ def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[s
         notes.append(f"this model is baked for {purpose} (fp8kv bake)")
     named, stored = checkpoint.text_config.get("num_nextn_predict_layers"), len(checkpoint.draft_modules)
     if type(named) is int and named != stored:
-        notes.append(
-            f"config.json says num_nextn_predict_layers {named}, and the files hold {stored} of these"
-        )
+        notes.append(f"config.json says num_nextn_predict_layers {named}, and the files hold {stored}")
     return [*notes, _PALIGEMMA] if config.model_type == "paligemma" else notes

@@ -1,20 +1,22 @@
 """A drafter in a checkpoint of its own (EAGLE, EAGLE-3), loaded as far as its attention."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from calib.capture.attention import AttentionMap, CachedAttention, Draft
 from calib.engines.model_classes import architecture
-from calib.errors import InputError, UnsupportedModelError
+from calib.errors import InputError, UnsupportedModelError, one_line
 from calib.files.model_directory import ModelDirectory
+from calib.files.tensors import Source
 from calib.formats import FORMATS
 from calib.models.config import read_config
-from calib.models.load import LazyWeight, input_device
+from calib.models.load import input_device
 from calib.models.quantized.weights import all_weights
 from calib.recipe import Recipe
 
@@ -28,9 +30,15 @@ _NOT_KNOWN = (
 )
 
 
-class _DrafterLayer(LlamaDecoderLayer):  # type: ignore[misc]
-    fc: nn.Linear
-    hidden_norm: nn.Module  # of EAGLE-3 alone
+class _DrafterLayer(nn.Module):
+    """The parts of a drafter of size `width` that K and V depend on."""
+
+    def __init__(self, attention: nn.Module, width: int, states: int, eps: float, *, has_bias: bool) -> None:
+        super().__init__()
+        self.fc, self.self_attn = nn.Linear(width * (states or 2), width, bias=has_bias), attention
+        del attention.o_proj
+        if states:  # EAGLE-3
+            self.input_layernorm, self.hidden_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, angles: Any, *_: Any) -> None:
         if hasattr(self, "hidden_norm"):
@@ -50,12 +58,12 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
     nested = nested if isinstance(nested, dict) else {}
     formats = {form: FORMATS[form] for form in recipe.export.formats}
     unknown = [form for form, x in formats.items() if x.nvfp4 or not (x.rules and name in x.rules.drafts)]
-    special = _special_settings(config) + _special_settings(nested)
-    special += ["target_hidden_size"] * (
-        config.get("target_hidden_size") not in (None, config["hidden_size"])
-    )
+    values = [(key, settings.get(key)) for settings in (config, nested) for key in _NOT_KNOWN]
+    key = "use_aux_hidden_state"
+    values += [(key, not settings.get(key, True)) for settings in (config, nested)]
+    special = [key for key, value in values if value is not None and value is not False]  # an id may be 0
     is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
-    layers = config.get(_LAYERS) or (2, count // 2, count - 3)
+    layers, number = config.get(_LAYERS) or (2, count // 2, count - 3), len(nested.get(_LAYERS) or range(3))
     is_listed = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
     if recipe.targets == "qkv":
         reason = "whether engines load a query scale of one is not known; use --targets kv"
@@ -71,19 +79,11 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
         reason = f"SGLang counts {_LAYERS} of its config.json in another way than vLLM"
     elif nested.get(_LAYERS) not in (None, [], config.get(_LAYERS)):
         reason = f"vLLM reads {_LAYERS} beside eagle_config, and there config.json says something else"
-    elif not is_listed or any(layer not in range(count) for layer in layers):
-        reason = f"the layers that it reads are {layers}, and the model has {count}"
-    elif len({*layers}) != len(nested.get(_LAYERS) or range(3)):
-        reason = f"the layers that it reads are {layers}, and vLLM wants 3 that differ"
+    elif not is_listed or len({*layers} & {*range(count)}) != number or number != len(layers):
+        reason = f"the layers that it reads are {layers}, and vLLM wants {number} of the model's {count}"
     else:
-        return tuple(sorted({*layers}))
+        return tuple(sorted(layers))
     raise UnsupportedModelError(f"the drafter '{drafter.path}' cannot be measured: {reason}")
-
-
-def _special_settings(settings: dict[str, Any]) -> list[str]:
-    """Return the settings that change what a drafter reads, or how; an id of 0 is one, too."""
-    special = [key for key in _NOT_KNOWN if not any(settings.get(key) is unset for unset in (None, False))]
-    return special + ["use_aux_hidden_state"] * (settings.get("use_aux_hidden_state") is False)
 
 
 def read_by_drafter(
@@ -91,57 +91,47 @@ def read_by_drafter(
 ) -> AttentionMap:
     """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own.
 
-    An InputError if it lacks a weight, or is one for another model.
+    An InputError if it is one for another model, or its weights are not those that its config says.
     """
     config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
-    weights = {name: LazyWeight(source) for name, source in all_weights(drafter, model.dtype).items()}
-    last, embeddings, (name,) = [*attention.cached][-1], model.get_input_embeddings(), drafter.modules
-    heads, architecture_name = config.num_key_value_heads, architecture(drafter.config)
+    weights, (name,) = all_weights(drafter, model.dtype), drafter.modules
+    device = next(model.get_submodule([*attention.cached][-1]).parameters()).device
+    embeddings, (rows, width) = model.get_input_embeddings(), model.get_input_embeddings().weight.shape
+    problems = _size_problems(config, weights, rows, width)
     # K and V depend on no other weights
     config.update({"vocab_size": 1, "intermediate_size": 1, "pad_token_id": None})
-    whole, layer = LlamaModel(config).eval(), _DrafterLayer(config, 0).eval()
-    # of these classes SGLang's alone has a bias
-    whole.layers[0], layer.fc = layer, nn.Linear(1, 1, bias=architecture_name == "LlamaForCausalLMEagle")
-    parts = {f"{name}.{x}_proj": layer.get_submodule(f"self_attn.{x}_proj") for x in "qkv"}
-    parts["fc"] = layer.fc
-    if layers:
-        layer.hidden_norm, outer = LlamaRMSNorm(1, config.rms_norm_eps), name.rpartition(".")[0]
-        parts |= {f"{outer}.{x}": layer.get_submodule(x) for x in ("input_layernorm", "hidden_norm")}
-    if "embed_tokens.weight" in weights:
-        parts["embed_tokens"] = whole.embed_tokens
-    device = next(model.get_submodule(last).parameters()).device
-    _load_parts(drafter, parts, weights, device, model.dtype)
-    whole.embed_tokens = whole.embed_tokens.to(input_device(model)) if "embed_tokens" in parts else embeddings
-    rows, width = embeddings.weight.shape
-    modules = layer.fc, layer.self_attn.k_proj, layer.self_attn.v_proj, whole.embed_tokens
-    of_heads = config.head_dim * heads, width * (1 + bool(layers))
-    shapes = [(width, width * (len(layers) or 2)), of_heads, of_heads, (rows, width)]
-    if config.hidden_size != width or [module.weight.shape for module in modules] != shapes:
-        raise InputError(
-            f"'{drafter.path}' is a drafter of a model of another size, or not as its config says"
-        )
-    whole.rotary_emb.to(device)
-    sizes = config.head_dim, config.head_dim
-    module = CachedAttention(name, 0, config.num_attention_heads, heads, 1, *sizes)
-    draft = Draft(whole, "layers.0.self_attn", module, layers)
+    config.hidden_size = width * (2 if layers else 1)
+    with torch.device("meta"):
+        whole: Any = LlamaModel(config)
+        own, has_bias = whole.layers[0].self_attn, architecture(drafter.config) == "LlamaForCausalLMEagle"
+        layer = _DrafterLayer(own, width, len(layers), config.rms_norm_eps, has_bias=has_bias)
+    whole.layers[0], whole.rotary_emb = layer, LlamaRotaryEmbedding(config).to(device)
+    outer = name.removesuffix("self_attn")
+    places = {x if x == "fc" else f"{outer}{x}": x for x, _ in layer.named_modules()}
+    names = {x: x.rpartition(".") for x in weights if x.endswith((".weight", ".bias"))}
+    state = {f"{places[x]}.{key}": name for name, (x, _, key) in names.items() if x in places}
+    try:
+        tensors = {key: weights[x].read().to(device, model.dtype) for key, x in state.items()}
+        layer.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        problems.append(one_line(str(error).partition(":")[2], 200))
+    if problems:
+        is_wrong = "is a drafter of a model of another size, or not as its config says"
+        raise InputError(f"'{drafter.path}' {is_wrong}: {problems[0]}")
+    if (table := weights.get("embed_tokens.weight")) is not None:
+        embeddings = nn.Embedding(rows, width, _weight=table.read().to(input_device(model), model.dtype))
+    whole.embed_tokens = embeddings
+    sizes = config.num_key_value_heads, 1, config.head_dim, config.head_dim
+    module = CachedAttention(name, 0, config.num_attention_heads, *sizes)
+    draft = Draft(whole.eval().requires_grad_(False), "layers.0.self_attn", module, layers)
     return replace(attention, cached={name: module}, shared={}, draft=draft)
 
 
-def _load_parts(
-    drafter: ModelDirectory,
-    parts: dict[str, nn.Module],
-    weights: dict[str, LazyWeight],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Load the `parts` of a drafter, by the names of their weights."""
-    for prefix, module in parts.items():
-        if f"{prefix}.bias" in weights and getattr(module, "bias", None) is None:
-            raise InputError(
-                f"'{drafter.path}' holds '{prefix}.bias', and {architecture(drafter.config)} has none"
-            )
-        for key, _ in [*module.named_parameters()]:
-            if (weight := weights.get(f"{prefix}.{key}")) is None:
-                raise InputError(f"'{drafter.path}' lacks the weight '{prefix}.{key}'; download it again")
-            values = weight[...].to(device, dtype)
-            setattr(module, key, nn.Parameter(values, requires_grad=False))
+def _size_problems(config: Any, weights: Mapping[str, Source], rows: int, width: int) -> list[str]:
+    """Say what differs between a drafter's config, its weights, and a model of so many tokens."""
+    tokens = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    sizes = {"vocab_size": (config.vocab_size, rows), "hidden_size": (config.hidden_size, width)}
+    sizes["target_hidden_size"] = (getattr(config, "target_hidden_size", None) or width, width)
+    tables = {"embed_tokens.weight": config.vocab_size, "lm_head.weight": tokens, "d2t": tokens}
+    sizes |= {x: (weights[x].shape[0], n) for x, n in tables.items() if x in weights}
+    return [f"{name} {one:,}, not {other:,}" for name, (one, other) in sizes.items() if one != other]

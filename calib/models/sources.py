@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,21 +30,28 @@ _IN_CACHE = re.compile(r"/models--(?P<model>[^/]+)/snapshots/(?P<commit>[0-9a-f]
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
 
 
-def find_model(model: str) -> ModelDirectory:
-    """Resolve a local directory, Hub id or `builtin:` name, and check what is there."""
+def find_model(model: str, kind: str = "model") -> ModelDirectory:
+    """Resolve a local directory, Hub id or `builtin:` name of a model or a `drafter`; check what is there."""
     if model.startswith("builtin:"):
         return open_model_directory(builtin_model(model))
     path = to_path(model)
     if path.is_dir():
         return open_model_directory(path)
     if path.exists():
-        raise InputError(f"model '{model}' is a file; give the directory that holds its {CONFIG_FILE}")
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise InputError(
-            f"model '{model}' does not exist; give a local directory, a Hub id such as "
-            f"Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
-        )
-    return open_model_directory(_download(model, lambda: snapshot_download(model, allow_patterns=_FILES)))
+        raise InputError(f"{kind} '{model}' is a file; give the directory that holds its {CONFIG_FILE}")
+    slashes = model.count("/")
+    if (
+        path.is_absolute()
+        or model.startswith((".", "~"))
+        or slashes > 1
+        or (slashes < 1 and kind == "drafter")
+    ):
+        ways = f", a Hub id such as Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
+        ways = ways if kind == "model" else ", or the Hub id of an EAGLE drafter, OWNER/NAME"
+        raise InputError(f"{kind} '{model}' does not exist; give a local directory{ways}")
+    way_out = f", or try {_BUILTIN}" if kind == "model" else ""
+    download = partial(snapshot_download, model, allow_patterns=_FILES)
+    return open_model_directory(Path(ask_hub(kind, model, download, way_out)))
 
 
 def short_name(model: str) -> str:
@@ -64,11 +72,7 @@ def hub_origin(path: Path) -> dict[str, str] | None:
 
 def download_config(repo: str) -> Path:
     """Download (or find in the Hub cache) a model's config.json alone and return its path."""
-    return _download(repo, lambda: hf_hub_download(repo, CONFIG_FILE))
-
-
-def _download(repo: str, download: Callable[[], str]) -> Path:
-    return Path(ask_hub("model", repo, download, way_out=f", or try {_BUILTIN}"))
+    return Path(ask_hub("model", repo, lambda: hf_hub_download(repo, CONFIG_FILE), f", or try {_BUILTIN}"))
 
 
 def ask_hub(kind: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:

@@ -117,7 +117,7 @@ def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(
             options = (*SMALL, "--samples", 64, "--overwrite", *way)
             said = " ".join(ran("calibrate", file.parent, "-o", one, *options).stdout.split())
             assert f"at scale 1.0: {why}" in said
-            assert "num_nextn_predict_layers 2, and the files hold 1 of these" in said
+            assert "num_nextn_predict_layers 2, and the files hold 1" in said
             assert len(load_file(one / SCALES_SHARD)) == 6
     edit_json(config, num_nextn_predict_layers=0)
     one_line_error(fp8kv("calibrate", file.parent, *SMALL), "mend the config (num_nextn_predict_layers")
