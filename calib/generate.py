@@ -197,6 +197,8 @@ def _open_scales(
     checkpoint: ModelDirectory, scales: str | None, kind: CacheType, backend: Backend
 ) -> ScalesForModel | None:
     """Open the scales of a static FP8 cache; None for another type, which is simulated without any."""
+    if kind.evidence == "none":
+        raise InputError(f"cache {kind.name} is {kind.simulated}")
     if kind.name != STATIC_FP8:
         if scales is None and backend != "triton":
             return None

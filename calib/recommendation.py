@@ -1,33 +1,40 @@
 """`fp8kv recommend`: choose a cache; with `--write` make the directory that serves it, and measure that."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from calib.choices import REFERENCE, Purpose
-from calib.engines.cache_support import Offer
+import torch
+from torch import Tensor
+
+from calib.capture.directory_scales import open_scales
+from calib.choices import REFERENCE, FormatName, Purpose
 from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
 from calib.engines.quantization_config import names_fp8_cache
 from calib.engines.verification import verify_directory
-from calib.errors import InputError
-from calib.evaluate.inputs import name_scales, sample_loader
-from calib.evaluate.page.page import check_report_directory, write_report
+from calib.errors import Fp8kvError, InputError
+from calib.evaluate.held_out import hold_out
+from calib.evaluate.inputs import sample_loader
+from calib.evaluate.measure import compare_variants
+from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
-from calib.evaluate.report import Figure, Recommendation, Suite
+from calib.evaluate.report import Figure, Recommendation, ServedCache, Written
 from calib.evaluate.run import evaluate
 from calib.evaluate.serve_commands import format_for
+from calib.evaluate.statistics import estimate, to_numpy
 from calib.evaluate.summarize import Evaluation, summarize
-from calib.evaluate.variants import Variant
-from calib.files.atomic import atomic_directory, claimed
+from calib.evaluate.variants import Setup, Variant
+from calib.files.atomic import atomic_directory
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import Export
 from calib.formats.card import render_card
 from calib.formats.directory import check_output, write_checkpoint
 from calib.job import run as calibrate
+from calib.models.config import load_config
+from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import ExportRecipe, ObserverRecipe, Recipe
@@ -35,63 +42,6 @@ from calib.rescale.bake import bake
 from calib.rescale.pipeline import find_scale
 
 _MORE_SAMPLES = 4  # times those of the evaluation's own calibration, as far as there are so many
-
-
-@dataclass(frozen=True)
-class Written:
-    """A directory that serves what was recommended."""
-
-    output: Path
-    serve: str  # the command
-    kl: Figure  # of the directory, read again
-    tokens: int  # that `kl` was measured on, new to the calibration
-    problems: Sequence[str]  # why it is not what was recommended; empty: it is
-
-    def lines(self) -> list[str]:
-        """Say where it is, what it was measured to do, and how to serve it."""
-        figures = f"KL {self.kl.value:.2g} nats [{self.kl.low:.2g}, {self.kl.high:.2g}]"
-        return [
-            f"written to {self.output}; read again and measured on {self.tokens:,} tokens that its making "
-            f"did not read: {figures}",
-            "serve with:",
-            f"  {self.serve}",
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        return {
-            "output": str(self.output),
-            "serve": self.serve,
-            "kl": self.kl.model_dump(),
-            "tokens": self.tokens,
-            "problems": [*self.problems],
-        }
-
-
-@dataclass(frozen=True)
-class _Making:
-    """A recommended cache, and what its directory is made of."""
-
-    model: str
-    checkpoint: ModelDirectory
-    variant: Variant
-    offer: Offer
-    serve: str
-    recipe: Recipe  # of its calibration
-    suite: Suite
-    read_before: Sequence[list[int]]  # token ids that the choice was made on
-
-    @property
-    def purpose(self) -> Purpose | None:
-        """The cache that its weights are baked for; None: they are not."""
-        if not self.variant.is_baked:
-            return None
-        return "fp8" if self.variant.cache == "fp8" else "int8"
-
-    @property
-    def has_scales(self) -> bool:
-        """Return whether the directory holds calibrated scales."""
-        return self.variant.scales is not None and self.variant.name != "none"
 
 
 def run_recommendation(
@@ -103,35 +53,30 @@ def run_recommendation(
     output: Path | None = None,
     overwrite: bool = False,
     progress: Progress = SILENT,
-) -> tuple[Recommendation, list[str], Written | None]:
-    """Measure whole texts with all caches that can be served, and choose one; warnings as well.
+) -> tuple[Recommendation, list[str], Written | None, list[str]]:
+    """Measure whole texts with all caches that can be served, and choose one.
 
-    `write` is the directory that shall serve it, `output` that of the report.
+    `write` is the directory that shall serve it, `output` that of the report. Returns the choice, warnings,
+    what was written, and sentences on what went wrong after the choice.
     """
     settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     own = recipe.model_copy(update={"evaluation": settings})
     if write is not None:
         _check_places(find_model(model_name), write, output, overwrite=overwrite)
         wish = replace(wish, is_written=True)
-    with nullcontext() if output is None else claimed(output, overwrite=True):
-        if output is not None:
-            check_report_directory(output)
+    with report_place(output, overwrite=overwrite) as write_report:
         evaluation = evaluate(model_name, own, wish=wish, progress=progress)
         report = summarize(evaluation)
-        if output is not None:
-            write_report(report, output)
-    answer = report.recommended
+        problems = write_report(report)
+    answer, written = report.recommended, None
     assert answer is not None
-    if write is None:
-        return answer, report.warnings, None
-    making = _plan(evaluation, answer.chosen.cache, recipe, wish, write)
-    del evaluation  # one model in memory is enough
-    _make(making, write, overwrite=overwrite, progress=progress)
-    try:
-        written = _measure_again(making, own, write, wish, progress)
-    except InputError as error:
-        raise InputError(f"'{write}' was written, but could not be measured: {error}") from None
-    return answer, report.warnings, written
+    if write is not None:
+        try:
+            written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
+            problems += written.problems
+        except Fp8kvError as error:
+            problems.append(str(error))
+    return answer, report.warnings, written, problems
 
 
 def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:
@@ -146,90 +91,84 @@ def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, 
         )
 
 
-def _plan(evaluation: Evaluation, name: str, recipe: Recipe, wish: Wish, output: Path) -> _Making:
-    variant, offers = evaluation.measured[name].variant, evaluation.offers
-    offer = offers.find(variant, wish.engine, wish.gpu)
+def _write(
+    evaluation: Evaluation, chosen: ServedCache, recipe: Recipe, wish: Wish, output: Path, *, overwrite: bool
+) -> Written:
+    """Make the directory: with scales, with baked weights, or as the model is; and measure it again."""
+    model, variant = evaluation.model_name, evaluation.measured[chosen.cache].variant
+    offer, progress = evaluation.offers.find(variant, wish.engine, wish.gpu), evaluation.setup.progress
     assert not isinstance(offer, str)
-    suite, data = evaluation.suite, evaluation.recipe.data
-    # the proof needs documents that neither the choice nor a calibration has read
-    new, samples_read = suite.documents, evaluation.text.data.samples
-    samples = max(_MORE_SAMPLES * suite.calibration_samples, len(samples_read)) + new
-    available = len(sample_loader(evaluation.setup, data)(samples).samples) - new
-    if available < len(samples_read):
-        raise InputError(
-            f"'{data.dataset}' is too short to measure what is written on {new} documents that the choice "
-            "has not read; use a larger dataset, or a smaller --samples"
-        )
-    changes: dict[str, Any] = {
-        "data": data.model_copy(update={"samples": available}),
-        "export": ExportRecipe(formats=("fp8kv",)),
-        "dtype": evaluation.recipe.dtype,
-    }
-    if variant.scales is not None and name != "none":
-        observer = ObserverRecipe(name="mse" if name == "mse" else "absmax")
-        changes |= {
-            "strategy": variant.scales.strategy,
-            "observer": observer,
-            "export": ExportRecipe(formats=(format_for(offer.engine, wish.gpu),)),
-        }
-    serve = offers.serve(offer, str(output)).commands[-1]
-    recipe = recipe.model_copy(update=changes)
-    return _Making(
-        evaluation.model_name, evaluation.checkpoint, variant, offer, serve, recipe, suite, samples_read
-    )
-
-
-def _make(making: _Making, output: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Write the directory: with scales, with baked weights, or as the model is."""
-    model = making.model
-    if making.purpose:
-        trust = {"trust_remote_code": making.recipe.trust_remote_code}
+    serve = evaluation.offers.serve(offer, str(output)).commands[-1]
+    recipe, documents = _plan(evaluation, variant, recipe, format_for(offer.engine, wish.gpu))
+    del evaluation.setup  # one model in memory is enough
+    if variant.is_baked:
+        trust = {"trust_remote_code": recipe.trust_remote_code}
+        purpose: Purpose = "fp8" if variant.cache == "fp8" else "int8"
         with TemporaryDirectory() as directory:
             scales = Path(directory, "calibration")
-            calibrate(model, making.recipe, scales, progress=progress)
-            bake(
-                model, scales, making.purpose, output, overrides=trust, overwrite=overwrite, progress=progress
-            )
-    elif making.has_scales:
-        calibrate(model, making.recipe, output, overwrite=overwrite, progress=progress)
+            calibrate(model, recipe, scales, progress=progress)
+            bake(model, scales, purpose, output, overrides=trust, overwrite=overwrite, progress=progress)
+    elif _is_calibrated(variant):
+        calibrate(model, recipe, output, overwrite=overwrite, progress=progress)
     else:
         progress.stage("write")
-        kind = "16 bits" if making.variant.kind == REFERENCE else f"type {making.variant.name}"
-        card = render_card("as_it_is", model=model, kind=kind, serve=making.serve)
+        kind = "16 bits" if variant.kind == REFERENCE else f"type {variant.name}"
+        card = render_card("as_it_is", model=model, kind=kind, serve=serve)
+        source, copied = evaluation.checkpoint, progress.copied
         with atomic_directory(output, overwrite=overwrite) as scratch:
-            copied = progress.copied
-            write_checkpoint(
-                Export(), making.checkpoint, scratch, weights="link", readme=card, on_copied=copied
-            )
-            making.checkpoint.check_unchanged()
-
-
-def _measure_again(making: _Making, recipe: Recipe, output: Path, wish: Wish, progress: Progress) -> Written:
-    """Read the directory as an engine would, and measure it on text that is new to it."""
-    cache, problems = making.variant.cache, list[str]()
-    if making.has_scales or making.purpose == "fp8":
-        place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in making.offer.gpus))
-        engines = choose_engines(making.offer.engine, making.offer.version)
-        if not verify_directory(output, engines, place=place).is_good:
-            problems.append(f"{making.offer.engine} does not load it: see fp8kv verify {output}")
-    scales = [output] if making.has_scales else []
-    if scales:
-        name = name_scales(scales)[0]
-    elif cache in (None, "fp8"):
-        name = making.variant.name if cache is None else "none"
-    else:
-        name = cache
-    variants, caches = (("none",), ()) if name == "none" else ((), (cache,) if cache else ())
-    settings = recipe.evaluation.model_copy(update={"variants": variants, "caches": caches})
-    recipe = recipe.model_copy(update={"evaluation": settings})
-    evaluation = evaluate(
-        str(output), recipe, scales=scales, suite=making.suite, read_before=making.read_before,
-        progress=progress,
-    )  # fmt: skip
-    report = summarize(evaluation)
-    kl = report.variants[name].kl
+            write_checkpoint(Export(), source, scratch, weights="link", readme=card, on_copied=copied)
+            source.check_unchanged()
+    kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
+    if _is_calibrated(variant) or variant.cache == "fp8":
+        place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
+        if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
+            problems.append(f"{offer.engine} does not load it: see fp8kv verify {output}")
     if not kl.is_finite:
         problems.append(f"'{output}': its KL is not a finite number")
     elif wish.kl is not None and kl.value > wish.kl:
         problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
-    return Written(output, making.serve, kl, report.data.tokens, problems)
+    tokens = sum(map(len, documents))
+    return Written(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
+
+
+def _is_calibrated(variant: Variant) -> bool:
+    return variant.scales is not None and variant.name != "none"
+
+
+def _plan(
+    evaluation: Evaluation, variant: Variant, recipe: Recipe, format: FormatName
+) -> tuple[Recipe, Sequence[Tensor]]:
+    """Return the recipe of its calibration, and documents that neither that nor the choice has read."""
+    suite, data, scales = evaluation.suite, evaluation.recipe.data, variant.scales
+    load, least = sample_loader(evaluation.setup, data), len(evaluation.text.data.samples)
+    samples = max(_MORE_SAMPLES * suite.calibration_samples, least)
+    available = len(load(samples + suite.documents).samples) - suite.documents
+    samples = max(min(samples, available), least)
+    changes: dict[str, Any] = {
+        "data": data.model_copy(update={"samples": samples}),
+        "dtype": evaluation.recipe.dtype,
+        "strategy": scales.strategy if scales else recipe.strategy,
+        "observer": ObserverRecipe(name="mse" if variant.name == "mse" else "absmax"),
+        "export": ExportRecipe(formats=(format if _is_calibrated(variant) else "fp8kv",)),
+    }
+    return recipe.model_copy(update=changes), hold_out(load, {}, samples, suite.documents).documents
+
+
+@torch.inference_mode()
+def _measure_again(
+    evaluation: Evaluation, variant: Variant, documents: Sequence[Tensor], output: Path, progress: Progress
+) -> Figure:
+    """Read the directory as an engine would, and return its KL on `documents` [T]."""
+    checkpoint, recipe = find_model(str(output)), evaluation.recipe
+    trust, backend = recipe.trust_remote_code, recipe.evaluation.backend
+    model = load_model(checkpoint, load_config(checkpoint, trust), recipe.dtype, recipe.device, trust)
+    setup = Setup(model, load_tokenizer(checkpoint, trust), backend, progress)
+    if _is_calibrated(variant):
+        variant = replace(variant, scales=open_scales(output, checkpoint)(model))
+    elif variant.is_baked:  # its rounding, without the factors that the weights have now
+        plain = "none" if variant.cache == "fp8" else str(variant.cache)
+        variant = evaluation.measured[plain].variant
+    variant = replace(variant, name="written")
+    reads = progress.each("documents", documents, "documents")
+    kl = [compare_variants(setup, token_ids, [variant])["written"].kl for token_ids in reads]
+    return estimate(to_numpy(kl))

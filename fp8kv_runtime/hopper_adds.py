@@ -15,7 +15,7 @@ _STEP = 32  # products of one instruction
 _FRACTION = 2.0**-13
 _EXPONENT_BITS, _KEPT_BITS = 0x7F800000, -(1 << 10)  # of float32: all but the last 10 of 23 fraction bits
 _SUBNORMAL = 2.0**-6  # smaller E4M3 codes have its exponent
-_VALUES, _COLUMNS = 2**18, 2**10  # products at a time, which stay in a processor's cache
+_VALUES = 2**18  # products at a time, which stay in a processor's cache
 
 
 def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
@@ -24,17 +24,13 @@ def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     `a` [..., M, K] and `b` [..., K, N] are float32 values of E4M3 codes without their scale; K is walked in
     order.
     """
-    total = a.new_zeros(*a.shape[:-1], b.shape[-1]) if start is None else start.clone()
-    columns = min(b.shape[-1], _COLUMNS)
-    rows = max(1, _VALUES // (_STEP * columns * a[..., 0, 0].numel()))
-    for n in range(0, b.shape[-1], columns):
-        for m in range(0, a.shape[-2], rows):
-            block = total[..., m : m + rows, n : n + columns]
-            block.copy_(_add_block(a[..., m : m + rows, :], b[..., n : n + columns], block.contiguous()))
-    return total
+    total = a.new_zeros(*a.shape[:-1], b.shape[-1]) if start is None else start
+    rows = max(1, _VALUES // (_STEP * b[..., 0, :].numel()))
+    parts = zip(torch.split(a, rows, -2), torch.split(total, rows, -2), strict=True)
+    return torch.cat([_add_rows(part, b, begin) for part, begin in parts], -2)
 
 
-def _add_block(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+def _add_rows(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     for k in range(0, a.shape[-1], _STEP):
         x, y = a[..., k : k + _STEP, None], b[..., None, k : k + _STEP, :]  # [..., M, 32, 1], [..., 1, 32, N]
         largest = (_code_power(x) * _code_power(y)).amax(-2)

@@ -93,13 +93,13 @@ def rotate(x: Tensor) -> Tensor:
     square root of the block's size.
     """
     size = _block_size(x)
-    return _hadamard((x.reshape(-1, size) * signs(size).to(x.device)).T).reshape(x.shape)
+    return hadamard_product((x.reshape(-1, size) * signs(size).to(x.device)).T).reshape(x.shape)
 
 
 def rotate_back(x: Tensor) -> Tensor:
     """Undo `rotate` for `x` [..., D]."""
     size = _block_size(x)
-    return _hadamard(x.reshape(-1, size).T).mul_(signs(size).to(x.device) / size).reshape(x.shape)
+    return hadamard_product(x.reshape(-1, size).T).mul_(signs(size).to(x.device) / size).reshape(x.shape)
 
 
 def _block_size(x: Tensor) -> int:
@@ -109,7 +109,7 @@ def _block_size(x: Tensor) -> int:
     return size & -size
 
 
-def _hadamard(columns: Tensor) -> Tensor:
+def hadamard_product(columns: Tensor) -> Tensor:
     """Multiply a Hadamard matrix by `columns` [D, N]; returns rows [N, D]."""
     # sums of whole rows of N values, which are fast where single values of D would be slow
     x, half = columns.clone(memory_format=torch.contiguous_format), 1

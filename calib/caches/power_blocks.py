@@ -25,8 +25,7 @@ _MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
 
 def mxfp8(x: Tensor) -> Tensor:
     """Round `x` [..., D] to E4M3 in blocks of 32; an InputError where 32 does not divide D."""
-    values, exponent = mxfp8_parts(x)
-    return _restore(values, exponent, x)
+    return _restore(mxfp8_parts(x), x)
 
 
 def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +37,7 @@ def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fp4_mx_block16(x: Tensor) -> Tensor:
     """Round `x` [..., D] to E2M1 in blocks of 16; an InputError where 16 does not divide D."""
-    values, exponent = fp4_mx_parts(x)
-    return _restore(values, exponent, x)
+    return _restore(fp4_mx_parts(x), x)
 
 
 def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,14 +49,12 @@ def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def ultraquant_key(x: Tensor) -> Tensor:
     """Round K `x` [..., D] as UltraQuant reads it; an InputError where D is not a power of two from 32 up."""
-    values, exponent = ultraquant_parts(rotate(x))
-    return rotate(_restore(values, exponent, x.float())).to(x.dtype)
+    return rotate(_restore(ultraquant_parts(rotate(x)), x.float())).to(x.dtype)
 
 
 def ultraquant_value(x: Tensor) -> Tensor:
     """Round V `x` [..., D] as UltraQuant reads it; an InputError where 32 does not divide D."""
-    values, exponent = ultraquant_parts(x)
-    return _restore(values, exponent, x)
+    return _restore(ultraquant_parts(x), x)
 
 
 def ultraquant_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,5 +85,6 @@ def _nearest(x: Tensor, *, up: bool = False) -> Tensor:
     return levels[torch.bucketize(x.contiguous(), middles, right=up)]
 
 
-def _restore(values: Tensor, exponent: Tensor, original: Tensor) -> Tensor:
+def _restore(parts: tuple[Tensor, Tensor], original: Tensor) -> Tensor:
+    values, exponent = parts
     return values.mul_(exponent.exp2()).reshape(original.shape).to(original.dtype)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from calib.caches import blocks, per_token_head, power_blocks, turboquant
 from calib.caches.types import Layers, cache_type
-from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
 
@@ -28,6 +27,7 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
     are rounded to it once more than in the engine. LMDeploy keeps its scales in the `dtype` that the model is
     served in: by default K's own, or float16 for float32.
     """
+    edges = cache_type(name).edges(layers)
     fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
     key, value, rotated = turboquant.rotated_key, turboquant.value, partial(turboquant.lmdeploy, dtype=dtype)
     codecs: Mapping[str, Codec | tuple[Codec, Codec]] = {
@@ -52,11 +52,8 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
         "fp8_ds_mla": (blocks.fp8_tiles, blocks.bfloat16_k_pe),
         "nvfp4_ds_mla": (blocks.nvfp4_latent, fp8),
     }
-    if name not in codecs:
-        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(codecs)}")
     codec = codecs[name]
     key_codec, value_codec = codec if isinstance(codec, tuple) else (codec, codec)
-    edges = cache_type(name).edges(layers)
 
     def round_layer(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (key, value) if layer_idx in edges else (key_codec(key), value_codec(value))

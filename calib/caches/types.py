@@ -141,7 +141,8 @@ class CacheType(Facts):
 def cache_type(name: str) -> CacheType:
     """Return the cache type called `name`, of ALL_CACHES or UNSIMULATED."""
     if name not in _TYPES:
-        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(ALL_CACHES)}")
+        note = " (its name here is fp8)" * (name == "fp8_e4m3")
+        raise InputError(f"cache '{name[:40]}'{note} is not one of {', '.join(ALL_CACHES)}")
     return _TYPES[name]
 
 

@@ -153,15 +153,21 @@ def recommend(
     wish = make_wish(budget_kl, budget_bytes, engine, gpu, request_tokens)
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
-    advice, warnings, written = run_recommendation(
+    advice, warnings, written, problems = run_recommendation(
         model, recipe, wish, write=write, output=output, overwrite=overwrite, progress=progress
     )
     document = {**advice.model_dump(by_alias=True), "warnings": warnings}
-    if written is None:
-        return Answer(document, _advice_blocks(model, advice), warnings)
-    document["written"] = written.to_json()
-    blocks = [*_advice_blocks(model, advice, with_commands=False), *written.lines()]
-    return Answer(document, blocks, warnings, failures=written.problems)
+    blocks = [*_advice_blocks(model, advice, with_commands=written is None)]
+    if written is not None:
+        document["written"] = written.model_dump()
+        kl = f"{written.kl.value:.2g} nats [{written.kl.low:.2g}, {written.kl.high:.2g}]"
+        blocks += [
+            f"written to {written.output}; read again and measured on {written.tokens:,} tokens that its "
+            f"making did not read: KL {kl}",
+            "serve with:",
+            f"  {written.serve}",
+        ]
+    return Answer(document, blocks, warnings, problems)
 
 
 def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool = True) -> Iterator[Block]:

@@ -82,8 +82,12 @@ _COMMA_SEPARATED = ("variants", "caches", "tasks")
 
 
 def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data", "export")) -> dict[str, Any]:
-    """Return the recipe keys of flags that were set; the last of `sections` that has a name wins."""
-    from calib.recipe import Recipe
+    """Return the recipe keys of flags that were set; the last of `sections` that has a name wins.
+
+    InputError for a value that its key does not take.
+    """
+    from calib.errors import InputError
+    from calib.recipe import Recipe, load_recipe
 
     keys = {name: name for name in Recipe.model_fields}
     for section in sections:
@@ -93,7 +97,15 @@ def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data",
     # 0 is a value, and equals False
     values = {name: x for name, x in parameters.items() if x is not False and x not in (None, [], ())}
     values |= {name: values[name].split(",") for name in _COMMA_SEPARATED if name in values}
-    return {keys[name]: value for name, value in values.items() if name in keys}
+    values = {name: value for name, value in values.items() if name in keys}
+    for name, value in values.items():
+        try:
+            load_recipe(None, {keys[name]: value})
+        except InputError as error:  # what depends on other settings is for the whole recipe
+            _, is_of_value, problem = str(error).partition(": Input ")
+            if is_of_value:
+                raise InputError(f"--{name.replace('_', '-')} {problem}") from None
+    return {keys[name]: value for name, value in values.items()}
 
 
 def parse_assignments(pairs: list[str]) -> dict[str, Any]:

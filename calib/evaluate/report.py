@@ -163,6 +163,16 @@ class Recommendation(ReportPart):
     evidence: dict[str, Evidence]  # of every type: how its simulation is known
 
 
+class Written(ReportPart):
+    """A directory that serves what was recommended."""
+
+    output: str
+    serve: str  # the command
+    kl: Figure  # of the directory, read again
+    tokens: int  # that `kl` was measured on, new to the calibration
+    problems: list[str]  # why it is not what was recommended; empty: it is
+
+
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
 
@@ -183,15 +193,12 @@ class Suite:
     long_documents: int = 4
 
 
-class PositionBin(ReportPart):
+class PositionBin(Figure):
     """Mean KL and top-1 of the positions `from` to `to` (exclusive), with intervals over documents."""
 
     start: int = Field(alias="from")
     to: int
     tokens: int
-    value: NullableFloat
-    low: NullableFloat
-    high: NullableFloat
     top1: Figure | None = None  # None: of an older version
 
 

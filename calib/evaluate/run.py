@@ -1,7 +1,6 @@
 """The whole evaluation: calibrate on one part of the text, measure every variant on another."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from calib.capture.attention import cached_layers
@@ -27,7 +26,7 @@ from calib.evaluate.other_text import (
     measure_other_texts,
     other_datasets,
 )
-from calib.evaluate.page.page import check_report_directory, write_report
+from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
 from calib.evaluate.report import Report, Suite
 from calib.evaluate.serve_commands import Offers
@@ -42,7 +41,6 @@ from calib.evaluate.variants import (
     select_variants,
 )
 from calib.evaluate.verdict import check_variant, failures
-from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
 from calib.models.config import check_positions, load_config, takes_media
 from calib.models.load import load_model, load_tokenizer
@@ -51,7 +49,6 @@ from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
-from calib.scales.text_summary import TextRecord
 from fp8kv_runtime.errors import AttentionError
 
 _TEXT_ALONE = (
@@ -67,17 +64,13 @@ def evaluate(
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
     wish: Wish | None = None,
-    read_before: Sequence[list[int]] = (),
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
-    With a `wish`, nothing is measured that cannot be served there. The documents are not among `read_before`,
-    token ids. `summarize` makes the report.
+    With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
     """
     evaluation = _open_inputs(model_name, recipe, scales, suite, wish)
-    if read_before:
-        evaluation.readers = {**evaluation.readers, "the choice": (TextRecord.of(read_before),)}
     _load_model_and_text(evaluation, progress)
     _calibrate(evaluation)
     _choose_variants(evaluation)
@@ -136,8 +129,7 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     is_text = not any(text.data.media for text in evaluation.other_documents)
     other_warnings += [_TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
-    evaluation.shapes = [*evaluation.layers.shapes.values()]
-    check_model(setup.attention, model, evaluation.shapes)
+    check_model(setup.attention, model, [*evaluation.layers.shapes.values()])
     check_fp8_cache(model)
     evaluation.cache_types, type_warnings = select_types(settings.caches, evaluation.layers)
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
@@ -196,15 +188,9 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
     name, checkpoint, wish = evaluation.model_name, evaluation.checkpoint, evaluation.wish
     recipe = evaluation.recipe
     evaluation.offers = offers = Offers(
-        *(
-            served_name(name, checkpoint.path),
-            checkpoint,
-            recipe.data.dataset,
-            evaluation.shapes,
-            recipe.trust_remote_code,
-        ),
-        *(evaluation.config, evaluation.layers),
-    )
+        served_name(name, checkpoint.path), checkpoint, recipe.data.dataset, evaluation.config,
+        evaluation.layers, recipe.trust_remote_code,
+    )  # fmt: skip
     if wish is not None:
         caches = [variant for variant in variants if variant.kind != "control"]
         answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
@@ -251,16 +237,14 @@ def run_evaluation(
     output: Path | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Report, list[str]]:
-    """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
+    """Measure what `recipe.evaluation` says; returns the report and a line for each failure.
 
-    `scales` are directories to compare; the report goes to `output`; `progress` is told each step.
+    `scales` are directories to compare; the report goes to `output`; `progress` is told each step. Failures
+    are conditions that are met, and a report that cannot be written.
     """
     conditions = check_evaluation(recipe, scales)
-    with nullcontext() if output is None else claimed(output, overwrite=True):
-        if output is not None:
-            check_report_directory(output)
+    with report_place(output) as write:
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
-        if output is not None:
-            write_report(report, output)
+        problems = write(report)
     lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
-    return report, lines
+    return report, [*problems, *lines]

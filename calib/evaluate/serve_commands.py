@@ -1,7 +1,7 @@
 """How engines serve each variant of an evaluation: the commands that make it, and the one that serves it."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,10 +49,9 @@ class Offers:
     model: str  # as commands name it
     checkpoint: ModelDirectory
     dataset: str
-    shapes: Sequence[Shape]
+    config: PreTrainedConfig
+    layers: Layers
     trust_remote_code: bool = False
-    config: PreTrainedConfig | None = None
-    layers: Layers | None = None  # with `config`, by which tokens that fit are known
 
     def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
         """Find how the first engine serves a variant there, or say in a sentence why none does."""
@@ -139,13 +138,12 @@ class Offers:
 
     def request_tokens(self, tokens: int | None) -> int:
         """Return the tokens of the requests that are to fit; a default within the model's positions."""
-        limit = self.config and model_positions(self.config)
-        return tokens or min(REQUEST_TOKENS, limit or REQUEST_TOKENS)
+        return tokens or min(REQUEST_TOKENS, model_positions(self.config) or REQUEST_TOKENS)
 
     def pool(self, variant: Variant, engine: str, gpu: str | None, tokens: int) -> Pool | None:
         """Return how an engine allocates a request of `tokens`; None where the rule is not known."""
         classes = find_engine(engine).caches.pages
-        if architecture(self.checkpoint.config) not in classes or self.config is None or self.layers is None:
+        if architecture(self.checkpoint.config) not in classes:
             return None
         cache = None if variant.kind == REFERENCE else cache_type(variant.cache or "fp8")
         in_16_bits = self.layers.shapes.keys() - set(variant.layers) if variant.scales else set()
@@ -156,6 +154,11 @@ class Offers:
             )
         except InputError:
             return None
+
+    @property
+    def shapes(self) -> Iterable[Shape]:
+        """The layers that have a cache."""
+        return self.layers.shapes.values()
 
     @cached_property
     def _has_scales(self) -> bool:

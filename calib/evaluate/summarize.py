@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from calib.caches.types import CacheType, Layers, Shape
+from calib.caches.types import CacheType, Layers
 from calib.capture.directory_scales import ScalesForModel
 from calib.choices import REFERENCE
 from calib.evaluate.held_out import Readers
@@ -76,7 +76,6 @@ class Evaluation:
     setup: Setup = field(init=False)
     text: EvaluationText = field(init=False)
     other_documents: Sequence[OtherDocuments] = field(init=False)
-    shapes: Sequence[Shape] = field(init=False)
     layers: Layers = field(init=False)
     cache_types: Sequence[CacheType] = field(init=False)
     # calibrate
@@ -166,7 +165,7 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
     own = evaluation.measured[REFERENCE].long_documents
     skips_tokens = evaluation.recipe.data.skip_first > 0  # whose clipping cannot be predicted
     chances = {} if skips_tokens else predict_clipping(variant, evaluation.stats)
-    sixteen_bits = 2 * sum(shape.values for shape in evaluation.shapes)
+    sixteen_bits = 2 * sum(shape.values for shape in evaluation.layers.shapes.values())
     return {
         "cache": variant.cache,
         "is_baked": variant.is_baked,
@@ -215,7 +214,7 @@ def _ppl_change(nll: Values) -> float:
 def _conditions(evaluation: Evaluation) -> Conditions:
     """Describe the model, machine and text of the evaluation."""
     setup, text = evaluation.setup, evaluation.text
-    values = sum(shape.values for shape in evaluation.shapes)
+    values = sum(shape.values for shape in evaluation.layers.shapes.values())
     return Conditions(
         version=SCHEMA,
         versions=versions(),

@@ -184,9 +184,10 @@ def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
 
 def turboquant(key_bits: int, bits: int, x: Tensor) -> Stored:
     """Bytes of K, then V, in the place of codes; scales are among them."""
+    from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
     from vllm.v1.attention.ops import triton_turboquant_store as ops
 
-    (tokens, heads, size), levels = x.shape, turbo.centroids(x.shape[-1], key_bits % 8 or 4)
+    (tokens, heads, size), levels = x.shape, get_centroids(x.shape[-1], key_bits % 8 or 4)
     key_bytes = size * key_bits // 8 + 2 * (key_bits < 8)
     cache = torch.zeros(1, tokens, heads, key_bytes + size * bits // 8 + 4, dtype=torch.uint8)
     tables = turbo.hadamard(size), (levels[:-1] + levels[1:]) / 2

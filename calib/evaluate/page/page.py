@@ -1,9 +1,11 @@
 """`report.html`, one file that loads nothing and runs nothing, `report.md`, and all files written."""
 
 import logging
+import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from math import inf, log
 from pathlib import Path
@@ -22,6 +24,7 @@ from calib.evaluate.page.tables import (
 )
 from calib.evaluate.report import REPORT_FILE, Report, Row
 from calib.evaluate.verdict import can_be_served
+from calib.files.atomic import claimed
 from calib.files.strict_json import json_text
 from calib.files.text import plain, show_number
 from calib.progress import WRITTEN
@@ -130,21 +133,32 @@ def _group(name: str, row: Row, whole: int) -> tuple[int, str]:
     return 16 - bits, f"about {bits} bits a value"
 
 
-def check_report_directory(directory: Path) -> None:
-    """Refuse a file, a directory that holds something else than a report, and no matplotlib."""
-    check_can_draw("a report")
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"'{directory}' is a file; give another --output")
-    for path in directory.glob("*"):
-        if path.name.removeprefix(".") not in _FORMS:
-            raise InputError(
-                f"'{directory}' holds '{path.name}', which is not a report; give another --output"
-            )
+@contextmanager
+def report_place(
+    directory: Path | None, *, overwrite: bool = True
+) -> Iterator[Callable[[Report], list[str]]]:
+    """Claim the directory of a report, if there shall be one; yield what writes it and says why it could not.
+
+    InputError for a file, a directory that holds something else, or a report without `overwrite`, one that
+    cannot be written, and no matplotlib.
+    """
+    if directory is None:
+        yield lambda _: []
+        return
+    with claimed(directory, overwrite=True):
+        check_can_draw("a report")
+        names = [path.name.removeprefix(".") for path in directory.glob("*")]
+        if strange := next((name for name in names if name not in _FORMS), None):
+            raise InputError(f"'{directory}' holds '{strange}', which is not a report; give another --output")
+        if names and not overwrite:
+            raise InputError(f"the report '{directory}' exists; add --overwrite, or choose another -o")
+        if directory.exists() and not os.access(directory, os.W_OK):
+            raise InputError(f"cannot write '{directory}': Permission denied; choose another output")
+        yield partial(write_report, directory=directory)
 
 
-def write_report(report: Report, directory: Path) -> None:
-    """Write all files of a report, or none; an earlier report there is replaced."""
-    check_report_directory(directory)
+def write_report(report: Report, directory: Path) -> list[str]:
+    """Write all files of a report, in place of an earlier one, or none: then return why."""
     texts = {directory / name: form(report) for name, form in _FORMS.items()}
     scratch = {file: file.with_name(f".{file.name}") for file in texts}
     is_new = not directory.exists()
@@ -155,10 +169,8 @@ def write_report(report: Report, directory: Path) -> None:
         for file, written in scratch.items():
             written.replace(file)
     except OSError as error:
-        raise InputError(
-            f"cannot write '{directory}': {error.strerror or error}; no file of a report was "
-            "replaced; choose another output"
-        ) from None
+        problem = f"cannot write '{directory}': {error.strerror or error}; no file of a report was replaced"
+        return [f"{problem}; choose another output"]
     finally:
         with suppress(OSError):
             for written in scratch.values():
@@ -166,6 +178,7 @@ def write_report(report: Report, directory: Path) -> None:
             if is_new:
                 directory.rmdir()  # where nothing was written
     WRITTEN.append(directory)
+    return []
 
 
 _FORMS: dict[str, Callable[[Report], str]] = {

@@ -167,8 +167,7 @@ def long_tables(report: Report) -> list[Table]:
 
 def _position_row(place: PositionBin) -> tuple[Cell, ...]:
     counts = Cell(f"{place.start:,} to {place.to:,}"), Cell(f"{place.tokens:,}")
-    kl = Figure(value=place.value, low=place.low, high=place.high)
-    return *counts, _figure(kl, "{:.2g}"), _figure(place.top1, "{:.1%}")
+    return *counts, _figure(place, "{:.2g}"), _figure(place.top1, "{:.1%}")
 
 
 def task_table(report: Report) -> Table:

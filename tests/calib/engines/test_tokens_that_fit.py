@@ -21,13 +21,8 @@ def config(kinds, window=None, **sizes):
 
 SHAPES = dict(zip(KINDS, [Shape(8, 256, 256)] * 5 + [Shape(2, 512, 512)], strict=True))
 GEMMA4 = config(KINDS * 5, 1024), Layers(dict(enumerate(SHAPES[kind] for kind in KINDS * 5)), 30)
-MAMBA = {
-    "mamba_n_heads": 48,
-    "mamba_d_head": 64,
-    "mamba_d_state": 256,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-}
+SIZES = {"n_heads": 48, "d_head": 64, "d_state": 256, "n_groups": 1, "d_conv": 4}
+MAMBA = {f"mamba_{name}": size for name, size in SIZES.items()}
 FALCON = config(["hybrid"] * 24, **MAMBA), Layers(dict.fromkeys(range(24), Shape(2, 128, 128)), 24, True)
 
 
@@ -83,6 +78,6 @@ def test_a_batch_has_room_for_a_video_where_it_is_read_both_ways():
         whole = model if name.endswith("LM") else SimpleNamespace()
         whole.get_text_config = lambda model=model, **_: model
         checkpoint = SimpleNamespace(config={"architectures": [name]})
-        offers = Offers("m", checkpoint, "", [], config=whole, layers=layers)
+        offers = Offers("m", checkpoint, "", whole, layers)
         expected = pool(layer_pages(text, layers, FP8, set(), gpu), 32_768, in_flight)
         assert offers.pool(Variant("fp8", "", "cache", cache="fp8"), "vllm", gpu, 32_768) == expected

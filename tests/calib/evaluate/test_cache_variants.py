@@ -173,7 +173,7 @@ def test_latents_are_served_at_scale_1_and_never_with_scales(evaluation, tmp_pat
         assert found[name].endswith("not for latents")
     # a model whose K and V vLLM caches
     other = find_model(str(latent_directory("minicpm3", tmp_path)))
-    offers = Offers("m", other, "random", evaluation.shapes)
+    offers = Offers("m", other, "random", None, evaluation.layers)
     refusal = "vllm: not known to cache latents of minicpm3 models"
     assert answers(evaluation, offers, engine="vllm")["none"] == refusal
     assert answers(evaluation, offers)["none"][-1].startswith("python -m sglang")
@@ -183,7 +183,7 @@ def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, tmp_path):
     # an indexer chooses the tokens to attend to
     path = latent_directory("deepseek_v32", tmp_path, index_head_dim=80)
     sparse = evaluate(str(path), caches_recipe("none"), suite=SMALL)
-    assert sparse.shapes == [Shape(1, 512, 64, "sparse latents")] * 2
+    assert [*sparse.offers.shapes] == [Shape(1, 512, 64, "sparse latents")] * 2
     assert all(sparse.measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
     for gpu, blocks in (("h100", str), ("b200", tuple)):
         found = answers(evaluation, sparse.offers, engine="vllm", gpu=gpu)
@@ -191,7 +191,7 @@ def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, tmp_path):
         assert isinstance(found["nvfp4_ds_mla"], blocks)
     assert "--attention-backend" in found["none"][-1]
     assert "not on h100" in answers(evaluation, sparse.offers, engine="vllm", gpu="h100")["none"]
-    small = replace(sparse.offers, shapes=[Shape(1, 144, 24, "sparse latents")])
+    small = replace(sparse.offers, layers=Layers({0: Shape(1, 144, 24, "sparse latents")}, 1))
     refusal = answers(evaluation, small)["fp8_ds_mla"]
     assert "with latents of 512 + 64 (vllm, sglang, lmdeploy), not of 144 + 24" in refusal
     rows = summarize(evaluation).variants  # the recommendation is one of them
@@ -256,7 +256,7 @@ def test_the_command_line(caches_directory, evaluation, small_directory, tmp_pat
     one_line_error(done, "attn_head: this model caches latents")
     monkeypatch.setattr("calib.evaluate.run.find_model", lambda _: pytest.fail("measured"))
     done = fp8kv("eval", caches_directory, "--caches", "int9", *FLAGS)
-    one_line_error(done, "evaluation.caches", "'int9'", "nvfp4")
+    one_line_error(done, "--caches should be 'all', 'fp8'", "got 'int9'")
     for name in ("nvfp4, baked", "fp8"):
         done = fp8kv("eval", caches_directory, "--caches", "fp8,nvfp4", "--fail-if", f"{name}:kl>1")
         one_line_error(done, f"'{name}'")
@@ -438,9 +438,9 @@ def test_fp8_that_ends_at_240(caches_evaluation):
 def test_scales_in_the_checkpoint_are_not_1(format_name, caches_evaluation, caches_directory, tmp_path):
     succeeded(calibrate(caches_directory, "-o", tmp_path / "out", "--format", format_name))
     checkpoint = find_model(str(tmp_path / "out"))
-    shapes = [(2, 128, 128)]
-    before = replace(caches_evaluation.offers, shapes=shapes)
-    after = Offers("m", checkpoint, "", shapes)
+    layers = Layers({0: Shape(2, 128, 128)}, 1)
+    before = replace(caches_evaluation.offers, layers=layers)
+    after = Offers("m", checkpoint, "", None, layers)
     for name in ("none", "fp8, baked", "nvfp4", "nvfp4_4over6"):
         variant = caches_evaluation.measured[name].variant
         assert not isinstance(before.find(variant, None, None), str)
@@ -456,7 +456,7 @@ def test_wishes_that_cannot_be_meant():
         (("0", None, None, None), "--budget-kl takes a number above 0 .*got '0'"),
         *(((text, None, None, None), f"got '{text}'") for text in ("nan", "much")),
         ((None, "-1", None, None), "--budget-bytes takes a number above 0"),
-        ((None, "2", None, None), "--budget-bytes 2 is more than 1"),
+        ((None, "55", None, None), "--budget-bytes 55 is more than 1, .*; give 0.55 for"),
         (("1", "0.5", None, None), "give one of them"),
         ((None, None, "lmdeploy", "mi300x"), "lmdeploy on mi300x"),
     ):
@@ -499,11 +499,11 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     for layer in model.model.layers if prepared == "tensor" else ():  # V beyond FP8 at scale 1.0
         layer.self_attn.v_proj.weight.data *= 2.0**12
         layer.self_attn.o_proj.weight.data *= 2.0**-12
-    directory, out = save_model(model, tmp_path / "model"), tmp_path / "out"
+    directory, out, page = save_model(model, tmp_path / "model"), tmp_path / "out", tmp_path / "report"
     flags = (*wish, *FLAGS, "--write", out, "--json")
-    answer = json.loads(ran("recommend", directory, *flags, "-o", tmp_path / "report").stdout)
+    answer = json.loads(ran("recommend", directory, *flags, "-o", page).stdout)
     assert (prepared in answer["chosen"]["cache"], f" {out}" in answer["written"]["serve"]) == (True, True)
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    report = json.loads((page / "report.json").read_text())
     chosen = answer["chosen"]["cache"].replace("reference", "16 bits")
     assert re.match(rf"(The (best|cheapest) within .* is|Serve) {chosen}[,:]", report["advice"][-1])
     recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
@@ -523,5 +523,9 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
         return calibrate_model(model, recipe.model_copy(update={"headroom": 1 / 16}), output, **flags)
 
     monkeypatch.setattr("calib.recommendation.calibrate", spoil)
-    done = fp8kv("recommend", directory, *flags, "--overwrite")
+    one_line_error(fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", page), "report' exists; add -")
+    (page / ".report.md").mkdir()  # in the way of the report, and the answer is not lost
+    done = fp8kv("recommend", directory, *flags, "--overwrite", "-o", page)
     assert (done.exit_code, "its KL is above" in done.stderr) == (1, True)
+    assert "no file of a report was replaced" in done.stderr
+    assert json.loads(done.stdout)["written"]["output"] == str(out)

@@ -100,15 +100,15 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
     for flags, *phrases in (
-        (("--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"),
+        (("--variants", "tensr"), "--variants should be 'bf16'", "got 'tensr'"),
         (("--fail-if", "speed>1"), "is not a condition"),
         (("--scales", "own", "--fail-if", "x:kl>1"), "no variant 'x'; there are bf16, eager, none", ", own"),
         (("--fail-if", "tensor:kl>1", "--variants", "none"), "no variant 'tensor'; there are none, bf"),
         (("--fail-if", "reference:kl>1"), "no variant 'reference'"),
         (("--tasks", "./gone.yaml"), "--tasks './gone.yaml'", "No such file"),
         (("--seq-len", 999), "--seq-len 999 is longer than the model's 256"),
-        (("--samples", 1), "evaluation.samples: Input should be greater"),
-        (("--search", "much"), "evaluation.kl_budget: Input should be a"),
+        (("--samples", 0), "--samples should be greater than or equal to 2, got 0"),
+        (("--search", "much"), "--search should be a valid number", "got 'much'"),
         (("--scales", tmp_path), "holds no model"),
         (("--scales", tmp_path / "none"), "none' is not a dir"),
         (("--scales", tmp_path, "--scales", tmp_path), "is given twice; give every directory once"),
