@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-watch interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page families-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-watch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-slow test-nightly test-shuffled mutants test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-twin interop-scales interop-live interop-watch interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page families-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-watch bench-dependencies install-check house nightly golden golden-weights gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -316,6 +316,12 @@ bench-watch: interop-outputs ## FP8KV_WATCH in a real vLLM: false alarms, its co
 
 bench-dependencies: $(VENV)/.installed ## megabytes and import time of each dependency
 	$(BIN)/python benchmarks/dependencies.py
+
+# `+`: make --dry-run lists the queue as DRY_RUN=1 does
+DRY_RUN ?= $(findstring n,$(firstword -$(MAKEFLAGS)))
+
+gpu: ## all that waits for a GPU, unattended; a second start goes on; --dry-run lists it
+	+$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/gpu_queue.py $(if $(DRY_RUN),--dry-run)
 
 golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed ## files of other tools, for the tests
 	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor.py

@@ -15,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kernel_report import describe_machine
 from machine import machine, peak_bytes, reset_peak, write_result
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
-from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
+from workload import DATASET, MODEL, Workload, load_workload, make_recipe, random_workload
 
 from calib.capture import running_amax as running
 from calib.capture.attention import map_attention
@@ -39,8 +40,9 @@ Variant = Callable[[Iterable[Batch]], Callable[[], Any]]
 def main() -> None:
     """Measure, print the tables, write the JSON."""
     args = _arguments()
-    work = load_workload(args.samples, args.seq_len, args.threads)
-    facts = machine(args.date)
+    random = args.config and random_workload(args.config, args.samples, args.seq_len)
+    work = random or load_workload(args.samples, args.seq_len, args.threads)
+    facts = describe_machine(None) if _is_on_gpu(work) else machine(args.date)
     variants = _variants(work, args)
     for variant in variants.values():  # threads, code paths and allocator settle
         variant(work.batches[:1])
@@ -63,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--rounds", type=int, help="one batch each; default: each batch thrice")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--config", type=Path, help="a model of this shape and tokens, both random")
     parser.add_argument("--date", help="date to record; default: today")
     results = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=results / "calibration.json")
@@ -80,7 +83,8 @@ def _bare_forward(model: PreTrainedModel) -> Variant:
     @torch.inference_mode()
     def forward(batches: Iterable[Batch]) -> Callable[[], None]:
         for batch in batches:
-            decoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
+            decoder(input_ids=ids, attention_mask=mask, use_cache=False)
         return lambda: None
 
     return forward
@@ -114,16 +118,21 @@ def _rounds(
 def _seconds(variant: Variant, batch: Batch) -> float:
     start = time.perf_counter()
     variant([batch])
+    _wait()
     return time.perf_counter() - start
 
 
 def _full_pass(name: str, variant: Variant, work: Workload) -> dict[str, Any]:
     print(f"full pass: {name}", file=sys.stderr, flush=True)
+    gpu = _is_on_gpu(work)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
     measurable = reset_peak()
     start = time.perf_counter()
     derive = variant(work.batches)
+    _wait()
     measured = time.perf_counter()
-    peak = peak_bytes() if measurable else None
+    peak = torch.cuda.max_memory_allocated() if gpu else peak_bytes() if measurable else None
     derive()
     return {
         "tokens": work.tokens,
@@ -133,6 +142,16 @@ def _full_pass(name: str, variant: Variant, work: Workload) -> dict[str, Any]:
     }
 
 
+def _is_on_gpu(work: Workload) -> bool:
+    return work.model.device.type == "cuda"
+
+
+def _wait() -> None:
+    """Work on a GPU goes on behind the call."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _curves(calibration: Variant, work: Workload) -> dict[str, Any]:
     """Time that curves, positions and tails take of a full pass, timed from within."""
     print("full pass: curves", file=sys.stderr, flush=True)
@@ -140,14 +159,17 @@ def _curves(calibration: Variant, work: Workload) -> dict[str, Any]:
 
     def timed(*args: Any) -> Any:
         nonlocal inside
+        _wait()
         start = time.perf_counter()
         found = whole(*args)
+        _wait()
         inside += time.perf_counter() - start
         return found
 
     start = time.perf_counter()
     with mock.patch.object(running, "per_token_statistics", timed):
         calibration(work.batches)
+    _wait()
     seconds = time.perf_counter() - start
     share = {"seconds": inside, "of_seconds": seconds, "share": inside / seconds}
     return share | _verdict("target", CURVES_TARGET, inside / seconds, at_least=False)
@@ -190,9 +212,9 @@ def _verdict(key: str, target: float | None, value: float | None, *, at_least: b
 
 def _describe(work: Workload, args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "model": MODEL,
-        "dataset": DATASET,
-        "dtype": DTYPE,
+        "model": args.config.stem if args.config else MODEL,
+        "dataset": "random" if args.config else DATASET,
+        "dtype": str(work.model.dtype).removeprefix("torch."),
         "samples": args.samples,
         "seq_len": args.seq_len,
         "tokens": work.tokens,

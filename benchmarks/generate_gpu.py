@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kernel_report import describe_machine
 from machine import write_result
+from random_model import random_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fp8kv_runtime.hf import fp8_attention
 
@@ -65,7 +66,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for file in args.config:
-            model = _random_model(AutoConfig.from_pretrained(file), small=not gpu)
+            model = random_model(AutoConfig.from_pretrained(file), small=not gpu)
             scales = _scales(model)
             error = _logits_error(model, scales)
             print(f"{file.stem:16} logits, kernels against torch: relative error {error:.1e}")
@@ -95,31 +96,6 @@ def _arguments() -> argparse.Namespace:
     results = HERE / "results" / "generate_gpu.json"
     parser.add_argument("--output", type=Path, default=results, metavar="FILE")
     return parser.parse_args()
-
-
-def _random_model(config: PreTrainedConfig, *, small: bool) -> PreTrainedModel:
-    """Make a model of this shape in float16; small: few layers, narrow MLP, few words."""
-    if small:
-        config.update({"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512})
-        config.layer_types = None
-    device = torch.device("cpu" if small else "cuda")
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    model.to_empty(device=device)
-    for weight in model.parameters():
-        weight.copy_(torch.randn_like(weight) * 0.02 if weight.dim() > 1 else weight.fill_(1.0))
-    _restore_buffers(model, config)
-    return model.eval()
-
-
-def _restore_buffers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """RoPE's frequencies are no weights, and `to_empty` forgets them."""
-    for name, module in model.named_modules():
-        if name.endswith("rotary_emb"):
-            fresh = type(module)(config)
-            for key, buffer in fresh.named_buffers(recurse=False):
-                getattr(module, key).copy_(buffer)
 
 
 def _scales(model: PreTrainedModel) -> Scales:

@@ -61,8 +61,8 @@ def main() -> None:
         cases = shrink(cases) if small else fitting(cases)
         if check_cases(cases, launchers, device(), print):
             sys.exit("a kernel is wrong: nothing was timed")
-        if small:
-            print(f"correctness only: {_why_small(gpu)}, nothing was timed")
+        if small or args.check:
+            print(f"correctness only: {_why_small(gpu) if small else '--check'}, nothing was timed")
         else:
             measure(cases, launchers, GpuTimer(), args.output, args.commit)
 
@@ -72,6 +72,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="check tiny shapes, time nothing")
+    parser.add_argument("--check", action="store_true", help="check all shapes, time nothing")
     parser.add_argument("--quick", action="store_true", help="a few rows of each kernel")
     results = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=results, metavar="DIR")

@@ -52,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="llm-compressor")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="ours; llm-compressor takes a GPU where it finds one")
     parser.add_argument("--date", help="date to record; default: today")
     parser.add_argument("--scratch", type=Path, default=Path("build/bench"))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "peers.json")
@@ -78,7 +79,8 @@ def _run_all(args: argparse.Namespace, documents: Path) -> list[Run]:
     ]
     runs = []
     for options in peers:
-        ours = _run(args, documents, Path(sys.executable), "peer_speed_fp8kv.py")
+        own = ("--device", args.device)
+        ours = _run(args, documents, Path(sys.executable), "peer_speed_fp8kv.py", *own)
         theirs = _run(args, documents, args.peer_python, "peer_speed_llmcompressor.py", *options)
         runs += [{"tool": OURS, **ours}, {"tool": "llm-compressor", **theirs}]
     return runs

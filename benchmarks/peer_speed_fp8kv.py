@@ -27,12 +27,12 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     samples = read_object(args.documents)["samples"]
-    recipe = make_recipe(len(samples), args.seq_len)
+    recipe = make_recipe(len(samples), args.seq_len, device=args.device)
     checkpoint = open_model_directory(args.model)
     clock = [time.perf_counter()]
     model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
     clock.append(time.perf_counter())
-    batch_size = resolve_batch_size(recipe.data, "cpu")
+    batch_size = resolve_batch_size(recipe.data, args.device)
     attention = map_attention(model)
     batches = make_batches(samples, batch_size, pad_id=0)
     stats = calibrate(model, batches, recipe, attention=attention)
@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--documents", type=Path, required=True)
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 

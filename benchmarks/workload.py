@@ -1,9 +1,11 @@
 """The one workload of both benchmarks: SmolLM2-135M in bfloat16 over Python's own documentation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from random_model import random_model
+from transformers import AutoConfig, PreTrainedModel
 
 from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
@@ -31,11 +33,11 @@ class Workload:
         return sum(batch.num_tokens for batch in self.batches)
 
 
-def make_recipe(samples: int, seq_len: int, observer: ObserverName = "absmax") -> Recipe:
+def make_recipe(samples: int, seq_len: int, observer: ObserverName = "absmax", device: str = "cpu") -> Recipe:
     """Return the recipe that differs from our defaults in data, dtype and observer only."""
     return Recipe(
         observer=ObserverRecipe(name=observer),
-        device="cpu",
+        device=device,
         dtype=DTYPE,
         data=DataRecipe(dataset=DATASET, samples=samples, seq_len=seq_len),
     )
@@ -56,6 +58,15 @@ def load_workload(samples: int, seq_len: int, threads: int) -> Workload:
     batch_size = resolve_batch_size(recipe.data, "cpu")
     batches = make_batches(data.samples, batch_size, pad_id=0)
     return Workload(_model(checkpoint, recipe), batches)
+
+
+def random_workload(config: Path, samples: int, seq_len: int) -> Workload:
+    """Return a model of this shape and tokens, both random; on a CPU only a small one of its kind."""
+    gpu = torch.cuda.is_available()
+    model = random_model(AutoConfig.from_pretrained(config), small=not gpu)
+    tokens = torch.randint(0, model.config.vocab_size, (samples, seq_len)).tolist()
+    batch_size = resolve_batch_size(make_recipe(samples, seq_len).data, "cuda" if gpu else "cpu")
+    return Workload(model, make_batches(tokens, batch_size, pad_id=0))
 
 
 def _model(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:

@@ -1,6 +1,5 @@
 """`fp8kv bench`: checks the kernels on this machine, and times them at a model's shape."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -122,8 +121,6 @@ def run_bench(
         Fp8kvError: a kernel is wrong on this machine.
     """
     gpu = torch.cuda.is_available()
-    if not gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
     shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
         from fp8kv_runtime.bench.cases import load_launchers

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a config.json, a model directory or a Hub id")
     parser.add_argument("--heads", default="32/8/128", help="query heads, KV heads, head_dim")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kernel", choices=KERNELS, help="this one alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("the kernels are timed on a GPU, and torch finds none here")
@@ -66,10 +67,18 @@ def main() -> None:
     heads = attention_heads(args.model) if args.model else parse_heads(args.heads)
     with torch.inference_mode():
         device = torch.device("cuda")
-        print("written:", tune(bench_cases(heads, args.block_size, device), device, time_on_gpu, print))
+        kernels = {args.kernel: KERNELS[args.kernel]} if args.kernel else KERNELS
+        cases = bench_cases(heads, args.block_size, device)
+        print("written:", tune(cases, device, time_on_gpu, print, kernels))
 
 
-def tune(cases: tuple[Case, ...], device: torch.device, measure: Measure, say: Callable[[str], None]) -> Path:
+def tune(
+    cases: tuple[Case, ...],
+    device: torch.device,
+    measure: Measure,
+    say: Callable[[str], None],
+    kernels: Mapping[str, str] = KERNELS,
+) -> Path:
     """Write the fastest configs over the cases to this machine's table, and return its path."""
     path = tuned_path()
     write_table(path, read_table(path))  # or stop before minutes of measuring
@@ -80,7 +89,7 @@ def tune(cases: tuple[Case, ...], device: torch.device, measure: Measure, say: C
             tuner.tune(kernel, tuple(form(c) for c in cases if c.kernel == launcher))
             for form in (lambda case: case, store_as_float16)
         ]
-        for kernel, launcher in KERNELS.items()
+        for kernel, launcher in kernels.items()
     }
     write_table(path, merge_tables(read_table(path), rows))
     tuning.forget_tuned()
