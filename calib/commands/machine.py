@@ -1,6 +1,5 @@
 """`fp8kv bench` and `fp8kv doctor`: what this machine can do."""
 
-import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -38,11 +37,6 @@ def bench(
     progress: choices.ProgressForm = flags.PROGRESS,
 ) -> Answer:
     """Check the kernels against their references, then time them on this GPU at a model's shape."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, which transformers does
-
     from calib.bench import run_bench
 
     # a line for each case is progress enough, and would tear a bar
