@@ -43,9 +43,7 @@ def count_tokens(batch: Batch) -> CountedTokens:
     rows = None if bool(counted.all()) else counted.flatten().nonzero().squeeze(-1)
     position_buckets = bucket_indices(positions[counted]).clamp(max=POSITION_BUCKETS - 1)
     buckets = bucket_indices(indices[counted])
-    modalities = None
-    if batch.media is not None:
-        modalities = batch.media.modalities.to(real.device)[None][counted]
+    modalities = batch.media.modalities.to(real.device)[None][counted] if batch.media else None
     return CountedTokens(rows, batch.num_tokens, buckets, position_buckets, modalities)
 
 

@@ -196,14 +196,13 @@ def judge_mtp(
     """Judge the largest scales of layers that draft tokens (MTP) by the absmax that a report has of them."""
     rows = against.report.get("drafts", ())
     amax: Amax = {(layer_of(row["module"]) or 0, x): (row[f"{x}_amax"],) for row in rows for x in "kv"}
-    if not (drafts and amax) or measured.thresholds:
+    layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
+    if not layers or not amax or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
         return [], [Finding(text, is_problem=False)] * bool(drafts)
-    layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
-    fits = compare(layers, amax, limits)
+    fits = [replace(fit, is_draft=True) for fit in compare(layers, amax, limits)]
     findings = judge(layers, fits, measured._replace(amax=amax), limits.largest)
-    named = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
-    return [replace(fit, is_draft=True) for fit in fits], named
+    return fits, [replace(finding, text=f"draft: {finding.text}") for finding in findings]
 
 
 def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:

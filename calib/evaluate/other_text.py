@@ -31,7 +31,6 @@ from calib.evaluate.report import (
 )
 from calib.evaluate.statistics import Divergence, difference, estimate, perplexity, to_numpy
 from calib.evaluate.variants import Setup, Variant
-from calib.files.text import show_number
 from calib.models.config import model_positions
 from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, Recipe
@@ -187,15 +186,13 @@ def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -
 
 def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, ModalityRow]:
     """Return the figures of the tokens of text, and of those of pictures; nothing where all are of text."""
-    rows: dict[str, ModalityRow] = {}
+    rows = dict[str, ModalityRow]()
+    pairs = zip(elsewhere.text.media, elsewhere.divergences[name], strict=True)
+    samples = [(sample.modalities, each) for sample, each in pairs if sample]
     for number, modality in enumerate(MODALITIES):
-        kl, top1 = [], []
-        for sample, each in zip(elsewhere.text.media, elsewhere.divergences[name], strict=True):
-            is_it = None if sample is None else sample.modalities == number
-            if is_it is not None and is_it.any():
-                kl.append(each.kl[is_it])
-                top1.append(each.agrees[is_it])
-        if kl:
+        places = [(each, is_it) for x, each in samples if (is_it := x == number).any()]
+        if places:
+            kl, top1 = ([getattr(each, x)[is_it] for each, is_it in places] for x in ("kl", "agrees"))
             figures = {"kl": estimate(to_numpy(kl)), "top1": estimate(to_numpy(top1))}
             rows[modality] = ModalityRow(tokens=sum(map(len, kl)), **figures)
     return rows
@@ -219,15 +216,10 @@ def is_clipped(text: Events, own: Events) -> bool:
     return text.share > _MOSTLY_CLIPPED or (text.share > _CLIPPED and text.low > own.high)
 
 
-def name_modalities(texts: Sequence[OtherText], subject: str) -> str:
-    """Say in a sentence what the KL is of each modality where there are pictures; "" where there are none."""
-    parts = [
-        f"{show_number(row.kl.value)} on the {modality} of {text.dataset}"
-        for text in texts
-        if subject in text.variants
-        for modality, row in text.variants[subject].modalities.items()
-    ]
-    return f"the KL is {', '.join(parts)}" if parts else ""
+def modality_places(texts: Sequence[OtherText], subject: str) -> list[tuple[str, ModalityRow]]:
+    """Return the figures of each modality with where it is, such as "on the pictures of DATASET"."""
+    rows = [(text, text.variants[subject].modalities) for text in texts if subject in text.variants]
+    return [(f"on the {name} of {text.dataset}", row) for text, own in rows for name, row in own.items()]
 
 
 def name_clipped_texts(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:

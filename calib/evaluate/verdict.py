@@ -12,8 +12,8 @@ from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import name_clipped_texts, name_modalities
-from calib.evaluate.report import Figure, LayerRow, ModalityRow, OtherText, Report, Row, Search
+from calib.evaluate.other_text import modality_places, name_clipped_texts
+from calib.evaluate.report import Figure, LayerRow, OtherText, Report, Row, Search
 from calib.evaluate.statistics import ratio
 from calib.files.text import Condition, show_number
 
@@ -101,9 +101,10 @@ class Judgement:
         if name is None:
             return "No FP8 KV cache was measured."
         label, row = self._label(name), self.rows[name]
+        kls = ", ".join(f"{show_number(x.kl.value)} {place}" for place, x in modality_places(texts, name))
         sentences = [
             f"FP8 KV cache, {label}: {_figures(row, self.floor)}",
-            name_modalities(texts, name),
+            kls and f"the KL is {kls}",
             name_clipped_texts(texts, name, row, label),
             *self._comparison(name),
         ]
@@ -224,13 +225,9 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
             raise InputError(
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
-        figures = {"": figure} | {
-            f" on the {modality} of {text.dataset}": getattr(row, condition.metric)
-            for text in report.other_texts
-            if name in text.variants and condition.metric in ModalityRow.model_fields
-            for modality, row in text.variants[name].modalities.items()
-        }
-        for place, each in figures.items():
+        places = modality_places(report.other_texts, name)
+        figures = {"": figure} | {f" {x}": getattr(row, condition.metric, None) for x, row in places}
+        for place, each in ((place, each) for place, each in figures.items() if each):
             # a figure that is not finite meets every condition
             is_finite = math.isfinite(each.value)
             if not is_finite or condition.compare(each.value, condition.limit):

@@ -84,11 +84,9 @@ def serve_command(
     if drafts_for and target.rules:
         model, method = drafts_for
         in_json = json.dumps(str(path), ensure_ascii=False, allow_nan=False)[1:-1]
-        words = [model]
-        for word in shlex.split(target.rules.draft_flag):
-            place_in_word = in_json if "{{" in word else path
-            words.append(word.format(path=place_in_word, method=method, METHOD=method.upper()))
-        place = shlex.join(words)
+        paths = ((word, in_json if "{{" in word else path) for word in shlex.split(target.rules.draft_flag))
+        words = (word.format(path=x, method=method, METHOD=method.upper()) for word, x in paths)
+        place = shlex.join([model, *words])
     command = target.serve.format(path=place)
     return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
 

@@ -31,14 +31,7 @@ from calib.same_model.marks import marks_or_none
 from calib.scales.scales import KVScales, layers_html
 from calib.scales.stats import MODALITIES, KVStats, derive_scales
 from calib.scales.stats_file import save_stats
-from calib.scales.summary import (
-    TEXT_ALONE,
-    LayerSummary,
-    clipped_tokens,
-    modality_line,
-    summarize,
-    warnings_for,
-)
+from calib.scales.summary import LayerSummary, clipped_tokens, modality_line, summarize, warnings_for
 
 _LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
 
@@ -157,15 +150,16 @@ def make_exports(
 def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     """Derive the scales that the recipe asks for and write them, all or nothing."""
     recipe, stats, checkpoint = record.recipe, record.stats, record.checkpoint
-    scales, (drafts, rows) = derive_scales(stats, recipe), _draft_scales(record)
-    exports = make_exports(scales, checkpoint, recipe.export, drafts)
+    scales = derive_scales(stats, recipe)
+    draft = derive_scales(record.draft, recipe) if record.draft else None
+    exports = make_exports(scales, checkpoint, recipe.export, draft)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
-    warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
-    is_text = bool(stats.places()) and not stats.amax_by_modality()
-    warnings += [TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
+    warnings = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]
-    layers, notes = summarize(stats, scales), [*record.notes, *map(_draft_line, rows)]
+    layers, rows = summarize(stats, scales), summarize(record.draft, draft) if record.draft and draft else []
+    drafts = (f"{x.module} drafts tokens: K amax {x.k_amax:.4g}, V amax {x.v_amax:.4g}" for x in rows)
+    notes = [*record.notes, *drafts]
     notes += filter(None, (modality_line(stats, recipe.strategy, name) for name in MODALITIES[1:]))
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
@@ -190,22 +184,10 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
 
     weights: Placing = "keep" if destination.in_place else recipe.export.weights
     backup = write_exports(exports, checkpoint, destination, cards, add_files, weights)
-    flags = {name: each.flags for name, each in exports.items()}
     return Result(
-        output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, {}, notes,
-        report.get("drafts_for"),
+        output, directories, recipe, stats.tokens, layers, warnings, doubts, backup,
+        {name: each.flags for name, each in exports.items()}, {}, notes, report.get("drafts_for"),
     )  # fmt: skip
-
-
-def _draft_scales(record: CalibrationRecord) -> tuple[KVScales | None, list[LayerSummary]]:
-    if record.draft is None:
-        return None, []
-    scales = derive_scales(record.draft, record.recipe)
-    return scales, summarize(record.draft, scales)
-
-
-def _draft_line(row: LayerSummary) -> str:
-    return f"{row.module} drafts tokens: K amax {row.k_amax:.4g}, V amax {row.v_amax:.4g}"
 
 
 def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[str, Any]:

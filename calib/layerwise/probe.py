@@ -7,7 +7,7 @@ that exchange more than what they return.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -136,14 +136,11 @@ def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batc
 @contextmanager
 def _unloaded(embeddings: list[nn.Embedding]) -> Iterator[None]:
     """Take the weights of `embeddings` away inside the block, as they are while layers run."""
-    weights = [embedding.weight for embedding in embeddings]
-    try:
-        for embedding, weight in zip(embeddings, weights, strict=True):
-            embedding.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
+    with ExitStack() as stack:
+        for embedding in embeddings:
+            stack.callback(setattr, embedding, "weight", embedding.weight)
+            embedding.weight = nn.Parameter(embedding.weight.to("meta"), requires_grad=False)
         yield
-    finally:
-        for embedding, weight in zip(embeddings, weights, strict=True):
-            embedding.weight = weight
 
 
 def _are_equal(calls: Calls, expected: Calls) -> bool:

@@ -33,7 +33,7 @@ from calib.scales.scales import KVScales, SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
 from calib.scales.text_summary import Records, TextSummary, read_records
 
-_VERSION, _VERSION_WITH_PICTURES = 2, 3
+_VERSIONS = (2, 3)
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
 # fields that a tensor has together, or not at all
 _TOGETHER = (("total", "low", "high"), PER_TOKEN)
@@ -58,9 +58,7 @@ def save_stats(
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
-    version = (
-        _VERSION_WITH_PICTURES if any(place[2] == "modalities" for place in stats.tensors()) else _VERSION
-    )
+    version = 3 if any(place[2] == "modalities" for place in stats.tensors()) else 2
     facts = {"version": version, "modules": modules, "shared": shared, "progress": progress}
     if stats.text:
         facts["text"] = TypeAdapter(TextSummary).dump_python(stats.text)
@@ -157,7 +155,7 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
     text = metadata.get(STATS_KEY, "{}")
     version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
-    if type(version) is not int or version not in (_VERSION, _VERSION_WITH_PICTURES):
+    if type(version) is not int or version not in _VERSIONS:
         raise InputError(f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads: 2 or 3")
     try:
         facts = _StatsFacts.model_validate_json(text, strict=True)

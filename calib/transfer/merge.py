@@ -23,7 +23,7 @@ from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import Calibration, load_stats, open_calibration, save_stats
-from calib.scales.summary import TEXT_ALONE, warnings_for
+from calib.scales.summary import warnings_for
 
 
 def merge(
@@ -139,7 +139,7 @@ def _check_counts(runs: Sequence[Calibration]) -> None:
 def _data_warnings(run: Calibration) -> list[str]:
     """Return warnings that are not of a run's scales: the merged scales have their own."""
     recipe = run.recipe()
-    own = [TEXT_ALONE, *warnings_for(run.stats, derive_scales(run.stats, recipe), recipe)]
+    own = warnings_for(run.stats, derive_scales(run.stats, recipe), recipe, takes_media=True)
     return [line for line in run.report["warnings"] if line not in own]
 
 
