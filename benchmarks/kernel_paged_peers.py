@@ -44,7 +44,7 @@ def per_tensor(inputs: Inputs) -> Inputs:
 
 def pages_of(inputs: Inputs) -> Tensor:
     """K and V in 16 bits: [2, blocks, K, block_size, D]."""
-    return dequantize(inputs.blocks.codes, inputs.blocks.scales[:, None]).half()
+    return dequantize(inputs.blocks.codes, inputs.blocks.scales).half()
 
 
 def vllm_triton(library: ModuleType, case: Case, inputs: Inputs, *, fp8: bool = False) -> Attention:

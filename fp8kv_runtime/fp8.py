@@ -12,6 +12,8 @@ FP8_DTYPES: dict[str, torch.dtype] = {
     "e5m2": torch.float8_e5m2,  # OCP E5M2
 }
 
+_FEW = 4096  # values that torch's own cast restores sooner
+
 
 def fp8_max(dtype: torch.dtype) -> float:
     """Return the largest finite value of `dtype`: 448 (e4m3fn), 240 (e4m3fnuz), 57344 (e5m2)."""
@@ -37,13 +39,14 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn)
     in some torch versions and formats and gives NaN or Inf in others.
     """
     limit = fp8_max(dtype)
-    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype)
 
 
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
     """Restore float32 values from FP8: `x * scale`. `scale` must broadcast against `x`, of any shape."""
     # beside a scale without dimensions the product would stay float16; a graph cannot ask for NaN
-    if x.is_cpu and scale.dim() > 0 and not torch.compiler.is_compiling() and not _has_nan(x):
+    is_large = x.is_cpu and x.numel() > _FEW
+    if is_large and scale.dim() > 0 and not torch.compiler.is_compiling() and not _has_nan(x):
         # torch's own cast takes ten times as long on a CPU
         half, unit = _cast_to_half(x)
         return torch.mul(half, scale * unit)

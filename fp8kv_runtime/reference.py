@@ -18,16 +18,11 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     if (slot_mapping < 0).any():
         written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    x = torch.stack([key, value]).float()  # [2, T, K, D]
-    if blocks.k_center is not None:
-        x[0] -= blocks.k_center
-    scales = blocks.scales.transpose(1, 2)  # [2, 1, K, D]
-    codes = quantize(x, scales, blocks.codes.dtype)
-    block_ids, offsets = slot_mapping // blocks.block_size, slot_mapping % blocks.block_size
-    stored, new = blocks.codes.view(torch.uint8), codes.view(torch.uint8)
-    stored[:, block_ids, :, offsets] = new.transpose(0, 1)  # torch puts the tokens first
+    x = torch.stack([key, value]).float().transpose(1, 2)[:, None]  # [2, 1, K, T, D]
+    codes, slots = blocks.encode(x), slot_mapping[None]
+    blocks.write(codes, slots // blocks.block_size, slots % blocks.block_size)
     if blocks.counts is not None:
-        blocks.counts.add_(_count(x, scales, codes))
+        blocks.counts.add_(_count(x, blocks.scales, codes))
 
 
 def decode_attention(
@@ -129,4 +124,4 @@ def _count(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
     finite = x.isfinite()
     saturated = finite & ((x / scale).abs() > fp8_max(codes.dtype))
     underflowed = (x != 0) & (codes.float() == 0)
-    return torch.stack([c.sum((1, 3)) for c in (saturated, underflowed, ~finite)], 2)
+    return torch.stack([c.sum((1, 3, 4)) for c in (saturated, underflowed, ~finite)], 2)

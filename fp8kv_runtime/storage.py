@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 
 BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
 _FORMATS = {dtype: name for name, dtype in BLOCK_DTYPES.items()}
@@ -164,10 +164,16 @@ class KVBlocks:
 
     @cached_property
     def scales(self) -> Tensor:
-        """K's and V's scales, [2, K, 1, 1] or [2, K, 1, D]."""
+        """K's and V's scales, [2, 1, K, 1, 1] or [2, 1, K, 1, D]."""
         key, value = per_channel(self.k_scale), per_channel(self.v_scale)
-        shape = (self.num_kv_heads, 1, max(key.shape[2], value.shape[2]))
+        shape = (1, self.num_kv_heads, 1, max(key.shape[2], value.shape[2]))
         return torch.stack([key.expand(shape), value.expand(shape)])
+
+    @cached_property
+    def _token_bytes(self) -> Tensor:
+        """The bytes, [num_blocks, block_size, 2, K, D]: torch cannot index FP8 on every device."""
+        with torch.inference_mode(False):  # or it could not be written outside inference mode
+            return self.codes.view(torch.uint8).permute(1, 3, 0, 2, 4)
 
     @cached_property
     def specialization(self) -> tuple[Any, ...]:
@@ -183,10 +189,25 @@ class KVBlocks:
         codes = stored.index_select(1, used.flatten())
         codes = codes.view(2, *used.shape, *stored.shape[2:])  # [2, S, n, K, block_size, D]
         codes = codes.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
-        dense = dequantize(codes.view(self.codes.dtype), self.scales[:, None])
+        return self.decode(codes.view(self.codes.dtype))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Quantise K and V [2, S, K, T, D], whose K is centred in place where it is float32."""
+        tokens = tokens.float()
+        if self.k_center is not None:
+            tokens[0] -= per_channel(self.k_center)
+        return quantize(tokens, self.scales, self.codes.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Dequantise codes [2, S, K, T, D] to float32."""
+        dense = dequantize(codes, self.scales)
         if self.k_center is not None:
             dense[0] += per_channel(self.k_center)
         return dense
+
+    def write(self, codes: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+        """Write codes [2, S, K, T, D] to blocks [S, T] and places in them [S, T]."""
+        self._token_bytes.index_put_((block_ids, offsets), codes.view(torch.uint8).permute(1, 3, 0, 2, 4))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the bytes of one block over another."""

@@ -16,7 +16,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from fp8kv_runtime import reference
 from fp8kv_runtime.cache import PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.storage import KVBlocks
@@ -60,6 +59,7 @@ class CacheRows:
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
+        self.selections = 0  # how often the rows have changed
         self._sequences = [self.cache.allocate() for _ in range(num_rows)]
         self._slots = torch.empty(0, dtype=torch.int64)
         # of the running forward pass
@@ -67,14 +67,15 @@ class CacheRows:
         self.padding: Tensor | None = None  # [B, T] bool, False: padding
         self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
         self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def extend(self, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
         start = self._sequences[0].length
         self.cache.reserve(self._sequences, num_tokens)
         self.length = start + num_tokens
-        self._slots = self.cache.slots(self._sequences, start, num_tokens).flatten()
-        self._located = {}
+        self._slots = self.cache.slots(self._sequences, start, num_tokens)
+        self._located, self._places = {}, {}
         self.checked_masks = []
 
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
@@ -83,8 +84,15 @@ class CacheRows:
             sequences = self.cache.sequences(self._sequences)
             starts = None if self.padding is None else left_padding(self.padding.cpu())
             sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
-            self._located[device] = sequences.to(device), self._slots.to(device)
+            self._located[device] = sequences.to(device), self._slots.flatten().to(device)
         return self._located[device]
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the blocks of the newest tokens, and their places in these, [B, T] each."""
+        if device not in self._places:
+            slots, block_size = self._slots.to(device), self.cache.block_size
+            self._places[device] = slots // block_size, slots % block_size
+        return self._places[device]
 
     def check_size(self, num_rows: int, num_tokens: int) -> None:
         """Check that a layer would hold as many tokens as the forward pass has reserved.
@@ -112,6 +120,7 @@ class CacheRows:
         for sequence in self._sequences:
             self.cache.free(sequence)
         self._sequences = copies
+        self.selections += 1
 
     def repeat(self, repeats: int) -> None:
         """Repeat every row, one copy after the other."""
@@ -147,6 +156,10 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.values_per_token = 0  # of K and V, without what fills up heads
         self._length = 0
         self._is_lead = scales.layer_idx == rows.lead
+        self._is_latent = getattr(scales, "latent", False)  # scales that do not say so are of K and V
+        # what the codes of the tokens say, [2, B, K, tokens and room for more, D]
+        self._decoded: Tensor | None = None
+        self._selections = -1  # of the rows, when they were last read
 
     @property
     def blocks(self) -> KVBlocks:
@@ -170,6 +183,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
                 device=key_states.device,
             )
         cache.add_layer(scales.layer_idx, blocks)
+        self.values_per_token = num_heads * (key_states.shape[3] + value_states.shape[3])
         self.keys = self.values = key_states.new_empty(0)  # Mllama looks whether there are any
         self.is_initialized = True
 
@@ -182,38 +196,59 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised.
         """
-        if not getattr(self.scales, "latent", False):  # scales that do not say so are of K and V
+        if not self._is_latent:
             return self._update(key_states, value_states)
         token, rank = torch.cat([key_states, value_states], -1), key_states.shape[-1]
         if token.shape[-1] % 2:
             raise AttentionError(
                 f"a latent and k_pe must have an even number of values, got {token.shape[-1]}"
             )
-        tokens = torch.cat(self._update(*token.chunk(2, -1)), -1).to(token.dtype)
+        tokens = torch.cat(self._update(*token.chunk(2, -1)), -1)
         return tokens[..., :rank], tokens[..., rank:]
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        rows, blocks, device = self.rows, self.blocks, key_states.device
         self._length += key_states.shape[2]
-        self.rows.check_size(len(key_states), self._length)
-        sequences, slots = self.rows.locate(key_states.device)
+        rows.check_size(len(key_states), self._length)
         k_dim, v_dim = key_states.shape[3], value_states.shape[3]
-        self.values_per_token = key_states.shape[1] * (k_dim + v_dim)
-        blocks = self.blocks
-        key, value = (_pad_channels(_flatten(x), blocks.head_dim, 0.0) for x in (key_states, value_states))
-        if self.rows.use_triton:
+        key, value = (_pad_channels(x, blocks.head_dim, 0.0) for x in (key_states, value_states))
+        if rows.use_triton:
             from fp8kv_runtime.kernels.append_kv import append_kv
 
-            append_kv(key, value, blocks, slots)
+            append_kv(_flatten(key), _flatten(value), blocks, rows.locate(device)[1])
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
-        reference.append_kv(key, value, blocks, slots)
-        key, value = blocks.dense(sequences.block_tables, self._length)
-        key, value = key[..., :k_dim], value[..., :v_dim]
-        if self.rows.restore:
-            return key.to(key_states.dtype), value.to(value_states.dtype)
-        return key, value
+        tokens = torch.stack([key, value])
+        codes = blocks.encode(tokens)
+        blocks.write(codes, *rows.places(device))
+        dtype = tokens.dtype if rows.restore or self._is_latent else torch.float32
+        key, value = self._read(codes, dtype, may_keep=device.type == "cpu" and not key_states.requires_grad)
+        return key if k_dim == key.shape[3] else key[..., :k_dim], value if v_dim == value.shape[
+            3
+        ] else value[..., :v_dim]
+
+    def _read(self, codes: Tensor, dtype: torch.dtype, *, may_keep: bool) -> Tensor:
+        """Return K and V [2, B, K, T, D] of all tokens, whose newest have these codes.
+
+        On a CPU they are kept from the second pass over the same rows on, so that the next decodes its
+        own tokens only. What is kept lies before `_length`: `crop` leaves it right.
+        """
+        rows, length, num_tokens = self.rows, self._length, codes.shape[3]
+        keep = may_keep and self._selections == rows.selections
+        self._selections = rows.selections
+        if keep and self._decoded is not None and self._decoded.shape[3] >= length:
+            self._decoded.narrow(3, length - num_tokens, num_tokens).copy_(self.blocks.decode(codes))
+            return self._decoded.narrow(3, 0, length)
+        tables = rows.locate(codes.device)[0].block_tables
+        dense = self.blocks.dense(tables, length).to(dtype)
+        self._decoded = None
+        if keep:
+            with torch.inference_mode(False):  # or it could not be written outside inference mode
+                self._decoded = dense.new_empty((*dense.shape[:3], 2 * length, dense.shape[4]))
+            self._decoded.narrow(3, 0, length).copy_(dense)
+        return dense
 
     def get_seq_length(self) -> int:
         """Return the tokens per row, padding included."""

@@ -17,8 +17,6 @@ from paged import RUNTIME, Case, build
 from fp8kv_runtime.options import AttentionOptions
 
 IMPLEMENTATIONS = ("kernel", "reference")
-
-
 QUICK = [case for case in paired_cases() if case.seed in KEPT]
 OTHERS = [case for case in paired_cases() if case.seed not in KEPT]
 OTHERS += [replace(case, head_dim=256, group=16, block_size=256) for case in QUICK]  # the largest

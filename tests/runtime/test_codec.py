@@ -162,15 +162,13 @@ def test_scale_restores():
 @OF_EVERY_FORMAT
 def test_dequantize_is_value_times_scale(format):
     codes = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPES[format])
-    # with NaN, and without: another way
     finite = torch.where(codes.float().isfinite(), codes.view(torch.uint8), 0).view(codes.dtype)
     # with 24 bits in use, that the product is rounded once shows in the last of them
     for scale in (torch.tensor([0.1]), torch.rand(4, 1) + 0.1, torch.rand(3, 1, 1) + 0.1):
-        for each in (codes.view(4, 64), finite.view(4, 64)):
-            got, want = dequantize(each, scale), each.float() * scale
-            assert got.dtype == torch.float32
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    view = finite[:124].view(4, 31).T[1:]
+        # four ways: with NaN and without, few and many
+        for each in (x.view(4, 64).repeat(1, times) for x in (codes, finite) for times in (1, 65)):
+            assert_same(dequantize(each, scale), each.float() * scale)
+    view = finite[:124].repeat(65).view(4, -1).T[1:]
     assert not view.is_contiguous()
     assert torch.equal(dequantize(view, ONE), view.float())
     assert torch.equal(dequantize(view[0, 0], torch.tensor(2.0)), view[0, 0].float() * 2)

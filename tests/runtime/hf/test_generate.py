@@ -17,8 +17,7 @@ LATENT = {name: o | ({"index_topk": 64} if "index_topk" in o else {}) for name, 
 ALL = {**FAMILIES, **HYBRIDS, **UNEVEN, **PARALLEL, "gemma3n_text": SHARED_KV, **LATENT}
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
-# the same float32 sums in another order
-ROUNDING = 2e-5
+ROUNDING = 2e-5  # the same float32 sums in another order
 GREEDY, LONG = {"do_sample": False}, {"max_new_tokens": 10, "min_new_tokens": 10}
 BEAM = {"do_sample": False, "num_beams": 3, **LONG}
 SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 0}
@@ -32,16 +31,12 @@ RUNS |= {"llama-sampling": ("llama", SAMPLING, 4), "llama-growing": ("llama", GR
 def generate(model, **options):
     torch.manual_seed(3)
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "output_logits": True} | options
-    given = {"input_ids": IDS, "attention_mask": MASK, "pad_token_id": 0}
-    return model.generate(**given, return_dict_in_generate=True, **options)
+    options |= {"attention_mask": MASK, "pad_token_id": 0, "return_dict_in_generate": True}
+    return model.generate(IDS, **options)
 
 
 def share_of_equal(ours, theirs):
-    """Share of the logits that are the same but for the order of sums.
-
-    Not all of them: some processors add up a row otherwise among other rows, and a K or V that lies
-    in the middle between two FP8 values then rounds to the other one.
-    """
+    """Share of logits that are the same but for the order of sums, by which some K and V round otherwise."""
     differences = torch.cat([(a - b).abs().flatten() for a, b in zip(ours, theirs, strict=True)])
     return (differences <= ROUNDING).float().mean().item()
 
@@ -54,6 +49,16 @@ def expected_logits(model, scales, ids=IDS[1:], **options):
 
 def assert_close(found, expected, atol=ROUNDING):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def decoded_by_layers(cache):
+    """How many layers keep decoded K and V, which are what their codes say."""
+    layers = [each for each in cache.layers if getattr(each, "_decoded", None) is not None]
+    for each in layers:
+        length, tables = each.get_seq_length(), each.rows.locate(torch.device("cpu"))[0].block_tables
+        kept = each._decoded[:, :, :, :length]
+        assert torch.equal(kept, each.blocks.dense(tables, length).to(kept.dtype))
+    return len(layers)
 
 
 def cache_after_the_same_logits(model, scales, **options):
@@ -73,6 +78,7 @@ def test_generation_is_that_of_rounded_k_and_v(family, mode, block_size):
         found = generate(model, **mode)
     began_with = 16 * len(IDS) * mode.get("num_beams", 1)
     assert paged_cache(found.past_key_values).num_blocks == began_with * (2 if block_size == 1 else 1)
+    assert "num_beams" in mode or decoded_by_layers(found.past_key_values) == len(scales.layers)
     assert torch.equal(found.sequences, expected.sequences)
     assert share_of_equal(found.logits, expected.logits) > 0.8
     plain = generate(model, **mode | {"max_new_tokens": 1, "min_new_tokens": 1})
@@ -85,16 +91,19 @@ def test_a_cache_goes_on_is_cropped_shared_by_beams_and_started_again(family):
     scales, cache = scales_for(model), DynamicCache(config=model.config)
     with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
         parts = [model(IDS[1:, :3], past_key_values=cache).logits]
+        assert decoded_by_layers(cache) == 0, "one pass alone needs none"
         with torch.inference_mode(False), torch.no_grad():
             parts += [model(IDS[1:, i : i + 1], past_key_values=cache).logits for i in range(3, 8)]
-        assert cache.get_seq_length() == 8
+        assert (cache.get_seq_length(), decoded_by_layers(cache)) == (8, len(scales.layers))
         assert paged_cache(cache).num_bytes_used == 2 * 4 * paged_cache(cache).bytes_per_token
         cache.crop(-3)
         again = model(IDS[1:, 5:], past_key_values=cache).logits
+        assert decoded_by_layers(cache) == len(scales.layers)
         alone = paged_cache(cache).num_bytes_used
         cache.batch_repeat_interleave(5)
         assert paged_cache(cache).num_bytes_used == alone, "beams share their prompt's blocks"
         five = model(IDS[:1, 3:4].expand(5, 1), past_key_values=cache).logits
+        assert decoded_by_layers(cache) == 0, "of other rows"
         assert paged_cache(cache).num_bytes_used == alone + 5 * alone // 2
         cache.batch_select_indices(torch.tensor([4]))
         assert paged_cache(cache).num_bytes_used == alone + alone // 2
@@ -106,8 +115,7 @@ def test_a_cache_goes_on_is_cropped_shared_by_beams_and_started_again(family):
     assert_close(again, whole[:, 5:])
     longer = expected_logits(model, scales, torch.cat([IDS[1:], IDS[:1, 3:4]], 1))
     assert_close(five, longer[:, -1:].expand_as(five))
-    if family in LATENT:
-        assert paged_cache(cache).bytes_per_token == len(scales.layers) * (16 + 8)
+    assert family not in LATENT or paged_cache(cache).bytes_per_token == len(scales.layers) * (16 + 8)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("falcon", torch.float16)])
@@ -118,10 +126,9 @@ def test_16_bit_models_keep_their_type(family, dtype):
     model.to(dtype)
     with torch.inference_mode(), fp8_attention(model, scales):
         found = model(IDS[1:])
-    logits = found.logits
-    assert (logits.dtype, paged_cache(found.past_key_values).block_size) == (dtype, 64)
+    assert (found.logits.dtype, paged_cache(found.past_key_values).block_size) == (dtype, 64)
     # the model's own 8 or 11 bits, and roundings of K and V that they tip over
-    assert (logits.float() - expected).norm() <= 0.05 * expected.norm()
+    assert (found.logits.float() - expected).norm() <= 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -149,13 +156,11 @@ def test_scales_of_channels_and_centred_keys_where_heads_differ_in_size(family):
     assert paged_cache(cache).bytes_per_token == 2 * sum(map(max, values))
 
 
-# softcap and window; a scaling of its own; shared K and V; beside linear attention; K wider than V, and
-# sinks; heads of two sizes
+# softcap, window; own scaling; shared K, V; linear attention too; K wider than V, sinks; heads of two sizes
 DIFFERENT = ("gemma2", "granite", "gemma3n_text", "qwen3_next", "mimo_v2_flash", "gemma4_text")
 KERNELS = [name for name in ALL if name not in ("falcon", *LATENT, *PARALLEL)]
 FAMILIES_OF_KERNELS = [n if n in DIFFERENT else pytest.param(n, marks=pytest.mark.nightly) for n in KERNELS]
-# fp32 queries are computed with in two float16 parts, 22 bits
-SAME = 1e-5  # of the largest logit
+SAME = 1e-5  # of the largest logit: kernels split fp32 queries in two float16 parts, 22 bits
 
 
 def run(model, scales, backend, **options):
