@@ -5,12 +5,13 @@ and a request takes blocks of every group. tools/engine_classes/vllm_tokens.py c
 """
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from calib.caches.types import CacheType, Layers, Shape
 from calib.errors import InputError
+from calib.files.text import show_layers
 
 REQUEST_TOKENS = 32_768
 _BLOCK = 16  # tokens
@@ -161,6 +162,19 @@ def layer_pages(
     if shared and most > shared and not most % shared and any(layer.kind == "sliding" for layer in pages):
         raise InputError("vLLM cannot make the pages of windows and of layers in 16 bits equal")
     return pages
+
+
+def window_doubts(config: Any, in_16_bits: Iterable[int]) -> tuple[str, ...]:
+    """Say that vLLM does not start where full layers are in 16 bits beside layers with a window in FP8."""
+    kinds = getattr(config, "layer_types", None) or []
+    full = [i for i in in_16_bits if kinds[i : i + 1] == ["full_attention"]]
+    # where full layers have heads of another size it is not known
+    if not full or "sliding_attention" not in kinds or getattr(config, "global_head_dim", None):
+        return ()
+    return (
+        f"vLLM 0.33 does not start with {show_layers(full)} in 16 bits beside layers with a window in FP8, "
+        "whose pages it cannot make equal; leave in 16 bits only layers with a window, or none",
+    )
 
 
 def _token_bytes(shape: Shape, cache: CacheType | None) -> int:

@@ -103,7 +103,7 @@ def summarize(evaluation: Evaluation) -> Report:
     rows = _rows(evaluation, kl, floor)
     judgement = Judgement(measured, rows, floor)
     recommended = _recommend(evaluation, judgement)
-    advice = judgement.advise(evaluation.search)
+    advice = judgement.advise(evaluation.search, evaluation.config.get_text_config(decoder=True))
     if recommended is not None:
         advice.append(advised_cache(recommended))
     other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]

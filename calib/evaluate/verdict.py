@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from calib.choices import REFERENCE
 from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
+from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError
 from calib.evaluate.measure import Measured
 from calib.evaluate.other_text import modality_places, name_clipped_texts
@@ -110,8 +112,8 @@ class Judgement:
         ]
         return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
 
-    def advise(self, search: Search | None) -> list[str]:
-        """Say what to serve, from the figures alone."""
+    def advise(self, search: Search | None, config: Any = None) -> list[str]:
+        """Say what to serve, from the figures alone; and what vLLM does not, of a model with `config`."""
         best = self.advised
         if best is None:
             return [_NO_FINITE_KL] * any(name in self.rows for name in SERVED)
@@ -133,7 +135,7 @@ class Judgement:
                 f"{subject.format(names)} more than {_OUTLIER:.0f} times the median layer's error: "
                 f"vLLM keeps {pronoun} in 16 bits with {find_engine('vllm').skip_argument(outliers)}"
             )
-        return lines
+        return [*lines, *window_doubts(config, search.skipped if search else outliers)]
 
     def _label(self, name: str) -> str:
         row = self.rows[name]

@@ -1,6 +1,7 @@
 """`fp8kv convert`: a checkpoint written again with its scales in the format of another engine."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from packaging.version import Version
 
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
+from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -22,6 +24,7 @@ from calib.formats.directory import check_output
 from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import Destination, write_exports
 from calib.formats.refusals import Command, refusals_of
+from calib.models.config import read_config
 from calib.progress import SILENT, Progress
 from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
@@ -160,7 +163,7 @@ def write_scales(
     with refusals_of(command):
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     if skipped := skipped_layers(checkpoint) if skipped is None else skipped:
-        exported = _leave_out(exported, FORMATS[to], skipped)
+        exported = _leave_out(exported, FORMATS[to], skipped, checkpoint)
     warnings = exported.notes + exported.doubts + (DRAFT_LEFT_OUT,) * bool(checkpoint.draft_tensors)
     strategy = written_strategy(scales.strategy, reduce)
     card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
@@ -176,10 +179,18 @@ def write_scales(
     return warnings
 
 
-def _leave_out(exported: Export, target: Format, skipped: tuple[int, ...]) -> Export:
+def _leave_out(
+    exported: Export, target: Format, skipped: tuple[int, ...], checkpoint: ModelDirectory
+) -> Export:
     """Name the layers that stay in 16 bits, for our plugin and as vLLM's argument; say where none can."""
     if target.rules and target.skip_flag and exported.config is not None:
         flags = f"{exported.flags} {target.rules.skip_argument(skipped)}"
-        return replace(exported, config={**exported.config, SKIP_KEY: [*skipped]}, flags=flags)
-    note = f"{show_layers(skipped)} of the checkpoint: 16 bits in vLLM, FP8 as all others in {target.engine}"
-    return replace(exported, notes=(*exported.notes, note))
+        exported = replace(exported, config={**exported.config, SKIP_KEY: [*skipped]}, flags=flags)
+        notes: tuple[str, ...] = ()
+        with suppress(InputError):  # a model that needs code of its own
+            config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=False)
+            notes = window_doubts(config.get_text_config(decoder=True), skipped)
+    else:
+        places = f"16 bits in vLLM, FP8 as all others in {target.engine}"
+        notes = (f"{show_layers(skipped)} of the checkpoint: {places}",)
+    return replace(exported, notes=exported.notes + notes)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from calib.caches.types import Layers, Shape, cache_type
-from calib.engines.tokens_that_fit import Pool, layer_pages, pool, vllm_pool
+from calib.engines.tokens_that_fit import Pool, layer_pages, pool, vllm_pool, window_doubts
 from calib.errors import InputError
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.variants import Variant
@@ -64,6 +64,9 @@ def test_layers_in_16_bits_and_what_is_not_known():
     ):
         with pytest.raises(InputError, match=problem):
             vllm_pool(*model, cache, {*in_16_bits})
+    assert vllm_pool(windows, layers, FP8, {0})
+    for index, kind in enumerate(windows.layer_types):
+        assert bool(window_doubts(windows, [index])) == (kind == "full_attention")
 
 
 def test_a_batch_has_room_for_a_video_where_it_is_read_both_ways():

@@ -210,8 +210,7 @@ def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, mo
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) - 1, before[1]))  # the page alone exceeds it
     try:
         for place in (tmp_path, tmp_path / "other"):
-            [problem] = files.write_report(new, place)
-            assert "File too large; no file of a report was replaced" in problem
+            assert "File too large; no file of a report was replaced" in files.write_report(new, place)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert written() == old

@@ -129,8 +129,9 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     assert config_of(out)["kv_cache_dtype_skip_layers"] == [0, 2]
     assert "--kv-cache-dtype-skip-layers 0 2" in (out / "README.md").read_text()
     assert scales(out) == scales(measured)
-    done = ran("verify", out)
-    assert "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin" in done.stdout
+    assert (
+        "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin" in ran("verify", out).stdout
+    )
     assert json_of("verify", out)["layers_in_16_bits"] == [0, 2]
     in_fp8 = open_scales(out)(AutoModelForCausalLM.from_pretrained(model)).layers.values()
     assert [layer.layer_idx for layer in in_fp8] == [1]
@@ -146,6 +147,9 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     ran("strip", out, "-o", tmp_path / "plain")
     for name in ("sglang", "plain"):
         assert "kv_cache_dtype_skip_layers" not in config_of(tmp_path / name)
+    edit_json(measured / "config.json", layer_types=[*["sliding_attention"] * 2, "full_attention"])
+    done = ran("convert", measured, "--to", "vllm", "--skip-layers", "1,2", "-o", tmp_path / "full")
+    assert "does not start with layer 2 in 16 bits" in done.stdout
     for to, layers, words in (
         ("vllm", "3", "--skip-layers is [3]; it is a list of layer indices, 0 to 2"),
         ("vllm", "all", "--skip-layers is ['all']"),
