@@ -11,7 +11,7 @@ from plain_words import class_homes, offences
 
 def test_the_pictures_of_the_house_are_fresh_and_leave_out_what_a_longer_way_explains():
     for picture, kind in PICTURES.items():
-        assert picture.read_text() == draw(room_graph(), kind), f"{picture.name}: run `make house`"
+        assert picture.read_text() == draw(room_graph(), kind), f"{picture.name}: run `make pages`"
     assert needed_edges({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [("a", "b"), ("b", "c")]
 
 

@@ -56,6 +56,22 @@ def test_the_first_screen_of_the_readme_shows_the_two_commands_and_the_pages_wha
         assert command in page
 
 
+def test_targets_of_make_are_few_and_those_that_are_named_exist():
+    own = re.findall(r"^([a-z-]+%?):.*## ", MAKEFILE, re.MULTILINE)  # those that `make help` lists
+    assert set(re.findall(r"^([\w-]+%?):", MAKEFILE, re.MULTILINE)) == {*own}
+    assert len(own) <= 20
+    for part in ("tests test-", "tests/interop interop-", "benchmarks bench-", "benchmarks/peers bench-"):
+        folder, prefix = part.split()
+        text = (ROOT / folder / "Makefile").read_text()
+        own += [prefix + name for name in re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE)]
+    folders = [ROOT / folder for folder in ("docs", "calib", "tests", "tools", "benchmarks")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".md", ".j2")]
+    text = "".join(file.read_text() for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files))
+    named = set(re.findall(r"(?:`|\n)make ([a-z]+(?:-[a-z]+)*)[`\s]", text))
+    assert len(named) > 30
+    assert named <= set(own)
+
+
 def test_files_that_are_named_exist():
     folders = "calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", CODE)

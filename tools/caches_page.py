@@ -1,4 +1,4 @@
-"""Write docs/caches.md from calib/caches/types.yaml and the catalogue of engines: `make caches-page`."""
+"""Write docs/caches.md from calib/caches/types.yaml and the catalogue of engines: `make pages`."""
 
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Write docs/engines.md from the catalogue: `make engines-page`."""
+"""Write docs/engines.md from the catalogue: `make pages`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Write docs/models.md by running a small model of every family: `make families-page`.
+"""Write docs/models.md by running a small model of every family: `python tools/families_page.py`.
 
 families_page.py [FAMILY ...]   print the rows of these families, or write the whole page
 """

@@ -1,4 +1,4 @@
-"""Write the table of formats in docs/formats.md from `FORMATS`: `make formats-table`."""
+"""Write the table of formats in docs/formats.md from `FORMATS`: `make pages`."""
 
 import re
 import sys

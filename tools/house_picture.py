@@ -1,4 +1,4 @@
-"""Draw the house from the imports: `make house` writes docs/house-light.svg and -dark.svg."""
+"""Draw the house from the imports: `make pages` writes docs/house-light.svg and -dark.svg."""
 
 from html import escape
 

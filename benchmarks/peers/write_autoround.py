@@ -2,7 +2,7 @@
 
 And NVFP4 weights with NVFP4 K and V.
 
-Runs in an environment that holds auto-round, not ours: `make golden`.
+Runs in an environment that holds auto-round, not ours: `make bench-golden`.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """What AutoRound writes of quantised weights: GPTQ, AWQ, its own layout, and FP8 in blocks.
 
-Runs in an environment that holds auto-round, not ours: `make golden`.
+Runs in an environment that holds auto-round, not ours: `make bench-golden`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What GPTQModel writes: GPTQ in both forms of zero points, with columns in order of activations.
 
-Runs in an environment that holds gptqmodel, not ours: `make golden`.
+Runs in an environment that holds gptqmodel, not ours: `make bench-golden`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What llm-compressor writes of the tiny Llama: one scale per layer, per head, and query scales.
 
-Runs in an environment that holds llm-compressor, not ours: `make golden`.
+Runs in an environment that holds llm-compressor, not ours: `make bench-golden`.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """What llm-compressor writes of quantised weights, and what compressed-tensors makes of them.
 
-Runs in an environment that holds llm-compressor, not ours: `make golden`.
+Runs in an environment that holds llm-compressor, not ours: `make bench-golden`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What ModelOpt writes of the tiny Llama: K and V in FP8 or NVFP4, alone and with FP8 weights.
 
-Runs in an environment that holds nvidia-modelopt, not ours: `make golden`.
+Runs in an environment that holds nvidia-modelopt, not ours: `make bench-golden`.
 """
 
 import copy

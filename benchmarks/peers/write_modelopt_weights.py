@@ -1,6 +1,6 @@
 """What ModelOpt writes of quantised weights: FP8, INT8, INT4 AWQ, FP4 and mixtures.
 
-Runs in an environment that holds nvidia-modelopt, not ours: `make golden`.
+Runs in an environment that holds nvidia-modelopt, not ours: `make bench-golden`.
 """
 
 import copy

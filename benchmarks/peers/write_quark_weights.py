@@ -1,6 +1,6 @@
 """What AMD's Quark writes of quantised weights: FP8, INT8, INT4 and MXFP4.
 
-Runs in an environment that holds amd-quark, not ours: `make golden`.
+Runs in an environment that holds amd-quark, not ours: `make bench-golden`.
 """
 
 import sys

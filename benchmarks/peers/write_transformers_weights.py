@@ -1,6 +1,6 @@
 """Block FP8 as transformers quantises it, and MXFP4 as gpt-oss stores it, decoded by transformers.
 
-transformers quantises on a GPU alone: here its operation for one weight is called (`make golden`).
+transformers quantises on a GPU alone: here its operation for one weight is called (`make bench-golden`).
 """
 
 import json

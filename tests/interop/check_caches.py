@@ -22,7 +22,7 @@ from calib.caches import turboquant as turbo
 from calib.caches.rounding import rounding
 from calib.caches.types import Layers, Shape
 
-# packages without what they import for serving; the Makefile puts them apart, as they want other versions
+# packages without what they import for serving; each in a folder, as they want other versions
 HOLLOW = """
     lmdeploy lmdeploy.pytorch lmdeploy.pytorch.kernels lmdeploy.pytorch.kernels.cuda sglang sglang.kernels
     sglang.kernels.ops sglang.kernels.ops.quantization sglang.srt sglang.srt.layers

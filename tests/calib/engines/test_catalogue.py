@@ -36,7 +36,7 @@ def test_every_rule_file_is_read_and_an_engine_or_version_without_is_one_line(tm
         assert rules.classes or not reads or (rules.architectures and rules.until), name
         for backend in rules.backends.values():
             assert {*backend.write, *backend.read} <= rules.scale_copies.keys(), backend.source
-    assert engines_page.PAGE.read_text() == engines_page.page(), "make engines-page"
+    assert engines_page.PAGE.read_text() == engines_page.page(), "make pages"
     for engine, version, message in (
         ("vlm", None, "--engine vlm is not one of aphrodite, lmdeploy, sglang"),
         (None, "0.23", "of which engine? Add --engine"),
@@ -142,7 +142,7 @@ def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache
 
 
 def test_the_page_of_caches():
-    assert caches_page.PAGE.read_text() == caches_page.page(), "make caches-page"
+    assert caches_page.PAGE.read_text() == caches_page.page(), "make pages"
     evaluation = (ROOT / "docs/evaluation.md").read_text()
     assert {*caches_page.kernel_table().splitlines()} <= {*evaluation.splitlines()}
     assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}

@@ -40,7 +40,7 @@ def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal_and_its_markup_i
 
 
 def test_the_table_of_formats_is_fresh():
-    assert PAGE.read_text() == page(), "make formats-table"
+    assert PAGE.read_text() == page(), "make pages"
 
 
 def opens(directory):
