@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile kernels for GPUs that are not here.")
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--variant", nargs="+", choices=[v.name for v in VARIANTS])
-    parser.add_argument("--kernel", nargs="+", choices=["append_kv", "decode", "reduce", "extend"])
+    parser.add_argument("--kernel", nargs="+", choices=["append_kv", "decode", "reduce", "extend", "gather"])
     parser.add_argument("--accept", action="store_true", help="later runs are compared with this")
     arguments = parser.parse_args()
 

@@ -42,6 +42,8 @@ class PagedSequences:
     block_tables: Tensor  # [S, max_blocks] int32, -1 padded
     seq_lens: Tensor  # [S] int32, tokens in the cache including this step's
     seq_starts: Tensor | None = None  # [S] int32
+    # those that `to` copied from the CPU; not for tensors that are written later
+    _on_host: "PagedSequences | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         tables, rows = self.block_tables, (self.seq_lens.numel(),)
@@ -56,7 +58,16 @@ class PagedSequences:
     def to(self, device: torch.device) -> "PagedSequences":
         """Copy them to another device."""
         starts = None if self.seq_starts is None else self.seq_starts.to(device)
-        return PagedSequences(self.block_tables.to(device), self.seq_lens.to(device), starts)
+        moved = PagedSequences(self.block_tables.to(device), self.seq_lens.to(device), starts)
+        object.__setattr__(moved, "_on_host", self if self.seq_lens.is_cpu else self._on_host)
+        return moved
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return each sequence's first position and length, from the device only where `to` made no copy."""
+        sequences = self._on_host or self
+        lengths = sequences.seq_lens.tolist()
+        starts = [0] * len(lengths) if sequences.seq_starts is None else sequences.seq_starts.tolist()
+        return list(zip(starts, lengths, strict=True))
 
 
 class PagedKVCache:

@@ -176,6 +176,11 @@ class KVBlocks:
             return self.codes.view(torch.uint8).permute(1, 3, 0, 2, 4)
 
     @cached_property
+    def k_scale_values(self) -> list[float]:
+        """K's scales on the host, where they are not per channel."""
+        return self.k_scale.flatten().tolist()
+
+    @cached_property
     def specialization(self) -> tuple[Any, ...]:
         """`specialization` of every tensor here, and the device: each loads kernels of its own."""
         tensors = (*self.stored, self.k_scale, self.v_scale, self.k_center, self.counts)

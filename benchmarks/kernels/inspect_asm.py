@@ -84,8 +84,8 @@ def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
 def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
     """Find FP8 conversions that should be instructions and are not, or the reverse."""
     format, kernel = launch.layer["format"], launch.kernel
-    decodes = kernel in _ATTENTION
-    encodes = kernel == "append_kv_kernel" or (decodes and launch.layer["q_fp8"])
+    decodes = kernel in (*_ATTENTION, "gather_kernel")
+    encodes = kernel == "append_kv_kernel" or (kernel in _ATTENTION and launch.layer["q_fp8"])
     for used, supported, instructions, any_instruction, what in (
         (decodes, format in target.decoded, _DECODES, _ANY_DECODE, "decode"),
         (encodes, format in target.encoded, _ENCODES, _ANY_ENCODE, "encode"),
@@ -101,17 +101,17 @@ def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[
 
 def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
     """Find loads of K and V, or stores of their codes, of less than 16 bytes."""
-    if launch.kernel in _ATTENTION:
-        what, found = "load of K or V", stream_loads(compiled.asm)
-    elif launch.kernel == "append_kv_kernel" and launch.layer["head_dim"] % WIDE == 0:
-        what, found = "store of K or V", [n for kind, n in _transfers(compiled.asm) if kind == "st"]
-    else:
-        return
-    if not found:
-        yield Finding(f"no {what}", f"{WIDE} bytes per thread")
-    for width in sorted(set(found)):
-        if width < WIDE:
-            yield Finding(f"{what} of {width} bytes", f"{WIDE} bytes per thread")
+    transfers = {}
+    if launch.kernel in (*_ATTENTION, "gather_kernel"):
+        transfers["load"] = stream_loads(compiled.asm)
+    if launch.kernel in ("append_kv_kernel", "gather_kernel") and launch.layer["head_dim"] % WIDE == 0:
+        transfers["store"] = [n for kind, n in _transfers(compiled.asm) if kind == "st"]
+    for what, found in transfers.items():
+        if not found:
+            yield Finding(f"no {what} of K or V", f"{WIDE} bytes per thread")
+        for width in sorted(set(found)):
+            if width < WIDE:
+                yield Finding(f"{what} of K or V of {width} bytes", f"{WIDE} bytes per thread")
 
 
 def overlap(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
@@ -152,9 +152,11 @@ def stream_loads(asm: str) -> list[int]:
         if path.replace('" "', "/").strip('"') == source.co_filename
     }
     found = []
-    here = False
+    here = inline = False  # within inline assembly lines are counted on, past those of the source
     for line in asm.splitlines():
-        if location := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
+        if " inline asm" in line:
+            inline = "begin" in line
+        elif not inline and (location := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line)):
             here = int(location[1]) in files and first <= int(location[2]) <= last
         elif here:
             found += [n for kind, n in _transfers(line) if kind == "ld"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
+from fp8kv_runtime.kernels.dense import Prompt, gather
 from fp8kv_runtime.kernels.extend import extend_attention
 from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
@@ -101,7 +102,13 @@ def _decode(variant: Variant, blocks: KVBlocks) -> None:
 
 def _extend(variant: Variant, blocks: KVBlocks) -> None:
     cu_seqlens = torch.arange(_NUM_SEQS + 1, dtype=torch.int32)
-    extend_attention(_query(variant), blocks, variant.sequences(), cu_seqlens, 1, variant.options())
+    sequences, options = variant.sequences(), variant.options()
+    extend_attention(_query(variant), blocks, sequences, cu_seqlens, 1, options, num_splits=1)
+
+
+def _gather(variant: Variant, blocks: KVBlocks) -> None:
+    prompt = Prompt(seq=0, start=0, stop=1, first=3, end=_MAX_BLOCKS)
+    gather(blocks, variant.sequences(), prompt, slice(0, _NUM_KV_HEADS), variant.dtype)
 
 
 def _split(variant: Variant, blocks: KVBlocks) -> None:
@@ -126,10 +133,11 @@ LAUNCHERS: dict[str, Callable[[Variant, KVBlocks], None]] = {
     "append": _append,
     "decode": _decode,
     "extend": _extend,
+    "gather": _gather,
     "split": _split,
 }
 _ATTEND = ("decode", "extend")
-_WHOLE = ("append", *_ATTEND)
+_WHOLE = ("append", *_ATTEND, "gather")
 _BF16 = torch.bfloat16
 
 VARIANTS: tuple[Variant, ...] = (

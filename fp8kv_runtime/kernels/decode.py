@@ -22,6 +22,7 @@ from fp8kv_runtime.kernels.split import find_part, plan_parts
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import plan_decode, reduce_config
+from fp8kv_runtime.kernels.whole import attend_whole
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -53,8 +54,13 @@ def decode_attention(
     if num_seqs == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
-    config, splits = plan_decode(current_target(), query, blocks, num_splits)
-    attend_in_parts(query, blocks, sequences, options, config, splits, out)
+    # no KV is longer than this: lengths are on the device
+    longest = sequences.block_tables.shape[1] * blocks.layout.block_size
+    config, splits = plan_decode(current_target(), query, blocks, longest, num_splits)
+    if splits:
+        attend_in_parts(query, blocks, sequences, options, config, splits, out)
+    else:
+        attend_whole(query, blocks, sequences, options, config, out)
     return out
 
 
@@ -150,7 +156,7 @@ def decode_kernel(
     seq = seq.to(tl.int64)
     if EXTENDS:
         query_start, query_len, tokens, heads = query_rows(
-            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, LAYER, BLOCK_M
+            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, LAYER, BLOCK_M, EXTENDS
         )
         if tl.program_id(2) * BLOCK_M >= query_len * LAYER.group:
             return

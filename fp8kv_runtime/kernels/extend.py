@@ -1,21 +1,14 @@
 """Extend attention: the new tokens of each sequence against its cache, which holds them too."""
 
-import functools
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
-from fp8kv_runtime.kernels.append_kv import load_scale
-from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
-from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.decode import attend_in_parts
-from fp8kv_runtime.kernels.launch import AttentionLayer, Launcher, attention_constants
-from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import plan_extend
+from fp8kv_runtime.kernels.dense import attend_densely, find_prompts
+from fp8kv_runtime.kernels.targets import current_target, is_elsewhere
+from fp8kv_runtime.kernels.tuning import extend_config, plan_extend
+from fp8kv_runtime.kernels.whole import attend_whole
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks, check_tensor
 
@@ -32,8 +25,9 @@ def extend_attention(
 ) -> Tensor:
     """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them.
 
-    See `reference.extend_attention`. Where new tokens are too few to fill the GPU, KV is split as
-    for decode: in `num_splits` parts, or as many as fill it.
+    See `reference.extend_attention`. Prompts go to torch's own attention (see `dense.py`) where it is
+    faster. Where new tokens are too few to fill the GPU, KV is split as for decode. `num_splits` takes our
+    kernels: 1 leaves KV whole, more is as many parts.
 
     Raises:
         ValueError: shapes, types, devices or options do not fit together.
@@ -51,88 +45,20 @@ def extend_attention(
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
+    target = current_target()
+    batch = (query, blocks, sequences)
+    if num_splits is None:
+        least_pairs = extend_config(target, query, blocks).pairs
+        prompts = find_prompts(*batch, cu_seqlens, max_query_len, options, least_pairs)
+        if prompts:
+            attend_densely(*batch, options, prompts, out)
+            return out
     rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
     # no KV is longer than this: lengths are on the device
     longest = tables.shape[1] * blocks.layout.block_size
-    target = current_target()
     config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
-    arguments = (query, blocks, sequences, options, config)
     if splits:
-        attend_in_parts(*arguments, splits, out, cu_seqlens, max_query_len)
+        attend_in_parts(*batch, options, config, splits, out, cu_seqlens, max_query_len)
     else:
-        _attend_whole(*arguments, target, out, cu_seqlens, rows)
+        attend_whole(*batch, options, config, out, cu_seqlens, max_query_len)
     return out
-
-
-def _attend_whole(
-    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
-    config: Config, target: Target, out: Tensor, cu_seqlens: Tensor, rows: int,
-) -> None:  # fmt: skip
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
-    grid = (triton.cdiv(rows, config.rows), blocks.layout.num_kv_heads, len(lens))
-    launcher = extend_launcher(AttentionLayer.of(query, blocks, sequences, options), target, config)
-    strides = (query.stride(0), query.stride(1))
-    launcher(
-        target, grid, blocks,
-        (query, options.q_scale, options.sinks, tables, lens, starts, cu_seqlens, *strides),
-        (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
-         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(query.shape[2]),
-         float(options.softcap or 0), *strides, tables.stride(0)),
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1024)
-def extend_launcher(layer: AttentionLayer, target: Target, config: Config) -> Launcher:
-    """Return the kernel for a layer."""
-    constants = {"LAYER": attention_constants(layer, target), "TILE": config.tile, "BLOCK_M": config.rows}
-    return Launcher(extend_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-@triton.jit(do_not_specialize=("stride_block_tables",))
-def extend_kernel(
-    query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
-    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, out_ptr, softmax_scale, softcap,
-    stride_query_token, stride_query_head, stride_block_tables, LAYER: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Attend from BLOCK_M (token, query head) pairs of a KV head and a sequence: one program.
-
-    It writes `out` [T, H, D].
-    """
-    kv_head = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-    query_start, query_len, tokens, heads = query_rows(
-        cu_seqlens_ptr, seq, tl.program_id(0), kv_head, LAYER, BLOCK_M
-    )
-    inside = tokens < query_len
-    if tl.program_id(0) * BLOCK_M >= query_len * LAYER.group:
-        return
-    at = (query_start + tokens).to(tl.int64)
-    q, q_low, factor, shift = prepare_query(
-        query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
-        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, LAYER,
-    )  # fmt: skip
-
-    seq_len = tl.load(seq_lens_ptr + seq)
-    rows_at = seq_len - query_len + tokens
-    first = 0
-    if LAYER.has_starts:
-        first = tl.load(seq_starts_ptr + seq)
-    if LAYER.window > 0:
-        first = tl.maximum(first, tl.min(rows_at, 0) - LAYER.window + 1)
-    end = tl.minimum(seq_len, tl.max(rows_at, 0) + 1)
-
-    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, LAYER)
-    acc, running_max, running_sum = attend(
-        q, q_low, factor, shift, rows_at, running_max, running_sum, first, end, key_ptr,
-        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap, LAYER, TILE,
-    )  # fmt: skip
-
-    channels = tl.arange(0, LAYER.block_d)
-    scale = load_scale(v_scale_ptr, kv_head, channels, LAYER.v_scales, LAYER.head_dim)
-    total = tl.where(running_sum == 0.0, 1.0, running_sum)
-    out = acc / total[:, None] * (scale * decode_unit(LAYER.format, LAYER.hardware))[None, :]
-    out_at = (at * LAYER.num_kv_heads * LAYER.group + heads) * LAYER.head_dim
-    valid = inside[:, None] & (channels < LAYER.head_dim)[None, :]
-    pointers = out_ptr + out_at[:, None] + channels[None, :]
-    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=valid)

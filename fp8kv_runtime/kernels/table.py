@@ -26,6 +26,7 @@ class Config:
     rows: int = 16  # query rows of a program: heads, or heads x tokens
     per_processor: int = 2  # decode: programs of a processor, no more than run at once
     least: int = 4  # decode: tiles of a part; writing and joining it costs as much as reading one
+    pairs: int = 2**50  # extend: of a query row and a position, in a call that torch's attention is faster at
 
 
 @dataclass(frozen=True)

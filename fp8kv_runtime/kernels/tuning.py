@@ -21,15 +21,24 @@ _TOKENS_PER_ROW = 4  # of a part, at least
 
 
 def plan_decode(
-    target: Target, query: Tensor, blocks: KVBlocks, num_splits: int | None
+    target: Target, query: Tensor, blocks: KVBlocks, longest: int, num_splits: int | None
 ) -> tuple[Config, int]:
-    """Return decode attention's config for queries [S, H, D], and the parts of a head's KV."""
+    """Return decode attention's config, and the parts of a head's KV: 0 where each sequence's is one.
+
+    `query` is [S, H, D]. No sequence has more than `longest` tokens.
+    """
     _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads
     config = _config("decode", target, query, blocks)
     least = config.least if num_splits is None else 1
     config = _fit_rows(config, query.shape[1] // num_kv_heads, least)
-    return config, num_splits or choose_splits(config.per_processor, num_kv_heads, query.device)
+    splits = num_splits or choose_splits(config.per_processor, num_kv_heads, query.device)
+    return config, 0 if splits == 1 or longest <= least * config.tile else splits
+
+
+def extend_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
+    """Return extend attention's config for queries [T, H, D]."""
+    return _config("extend", target, query, blocks)
 
 
 def plan_extend(
@@ -43,9 +52,9 @@ def plan_extend(
     """
     _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads
-    config, device = _config("extend", target, query, blocks), query.device
+    config, device = extend_config(target, query, blocks), query.device
     programs = triton.cdiv(rows, config.rows) * num_kv_heads * num_seqs
-    if num_splits is None and programs >= num_processors(device):
+    if num_splits == 1 or (num_splits is None and programs >= num_processors(device)):
         return config, 0
     parts = _config("decode", target, query, blocks) if rows <= _FEWEST_ROWS else config
     m = min(rows, parts.rows)

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from checks import assert_attention, assert_output, assert_rounded, assert_stored
+from checks import assert_attention, assert_gathered, assert_rounded, assert_stored
 from kernel_grid import cover_pairs
 from kernels.offline import launches
-from oracle import attention
-from paged import Case, build
+from paged import Case
 from virtual_gpu.launch import virtual_gpu
 from virtual_gpu.program import FaultError
 
@@ -93,20 +92,20 @@ def test_extend_in_parts(name, queries, target):
     assert_attention(replace(CASES[name], query_lens=queries, extend_splits=5))
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+def test_prompts_that_torch_attends_to(target):
+    usual = [case for name, case in USUAL.items() if name not in ("masked", "plain-q_head", "plain-channel")]
+    e5m2 = replace(PLAIN, format="e5m2", head_dim=96, k_scales="tensor", v_scales="channel", block_size=16)
+    with virtual_gpu(TARGETS[target], configs={"extend": Config(64, 4, pairs=1)}):
+        for case in (*usual, replace(e5m2, starts=(70, 1, 0)), replace(e5m2, head_dim=80, block_size=48)):
+            assert_attention(replace(case, query_lens=tuple(map(min, QUERIES, case.lengths))))
+
+
 def test_a_batch_that_more_than_a_warp_plans(target):
     lengths = tuple(range(0, 240, 6))
     case = Case(lengths, kv_heads=1, block_size=64, num_splits=30, extend_splits=30)
     assert_attention(case)
     assert_attention(replace(case, query_lens=tuple(min(2, n) for n in lengths)))
-
-
-# other tiles than the table's, and programs of one warp, whose barriers are the warp's
-@pytest.mark.parametrize("name", ["plain-D64", "masked", "plain-channel"])
-@pytest.mark.parametrize("config", [Config(32, 1, 5), Config(16, 2, 3)], ids=["1warp", "2warps"])
-@pytest.mark.parametrize("target", NVIDIA)
-def test_decode_of_few_warps(target, config, name):
-    with virtual_gpu(TARGETS[target], configs={"decode": config}):
-        assert_attention(CASES[name])
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -119,27 +118,9 @@ def test_all_bfloat16_values_are_rounded(format, target):
     assert_rounded(format)
 
 
-def test_blocks_beyond_2_to_31(target):
-    batch = build(PLAIN)
-    stored, tables = batch.blocks.codes.view(torch.uint8), batch.sequences.block_tables
-    shift = 2**31 // stored[0, 0].numel()
-    codes = torch.empty(2, shift + stored.shape[1], *stored.shape[2:], dtype=torch.uint8)
-    codes[:, shift:] = stored
-    blocks = replace(batch.blocks, codes=codes.view(batch.blocks.codes.dtype))
-    far = replace(batch.sequences, block_tables=torch.where(tables < 0, tables, tables + shift))
-    got = replace(batch, blocks=blocks, sequences=far).attend("kernel")
-    assert_output(got, attention(batch), "kernel", PLAIN)
-
-
-def test_every_byte_decodes_exactly(target):
-    case = Case((256,), head_dim=128, kv_heads=1, group=1, block_size=256, num_splits=1, window=1)
-    batch = build(replace(case, v_scales="tensor", format="e4m3fn"))
-    batch = replace(batch, blocks=replace(batch.blocks, v_scale=torch.ones(1)))
-    stored, block = batch.blocks.codes.view(torch.uint8), batch.sequences.block_tables[0, 0]
-    for half in torch.arange(256, dtype=torch.uint8).view(2, 128):
-        stored[1, block, 0, 255] = half
-        got = batch.attend("kernel")
-        assert torch.equal(got[0, 0].nan_to_num(7.7), half.view(torch.float8_e4m3fn).half().nan_to_num(7.7))
+@pytest.mark.parametrize(("format", "dtype"), [("e4m3fn", torch.float16), ("e5m2", torch.bfloat16)])
+def test_every_pair_of_codes_is_gathered_exactly(format, dtype, target):
+    assert_gathered(format, dtype)
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int16, torch.int32, torch.int64)

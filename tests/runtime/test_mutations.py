@@ -27,7 +27,8 @@ CASES = {
     "float16": replace(ALL, format="float16"),
 }
 SPLIT_EXTEND = {"query_lens": (6, 3), "extend_splits": 3}
-KINDS = {"decode": {}, "extend": {"query_lens": (6, 9)}, "split": SPLIT_EXTEND}
+EXTEND = {"query_lens": (6, 9), "extend_splits": 1}
+KINDS = {"decode": {}, "extend": EXTEND, "split": SPLIT_EXTEND, "dense": EXTEND | {"extend_splits": None}}
 CHECKS = {
     f"{kind} {name} {by}": partial(assert_attention, replace(case, **changes), "cpu", (by,))
     for name, case in CASES.items()
@@ -39,7 +40,7 @@ CHECKS = {
     "history": partial(run_history, 1, steps=300),
     "growing history": partial(run_history, 3, steps=300, can_grow=True),
 }
-ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
+ATTEND, DECODE, DENSE = (f"kernels/{name}.py" for name in ("attend", "decode", "dense"))
 APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning", "split"))
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
@@ -69,6 +70,9 @@ MUTATIONS = {
         ("seq_len - query_len + 1 - LAYER.window", "seq_len - LAYER.window")),
     "every query's parts in one place": ("split plain kernel", DECODE,
         ("part_at * max_query_len + tokens", "part_at * max_query_len")),
+    "the first head's scale for all": ("dense plain kernel", DENSE,
+        ("scales[min(head, len(scales) - 1)]", "scales[0]")),
+    "gathers K for V": ("dense plain kernel", DENSE, ("rows += part * num_blocks", "rows += 0 * num_blocks")),
     "rounds an fp32 query": ("decode fp32 kernel", TUNING,
         ("blocks.k_scales < 2 and dtype != torch.float32", "True")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", ATTEND,

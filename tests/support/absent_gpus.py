@@ -61,7 +61,7 @@ def twice():
         cu_seqlens, slots = torch.arange(5, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         with pretend(TARGET):
             for query in (aligned, aligned, not_aligned):
-                decode_attention(query, blocks, variant.sequences(), options)
+                decode_attention(query, blocks, variant.sequences(), options, num_splits=2)
                 extend_attention(query, blocks, variant.sequences(), cu_seqlens, 1, options)
                 append_kv(new, new, blocks, slots)
         found[variant.name] = {"launched": launched, "by triton": by_triton}
@@ -84,7 +84,7 @@ def growing():
             query = torch.zeros(num_seqs, 32, 64, dtype=torch.float16)
             new = torch.zeros(num_seqs, 8, 64, dtype=torch.float16)
             ends = torch.arange(num_seqs + 1, dtype=torch.int32)
-            decode_attention(query, blocks, sequences, options)
+            decode_attention(query, blocks, sequences, options, num_splits=2)
             for parts in (None, PLAIN.num_splits):
                 extend_attention(query, blocks, sequences, ends, 1, options, num_splits=parts)
             append_kv(new, new, blocks, torch.zeros(num_seqs, dtype=torch.int64))

@@ -7,6 +7,8 @@ import oracle
 import torch
 from paged import RUNTIME, Case, build
 
+from fp8kv_runtime.kernels.dense import Prompt, gather
+
 # Rounding one value: half a step of its significand; Triton's interpreter cuts bfloat16 off, a whole step.
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 REFERENCE, INTERPRETED = RUNTIME.reference, os.environ.get("TRITON_INTERPRET") == "1"
@@ -109,3 +111,16 @@ def assert_rounded(format, device="cpu", runtime=RUNTIME):
     for counted in counts.cpu():
         for i, which in enumerate((saturated, became_zero, ~x.isfinite())):
             assert counted[:, i].tolist() == which.sum((0, 2)).tolist()
+
+
+def assert_gathered(format, dtype, device="cpu"):
+    """All pairs of codes, as K and V of 256 channels, come out as their values, from the third token on."""
+    batch = build(Case((256,), head_dim=256, kv_heads=1, block_size=32, format=format), device)
+    stored, table = batch.blocks.codes, batch.sequences.block_tables[0].long()
+    pairs = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16)
+    pairs = pairs.view(2, 8, 1, 32, 128) if format != "float16" else stored[:, table].view(torch.int16)
+    stored.view(torch.int16)[:, table] = pairs
+    want = stored.float()[:, table].transpose(1, 2).flatten(2, 3)[:, :, 3:250]
+    got = gather(batch.blocks, batch.sequences, Prompt(0, 0, 1, 3, 250), slice(0, 1), dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got.float().nan_to_num(1e6), want.nan_to_num(1e6))

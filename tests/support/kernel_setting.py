@@ -27,5 +27,5 @@ def table_of_small_tiles(directory):
     """Write a tuning table, for `FP8KV_TUNING`, with tiles of 32: short sequences have several."""
     decode = {"on": "interpreter", "head_dim": 256, "tile": 32, "num_warps": 4, "least": 1}
     rows, path = [decode | {"bits": bits} for bits in (8, 16)], directory / "small_tiles.json"
-    path.write_text(json.dumps({"decode": rows, "extend": rows}))
+    path.write_text(json.dumps({"decode": rows, "extend": [row | {"pairs": 1} for row in rows]}))
     return path

@@ -1,0 +1,175 @@
+"""Prompts: K and V are decoded once, to contiguous 16 bits, and torch's own attention reads them.
+
+It reads each K and V of a long prompt thousands of times: what decoding them once takes is nothing
+beside that. torch chooses among cuDNN, FlashAttention and what else it has for the GPU.
+
+No bit is lost on the way that ours would keep. Codes of FP8 are exact in float16 and in bfloat16, and
+queries stay as they are: K's scale goes into the softmax scale, a float32. Heads of another scale are
+another call, so scales per head cost a call for each KV head. V's scale, of any shape, multiplies the
+output in float32. A centre of K takes the same from every score of a row, which softmax does not see.
+What differs from ours are the weights: 16 bits of the query's type, and in float16 none below 2^-24 of
+the row's largest, as in every float16 attention.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels.attend import decode_tile, join_halves, load_codes, row_offsets
+from fp8kv_runtime.kernels.codec import decode_unit
+from fp8kv_runtime.kernels.launch import Launcher, block_constants
+from fp8kv_runtime.kernels.targets import Target, current_target
+from fp8kv_runtime.options import AttentionOptions
+from fp8kv_runtime.storage import BlocksLayout, KVBlocks
+
+# of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same
+WORKSPACE = 2**28
+_VALUES = 4096  # that a program decodes
+
+
+class Prompt(NamedTuple):
+    """New tokens of a sequence that attend to `first` .. `end - 1`, the last of them the last token."""
+
+    seq: int
+    start: int  # in the query
+    stop: int
+    first: int
+    end: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a position that it sees."""
+        new, length = self.stop - self.start, self.end - self.first
+        return new * (2 * length - new + 1) // 2
+
+
+def find_prompts(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, cu_seqlens: Tensor, max_query_len: int,
+    options: AttentionOptions, least_pairs: int,
+) -> list[Prompt]:  # fmt: skip
+    """Return what torch's attention is to compute; empty: it cannot, or is not worth its launches.
+
+    `query` is [T, H, D]. Lengths are read from the device where the host does not know them. A graph
+    that is being recorded may be replayed with others.
+    """
+    longest = sequences.block_tables.shape[1] * blocks.layout.block_size
+    heads = query.shape[1] // (blocks.layout.num_kv_heads if blocks.layout.k_scales else 1)
+    if query.shape[0] * longest * heads < least_pairs or not _fits(query, blocks, options):
+        return []
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return []
+    spans = sequences.spans()
+    if options.sliding_window is not None and options.sliding_window < max(end for _, end in spans):
+        return []
+    if len(query) == len(spans) * max_query_len:
+        ends = list(range(0, len(query) + 1, max_query_len))
+    else:
+        ends = cu_seqlens.tolist()
+    # tokens before a sequence's first position, as left padding has, see nothing
+    prompts = [
+        Prompt(seq, max(ends[seq], ends[seq + 1] - (end - first)), ends[seq + 1], first, end)
+        for seq, (first, end) in enumerate(spans)
+    ]
+    prompts = [prompt for prompt in prompts if prompt.start < prompt.stop]
+    enough = sum(prompt.pairs for prompt in prompts) * heads >= least_pairs * len(prompts)
+    return prompts if enough else []
+
+
+def _fits(query: Tensor, blocks: KVBlocks, options: AttentionOptions) -> bool:
+    """Return whether torch has this attention, and 16 bits hold all of it; `query` is [T, H, D]."""
+    plain = options.softcap is None and options.sinks is None and options.q_scale is None
+    holds = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and blocks.format != "float16")
+    return plain and holds and blocks.layout.k_scales < 2 and query.shape[2] % 8 == 0
+
+
+@torch.no_grad()
+def attend_densely(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
+    prompts: list[Prompt], out: Tensor,
+) -> None:  # fmt: skip
+    """Attend from `query` [T, H, D] with torch's attention and write the prompts' rows of `out` [T, H, D]."""
+    shape = (blocks.num_kv_heads, query.shape[1] // blocks.num_kv_heads)
+    by_head, rows = query.unflatten(1, shape), out.unflatten(1, shape)
+    v_scale = blocks.scales[1]
+    for prompt in prompts:
+        for heads, k_scale in _chunks(blocks, prompt):
+            key, value = gather(blocks, sequences, prompt, heads, query.dtype)
+            q = by_head[prompt.start : prompt.stop, heads].flatten(1, 2).transpose(0, 1)
+            attended = scaled_dot_product_attention(
+                q[None], key[None], value[None],
+                attn_mask=causal_lower_right(q.shape[1], key.shape[1]),
+                scale=options.scale(query.shape[2]) * k_scale, enable_gqa=shape[1] > 1,
+            )[0].transpose(0, 1).unflatten(1, (-1, shape[1]))  # fmt: skip
+            torch.mul(attended, v_scale[heads], out=rows[prompt.start : prompt.stop, heads])
+
+
+def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[tuple[slice, float]]:
+    """Yield KV heads that have one K scale and fit the workspace, or one head, and their scale."""
+    scales, size = blocks.k_scale_values, 1
+    if len(scales) == 1:
+        size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
+    for head in range(0, blocks.num_kv_heads, size):
+        yield slice(head, min(head + size, blocks.num_kv_heads)), scales[min(head, len(scales) - 1)]
+
+
+def gather(
+    blocks: KVBlocks, sequences: PagedSequences, prompt: Prompt, heads: slice, dtype: torch.dtype
+) -> Tensor:
+    """Return codes of K and V of some heads as values of `dtype`, without scales: [2, heads, N, D]."""
+    first, end, tables = prompt.first, prompt.end, sequences.block_tables
+    codes = blocks.codes if blocks.format == "float16" else blocks.codes.view(torch.int16)
+    shape = (2, heads.stop - heads.start, end - first, blocks.head_dim)
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    target = current_target()
+    tile, launcher = gather_launcher(blocks.layout, target)
+    tiles = triton.cdiv(end - first // tile * tile, tile)
+    launcher(
+        target, (tiles, shape[1], 2), blocks, (out, tables),
+        (codes, tables, out, blocks.num_blocks, prompt.seq, heads.start, first, end,
+         tables.stride(0)),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def gather_launcher(blocks: BlocksLayout, target: Target) -> tuple[int, Launcher]:
+    """Return the positions that a program takes, and the kernel, for a layer."""
+    block_d = max(64, triton.next_power_of_2(blocks.head_dim))
+    layer = block_constants(blocks, target, block_d=block_d, ptx=target.backend == "cuda")
+    constants = {"LAYER": layer, "TILE": _VALUES // block_d}
+    return constants["TILE"], Launcher(gather_kernel, constants, num_warps=4)
+
+
+@triton.jit(do_not_specialize=("num_blocks", "seq", "first_head", "first", "end", "stride_block_tables"))
+def gather_kernel(
+    codes_ptr, block_tables_ptr, out_ptr, num_blocks, seq, first_head, first, end,
+    stride_block_tables, LAYER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Decode TILE positions of a head's K (third program id 0) or V (1): one program.
+
+    It writes `out` [2, heads, end - first, D], whose heads begin with `first_head`.
+    """
+    start = first // TILE * TILE + tl.program_id(0) * TILE
+    head, part = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    positions = start + tl.arange(0, TILE)
+    inside = (positions >= first) & (positions < end)
+    block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * stride_block_tables
+    rows = row_offsets(block_table_ptr, start, positions, inside, first_head + head, LAYER, TILE)
+    rows += part * num_blocks * LAYER.num_kv_heads * LAYER.block_size  # V lies behind K
+    first_half, second_half = decode_tile(load_codes(codes_ptr, rows, inside, LAYER), LAYER)
+    values = join_halves(first_half, second_half, LAYER) * decode_unit(LAYER.format, LAYER.hardware)
+    if out_ptr.dtype.element_ty != tl.float16:
+        values = values.to(tl.float32)
+    channels = tl.arange(0, LAYER.block_d)
+    at = (part * tl.num_programs(1) + head) * (end - first) + positions - first
+    pointers = out_ptr + at[:, None] * LAYER.head_dim + channels[None, :]
+    valid = inside[:, None] & (channels < LAYER.head_dim)[None, :]
+    tl.store(pointers, values.to(out_ptr.dtype.element_ty), mask=valid)

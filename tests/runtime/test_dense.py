@@ -1,0 +1,93 @@
+"""Prompts that torch's attention computes: gathered exactly, right in any batch, and only where it fits."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from checks import assert_attention, assert_gathered
+from paged import FORMATS, Case, build
+from tune_kernels import pinned
+
+from fp8kv_runtime.kernels import dense
+from fp8kv_runtime.kernels.launch import Launcher
+from fp8kv_runtime.kernels.table import Config
+
+# padding, a sequence without new tokens, one that is new as a whole, and one of a single token
+RAGGED = Case((70, 133, 40, 1), query_lens=(20, 133, 0, 1), starts=(3, 33, 0, 0), group=3, center=True)
+BF16 = {"dtype": torch.bfloat16}
+CASES = {
+    "head": {},
+    "tensor-D256": {"k_scales": "tensor", "v_scales": "channel", "head_dim": 256, "block_size": 64},
+    "e5m2-D80": {"format": "e5m2", "head_dim": 80, "block_size": 48},
+    "fnuz-D128": {"format": "e4m3fnuz", "head_dim": 128, "group": 1} | BF16,
+    "bf16-tensor-D96": {"k_scales": "tensor", "v_scales": "tensor", "head_dim": 96, "kv_heads": 3} | BF16,
+    "float16": {"format": "float16", "window": 133},
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels launched, one after the other."""
+    names, launch = [], Launcher.__call__
+
+    def record(self, *arguments):
+        names.append(self.kernel.__name__)
+        launch(self, *arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    with pinned("extend", Config(64, 4, pairs=1)):
+        yield names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ragged_prompts(name, launched, device, monkeypatch):
+    case = replace(RAGGED, **CASES[name])
+    assert_attention(case, device)
+    calls = 3 * (1 if case.k_scales == "tensor" else case.kv_heads)
+    assert launched == ["gather_kernel"] * calls
+    if case.kv_heads == 3:  # of which two fit
+        monkeypatch.setattr(dense, "WORKSPACE", 2 * 4 * case.head_dim * 100)
+        assert_attention(case, device)
+        assert len(launched) == calls + 5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # NaN is multiplied
+@pytest.mark.parametrize(
+    ("format", "dtype"), [*product(FORMATS, (torch.float16, torch.bfloat16)), ("float16", torch.float16)]
+)
+def test_every_pair_of_codes_is_gathered_exactly(format, dtype, device):
+    assert_gathered(format, dtype, device)
+
+
+def test_what_torch_has_no_attention_for_is_ours(launched, device):
+    for changes in (
+        {"window": 132}, {"softcap": 5.0}, {"sinks": True}, {"q_scale": "head"}, {"k_scales": "channel"},
+        {"dtype": torch.float32}, {"format": "float16"} | BF16, {"head_dim": 84}, {"extend_splits": 1},
+    ):  # fmt: skip
+        launched.clear()
+        assert_attention(replace(RAGGED, **changes), device)
+        assert launched == ["extend_kernel"], changes
+    # two pairs of a query and a position, for each of three query heads, are too few
+    for least, name in ((6, "gather_kernel"), (7, "extend_kernel")):
+        launched.clear()
+        with pinned("extend", Config(64, 4, pairs=least)):
+            assert_attention(Case((2, 2), query_lens=(1, 1), kv_heads=1, group=3), device)
+        assert {*launched} == {name}
+
+
+def test_a_sequence_of_one_part_is_one_launch(launched, device):
+    for length, num_splits, kernels in (
+        (40, 1, ["extend_kernel"]), (40, 2, ["decode_kernel", "reduce_kernel"]),
+        # four tiles are the least of a part
+        (64, None, ["extend_kernel"]), (65, None, ["decode_kernel", "reduce_kernel"]),
+    ):  # fmt: skip
+        launched.clear()
+        with pinned("decode", Config(16, 4, per_processor=100)):
+            assert_attention(Case((length, 9), num_splits=num_splits), device)
+        assert launched == kernels, length
+
+
+def test_lengths_that_the_host_knows_are_not_read_from_the_device():
+    sequences = build(Case((9, 5), starts=(2, 0))).sequences
+    assert sequences.to(torch.device("meta")).spans() == [(2, 9), (0, 5)]
