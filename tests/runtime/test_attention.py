@@ -104,8 +104,8 @@ def test_queries_of_any_magnitude(exponent, format, dtype, device):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_sink_without_weight_is_no_sink(implementation, device):
     for query_lens in (None, (9, 17, 0)):
-        case = Case((40, 17, 0), query_lens=query_lens, kv_heads=1, num_splits=2, extend_splits=1, sinks=True)
-        batch = build(case, device)
+        splits = {"num_splits": 2, "extend_splits": 1}
+        batch = build(Case((40, 17, 0), query_lens=query_lens, kv_heads=1, sinks=True, **splits), device)
         without = replace(batch, options=replace(batch.options, sinks=None)).attend(implementation)
         for weightless in (float("-inf"), -3e38):
             options = replace(batch.options, sinks=torch.full_like(batch.options.sinks, weightless))

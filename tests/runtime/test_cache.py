@@ -22,6 +22,7 @@ def test_slots_are_blocks_times_block_size_plus_offset():
     assert torch.equal(cache.slots([first, second], 1, 4)[1], slots[1][1:5])
     batch = cache.sequences([second, first, empty])
     assert batch.seq_lens.tolist() == [9, 5, 0]
+    assert batch.to(torch.device("meta")).spans() == [(0, 9), (0, 5), (0, 0)]  # not read from the device
     assert batch.block_tables.tolist() == [second.block_ids, [a, b, -1], [-1, -1, -1]]
     assert (batch.block_tables.dtype, cache.block_tables([]).shape) == (torch.int32, (0, 0))
     assert cache.append(empty, 0).tolist() == []

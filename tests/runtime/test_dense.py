@@ -13,7 +13,6 @@ from fp8kv_runtime.kernels import dense
 from fp8kv_runtime.kernels.launch import Launcher
 from fp8kv_runtime.kernels.table import Config
 
-# padding, a sequence without new tokens, one that is new as a whole, and one of a single token
 RAGGED = Case((70, 133, 40, 1), query_lens=(20, 133, 0, 1), starts=(3, 33, 0, 0), group=3, center=True)
 BF16 = {"dtype": torch.bfloat16}
 CASES = {
@@ -68,8 +67,7 @@ def test_what_torch_has_no_attention_for_is_ours(launched, device):
         launched.clear()
         assert_attention(replace(RAGGED, **changes), device)
         assert launched == ["extend_kernel"], changes
-    # two pairs of a query and a position, for each of three query heads, are too few
-    for least, name in ((6, "gather_kernel"), (7, "extend_kernel")):
+    for least, name in ((6, "gather_kernel"), (7, "extend_kernel")):  # two pairs, three query heads
         launched.clear()
         with pinned("extend", Config(64, 4, pairs=least)):
             assert_attention(Case((2, 2), query_lens=(1, 1), kv_heads=1, group=3), device)
@@ -79,15 +77,9 @@ def test_what_torch_has_no_attention_for_is_ours(launched, device):
 def test_a_sequence_of_one_part_is_one_launch(launched, device):
     for length, num_splits, kernels in (
         (40, 1, ["extend_kernel"]), (40, 2, ["decode_kernel", "reduce_kernel"]),
-        # four tiles are the least of a part
         (64, None, ["extend_kernel"]), (65, None, ["decode_kernel", "reduce_kernel"]),
     ):  # fmt: skip
         launched.clear()
         with pinned("decode", Config(16, 4, per_processor=100)):
             assert_attention(Case((length, 9), num_splits=num_splits), device)
         assert launched == kernels, length
-
-
-def test_lengths_that_the_host_knows_are_not_read_from_the_device():
-    sequences = build(Case((9, 5), starts=(2, 0))).sequences
-    assert sequences.to(torch.device("meta")).spans() == [(2, 9), (0, 5)]
