@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from checks import assert_attention, assert_gathered
-from paged import FORMATS, Case, build
+from paged import FORMATS, Case
 from tune_kernels import pinned
 
 from fp8kv_runtime.kernels import dense
