@@ -98,7 +98,7 @@ def attend_densely(
     """Attend from `query` [T, H, D] with torch's attention and write the prompts' rows of `out` [T, H, D]."""
     shape = (blocks.num_kv_heads, query.shape[1] // blocks.num_kv_heads)
     by_head, rows = query.unflatten(1, shape), out.unflatten(1, shape)
-    v_scale = blocks.scales[1]
+    v_scale = blocks.scales[1, 0]
     for prompt in prompts:
         for heads, k_scale in _chunks(blocks, prompt):
             key, value = gather(blocks, sequences, prompt, heads, query.dtype)
