@@ -25,7 +25,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache, values_per_token
+from fp8kv_runtime.hf import Backend, cache_of, fp8_attention, paged_cache, values_per_token
 
 STATIC_FP8 = "fp8"
 UNIT_SCALES = "none"  # what --scales takes for scale 1.0 everywhere
@@ -256,4 +256,4 @@ def _generate(
     seconds = time.perf_counter() - start
     token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Generation(text, token_ids, seconds), output.past_key_values
+    return Generation(text, token_ids, seconds), cache_of(output)

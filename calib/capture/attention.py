@@ -23,7 +23,7 @@ from calib.errors import UnsupportedModelError
 from calib.models.config import explain_nonsense, layer_settings
 from calib.models.load import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
+from fp8kv_runtime.hf import EngineQuery, cache_of, is_latent, swap_attention
 
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or a latent [B, 1, T, R] and a
 # k_pe [B, 1, T, P]
@@ -129,7 +129,8 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
         original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
+        if hasattr(module, "layer_idx"):  # Inkling 2 attends to outputs of its blocks too
+            sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
         return original(module, q, k, v, *args, **kwargs)
 
     return swap_attention(model, watch)
@@ -225,7 +226,7 @@ def _calls_and_cache(
         input_ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
     with observe_qkv(model, lambda name, *qkv: calls.__setitem__(name, qkv)):
         out = _run(reader, input_ids, torch.ones_like(input_ids), use_cache=True, **media)
-    return calls, out.get("past_key_values")
+    return calls, cache_of(out)
 
 
 def _run(

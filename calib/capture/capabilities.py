@@ -1,7 +1,6 @@
 """Models that can run on an FP8 cache, and classes whose queries are those of engines."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,7 +14,7 @@ from calib.models.load import forget_positions, input_device
 from calib.recipe import Recipe
 from calib.scales.scales import check_one_scale
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import fp8_attention
+from fp8kv_runtime.hf import cache_argument, cache_of, fp8_attention
 
 NO_FP8_CACHE = "eval and generate cannot run this model on an FP8 cache"
 # errors of a model's code that does not know our layers of a cache, or misses an image
@@ -88,8 +87,8 @@ def reason_against_fp8(model: PreTrainedModel, attention: AttentionMap) -> str |
     forget_positions(model)
     try:
         with fp8_attention(model, attention.unit_scales(), backend="torch"):
-            cache: Any = model(input_ids=ids, use_cache=True).past_key_values
-            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            cache = cache_of(model(input_ids=ids, use_cache=True))
+            model(input_ids=ids[:, :1], use_cache=True, **{cache_argument(model): cache})
     except torch.OutOfMemoryError:
         raise
     except AttentionError as error:

@@ -20,7 +20,7 @@ from calib.evaluate.retrieval import LongDocument
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
 from calib.models.load import forget_positions
-from fp8kv_runtime.hf import new_cache
+from fp8kv_runtime.hf import cache_argument, new_cache
 
 _TOKENS, _LOGITS = 512, 2**26  # at a time, at most
 _AT_ONCE = 8  # variants of a search, each with a cache of its own
@@ -112,7 +112,8 @@ def _read(
     """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in `cache`."""
     ids = token_ids[None].to(setup.model.device)
     with variant.apply(setup):
-        logits: Tensor = setup.model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments).logits
+        before = {cache_argument(setup.model): cache}
+        logits: Tensor = setup.model(input_ids=ids, use_cache=True, **before, **arguments).logits
     return logits[0]
 
 

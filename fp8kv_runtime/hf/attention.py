@@ -13,7 +13,14 @@ from transformers import Cache, PreTrainedModel
 
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
-from fp8kv_runtime.hf.layers import CacheRows, Fp8CacheLayer, ModuleScales, convert_cache, new_cache
+from fp8kv_runtime.hf.layers import (
+    CacheRows,
+    Fp8CacheLayer,
+    ModuleScales,
+    cache_argument,
+    convert_cache,
+    new_cache,
+)
 from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -95,7 +102,9 @@ class _Session:
         self._dtype = FP8_DTYPES[scales.fp8_dtype]
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
-        parameters = inspect.signature(model.get_decoder().forward).parameters
+        decoder = model.get_decoder()
+        self._cache_argument = cache_argument(decoder)
+        parameters = inspect.signature(decoder.forward).parameters
         self._positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._new_cache = functools.partial(new_cache, model)
 
@@ -138,12 +147,14 @@ class _Session:
         names = self._positional[: len(args)]
         if len(names) == len(args):
             args, kwargs = (), dict(**dict(zip(names, args, strict=True)), **kwargs)
-        kwargs["past_key_values"] = self._prepare(args, kwargs)
+        if "past_key_values" in kwargs:
+            kwargs[self._cache_argument] = kwargs.pop("past_key_values")
+        kwargs[self._cache_argument] = self._prepare(args, kwargs)
         return forward(*args, **kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache:
         """Reserve a forward pass's tokens in an FP8 cache, and return it."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(self._cache_argument)
         if cache is None:
             cache = self._new_cache()
         candidates = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
@@ -342,9 +342,20 @@ def _replacement(kind: type) -> type[Fp8CacheLayer] | None:
     return _REPLACEMENTS.get(kind)
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which `model` takes a cache, which transformers 5.24 changed."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def cache_of(output: Mapping[str, Any]) -> Any:
+    """Return the cache of what a model of any version of transformers returned; None: there is none."""
+    return output.get("cache", output.get("past_key_values"))
+
+
 def new_cache(model: PreTrainedModel) -> Cache:
     """Return an empty cache, of the model's own class where its decoder takes no other, as MiniMax's."""
-    parameter = inspect.signature(model.get_decoder().forward).parameters.get("past_key_values")
+    decoder = model.get_decoder()
+    parameter = inspect.signature(type(decoder).forward).parameters.get(cache_argument(decoder))
     kinds = (kind for kind in get_args(parameter and parameter.annotation) if isinstance(kind, type))
     own = next((kind for kind in kinds if issubclass(kind, DynamicCache) and kind is not DynamicCache), None)
     return own() if own else DynamicCache(config=model.config)

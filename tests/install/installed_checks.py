@@ -32,6 +32,7 @@ def calibrates(environment):
     assert "vllm serve out --kv-cache-dtype fp8" in printed, printed
     verified = environment.run("fp8kv", "verify", "out", "--engine", "vllm")
     assert "30 of 30" in verified, verified
+    environment.run("fp8kv", "generate", "out", "The capital", "--max-new-tokens", 3)
 
 
 def names_the_extra(environment):
