@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("fp8kv", "llmcompressor", "compressed-tensors", "torch", "transformers")
+_PACKAGES = (
+    "fp8kv",
+    "llmcompressor",
+    "compressed-tensors",
+    "nvidia-modelopt",
+    "amd-quark",
+    "torch",
+    "transformers",
+)
 _PROC = Path("/proc")
 
 

@@ -1,10 +1,11 @@
-"""Our calibration beside llm-compressor's: same documents, same model, each in its own process.
+"""Our calibration beside other tools': same documents, same model, each in its own process.
 
 Timed is the phase between a loaded model and finished scales. Ours runs before each of theirs, so
-that a drifting machine hits both.
+that a drifting machine hits both. A result stands beside those of other numbers of threads.
 """
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -21,8 +22,16 @@ from calib.models.sources import find_model
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"
-# how many times llm-compressor's tokens/s ours is to reach, its batch size being its best
-TARGETS = {"default": 3.0, "basic": 1.5}
+# (tool, pipeline) -> how many times its tokens/s ours is to reach, its batch size being its best
+TARGETS = {
+    ("llm-compressor", "default"): 3.0,
+    ("llm-compressor", "basic"): 1.5,
+    ("ModelOpt", "default"): None,
+    ("Quark", "default"): None,
+    ("Quark", "post_rope"): None,
+}
+# after the name of llm-compressor's environment
+ENVIRONMENTS = {"llm-compressor": "", "ModelOpt": "-modelopt", "Quark": "-quark"}
 
 Run = dict[str, Any]
 
@@ -37,28 +46,31 @@ def main() -> None:
         "machine": machine(args.date) | {"threads": args.threads},
         "workload": _describe(args, fingerprint),
         "runs": runs,
-        "comparison": {name: _compare(runs, name, TARGETS[name]) for name in TARGETS},
+        "comparison": {" ".join(peer): _compare(runs, peer) for peer in TARGETS if _of_peer(runs, peer)},
     }
-    write_result(args.output, result)
+    kept = read_object(args.output) if args.output.exists() else {}
+    write_result(args.output, kept | {f"threads: {args.threads}": result})
     _print(result)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    python = Path(".venv-peers/bin/python")
-    parser.add_argument("--peer-python", type=Path, default=python, help="has llm-compressor")
+    only = "has llm-compressor, which is then the only other; default: the Makefile's environments"
+    parser.add_argument("--peer-python", type=Path, help=only)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="llm-compressor")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="of the others")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu", help="ours; llm-compressor takes a GPU where it finds one")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="ours; llm-compressor takes a GPU if it finds one",
+    )
     parser.add_argument("--date", help="date to record; default: today")
     parser.add_argument("--scratch", type=Path, default=Path("build/bench"))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "peers.json")
     args = parser.parse_args()
-    if not args.peer_python.exists():
-        parser.error(f"--peer-python {args.peer_python} does not exist; see benchmarks/README.md")
     return args
 
 
@@ -71,18 +83,13 @@ def _write_documents(args: argparse.Namespace) -> tuple[Path, str]:
 
 
 def _run_all(args: argparse.Namespace, documents: Path) -> list[Run]:
-    peers = [
-        ("--pipeline", pipeline, "--batch-size", str(size))
-        for _ in range(args.repeats)
-        for size in args.batch_sizes
-        for pipeline in TARGETS
-    ]
-    runs = []
-    for options in peers:
-        own = ("--device", args.device)
-        ours = _run(args, documents, Path(sys.executable), "peer_speed_fp8kv.py", *own)
-        theirs = _run(args, documents, args.peer_python, "peer_speed_llmcompressor.py", *options)
-        runs += [{"tool": OURS, **ours}, {"tool": "llm-compressor", **theirs}]
+    peers, runs = [peer for peer in TARGETS if not (args.peer_python and ENVIRONMENTS[peer[0]])], []
+    for _, size, (tool, pipeline) in itertools.product(range(args.repeats), args.batch_sizes, peers):
+        python = args.peer_python or Path(f".venv-peers{ENVIRONMENTS[tool]}/bin/python")
+        options = ("--tool", tool, "--pipeline", pipeline, "--batch-size", str(size))
+        ours = _run(args, documents, Path(sys.executable), "peer_speed_fp8kv.py", "--device", args.device)
+        theirs = _run(args, documents, python, "peer_speed_theirs.py", *options)
+        runs += [{"tool": OURS, **ours}, {"tool": tool, **theirs}]
     return runs
 
 
@@ -99,9 +106,10 @@ def _run(args: argparse.Namespace, documents: Path, python: Path, script: str, *
     return run | {"tokens_per_second": run["tokens"] / run["seconds"]["calibrate"]}
 
 
-def _compare(runs: list[Run], pipeline: str, target: float) -> dict[str, Any]:
+def _compare(runs: list[Run], peer: tuple[str, str]) -> dict[str, Any]:
     ours = [run for run in runs if run["tool"] == OURS]
-    theirs = [run for run in runs if run.get("pipeline") == pipeline]
+    theirs = _of_peer(runs, peer)
+    target = TARGETS[peer]
     by_size = {
         size: _speed([run for run in theirs if run["batch_size"] == size])
         for size in sorted({run["batch_size"] for run in theirs})
@@ -115,15 +123,24 @@ def _compare(runs: list[Run], pipeline: str, target: float) -> dict[str, Any]:
         "ratios": ratios,
         "ratio": ratios[best],
         "target": target,
-        "target_met": ratios[best] >= target,
+        "target_met": target is None or ratios[best] >= target,
+        "processor_ratio": _processor_seconds(theirs) / _processor_seconds(ours),
         "k_scale_over_ours": {
             run["batch_size"]: _scale_ratios(run["k_scales"], ours[0]["k_scales"]) for run in theirs
         },
     }
 
 
+def _of_peer(runs: list[Run], peer: tuple[str, str]) -> list[Run]:
+    return [run for run in runs if (run["tool"], run.get("pipeline")) == peer]
+
+
 def _speed(runs: list[Run]) -> float:
     return statistics.median(run["tokens_per_second"] for run in runs)
+
+
+def _processor_seconds(runs: list[Run]) -> float:
+    return statistics.median(run["processor_seconds"] for run in runs)
 
 
 def _scale_ratios(theirs: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
@@ -147,12 +164,14 @@ def _print(result: dict[str, Any]) -> None:
     console = Console(width=100)
     facts = result["machine"]
     console.print(f"{facts['cpu']}, {facts['threads']} threads, load {facts['load_average']:.1f}")
-    table = Table("tool", "pipeline", "batch", "tokens", "load s", "calibrate s", "write s", "tok/s")
+    table = Table(
+        "tool", "pipeline", "batch", "load s", "calibrate s", "processor s", "write s", "tok/s", "MiB"
+    )
     for run in result["runs"]:
-        seconds = (f"{run['seconds'][phase]:.1f}" for phase in ("load", "calibrate", "write"))
-        size, tokens = str(run["batch_size"]), str(run["tokens"])
-        speed = f"{run['tokens_per_second']:.0f}"
-        table.add_row(run["tool"], run.get("pipeline", ""), size, tokens, *seconds, speed)
+        load, calibrate, write = (f"{run['seconds'][phase]:.1f}" for phase in ("load", "calibrate", "write"))
+        row = [run["tool"], run.get("pipeline", ""), str(run["batch_size"]), load, calibrate]
+        row += [f"{run['processor_seconds']:.1f}", write, f"{run['tokens_per_second']:.0f}"]
+        table.add_row(*row, f"{run['peak_bytes'] / 2**20:.0f}")
     console.print(table)
     for name, row in result["comparison"].items():
         _print_comparison(console, name, row)
@@ -161,8 +180,8 @@ def _print(result: dict[str, Any]) -> None:
 def _print_comparison(console: Console, name: str, row: dict[str, Any]) -> None:
     verdict = "met" if row["target_met"] else "MISSED"
     console.print(
-        f"{row['ratio']:.2f}x llm-compressor's {name} pipeline at its best batch size, "
-        f"{row['peer_batch_size']} (target >= {row['target']}x: {verdict})"
+        f"{row['ratio']:.2f}x {name} at its best batch size, {row['peer_batch_size']} "
+        f"(target >= {row['target']}x: {verdict}); {row['processor_ratio']:.2f}x in processor time"
     )
     for size, scale in row["k_scale_over_ours"].items():
         spread = f"min {scale['min']:.3f}, mean {scale['mean']:.3f}, max {scale['max']:.3f}"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from machine import laps, machine, write_result
+from machine import laps, machine, peak_bytes, reset_peak, write_result
 from workload import make_recipe
 
 from calib.capture.attention import map_attention
@@ -32,12 +32,15 @@ def main() -> None:
     clock = [time.perf_counter()]
     model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
     clock.append(time.perf_counter())
+    reset_peak()
+    processor = time.process_time()
     batch_size = resolve_batch_size(recipe.data, args.device)
     attention = map_attention(model)
     batches = make_batches(samples, batch_size, pad_id=0)
     stats = calibrate(model, batches, recipe, attention=attention)
     scales = derive_scales(stats, recipe)
     clock.append(time.perf_counter())
+    processor, peak = time.process_time() - processor, peak_bytes()
     _write(scales, checkpoint)
     clock.append(time.perf_counter())
     result = {
@@ -45,6 +48,8 @@ def main() -> None:
         "batch_size": batch_size,
         "observer": recipe.observer.name,
         "seconds": laps(clock),
+        "processor_seconds": processor,
+        "peak_bytes": peak,
         "k_scales": {name: layer.k.item() for name, layer in scales.layers.items()},
         "machine": machine(),
     }

@@ -99,8 +99,7 @@ def main():
 
 def built(source, form, out):
     uv("build", f"--{form}", "-o", out, source)
-    (archive,) = (p for p in out.iterdir() if p.name.endswith((".whl", ".tar.gz")))
-    return archive
+    return next(p for p in out.iterdir() if p.name.endswith((".whl", ".tar.gz")))
 
 
 def check(python, resolution, archive, path):
@@ -112,24 +111,21 @@ def check(python, resolution, archive, path):
         row["python"] = environment.run("python", "--version").split()[1]
         environment.install_ours()
         row["versions"] = environment.versions()
-        for name, checked in CHECKS.items():
+        for checked in CHECKS:
             checked(environment)
-            row["checks"].append(name)
+            row["checks"].append(checked.__name__)
         row["passed"] = True
-    except subprocess.CalledProcessError as error:
-        row["failed"] = f"{error.cmd}: {(error.stderr or error.stdout)[-2000:]}"
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        row["failed"] = str(error)
+    except (AssertionError, subprocess.SubprocessError) as error:
+        row["failed"] = f"{error} {str(getattr(error, 'stderr', ''))[-2000:]}"
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return row | {"seconds": round(time.monotonic() - started)}
 
 
 def record(rows):
-    merged = {}
-    for row in [*json.loads(RESULTS.read_text())["installs"], *rows]:
-        merged[int(row["python"].split(".")[1]), RESOLUTIONS.index(row["resolution"])] = row
-    installs = [merged[place] for place in sorted(merged)]
+    rows = [*json.loads(RESULTS.read_text())["installs"], *rows]
+    latest = {(int(r["python"].split(".")[1]), RESOLUTIONS.index(r["resolution"])): r for r in rows}
+    installs = [latest[place] for place in sorted(latest)]
     document = {"system": f"{platform.system()} {platform.machine()}", "installs": installs}
     RESULTS.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -58,5 +58,4 @@ def passes_tests(environment):
     assert " passed" in printed, printed
 
 
-CHECKS = {"installed": is_what_was_installed, "calibrates": calibrates, "extras": names_the_extra}
-CHECKS |= {"tests": passes_tests}
+CHECKS = (is_what_was_installed, calibrates, names_the_extra, passes_tests)
