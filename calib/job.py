@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.arguments import check_arguments, to_path
 from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_scales, engine_class, reason_against_fp8
-from calib.capture.draft import add_draft_layer
-from calib.capture.drafter import layers_read, read_by_drafter
+from calib.capture.draft import add_draft_layer, layers_read, read_by_drafter
 from calib.capture.loop import media_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (

@@ -151,7 +151,8 @@ def _plan(
         "observer": ObserverRecipe(name="mse" if variant.name == "mse" else "absmax"),
         "export": ExportRecipe(formats=(format if _is_calibrated(variant) else "fp8kv",)),
     }
-    return recipe.model_copy(update=changes), hold_out(load, {}, samples, suite.documents).documents
+    pieces = hold_out(load, {}, samples, suite.documents).pieces
+    return recipe.model_copy(update=changes), [torch.tensor(piece.ids) for piece in pieces]
 
 
 @torch.inference_mode()

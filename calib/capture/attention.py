@@ -75,10 +75,8 @@ class Draft:
 
     def hidden_states(self, output: Any) -> Tensor:
         """Return what it reads of a model's output [B, T, D], with the `hidden_states` of its `layers`."""
-        if not self.layers:
-            return output.last_hidden_state  # type: ignore[no-any-return]
-        device = output.last_hidden_state.device
-        return torch.cat([output.hidden_states[i].to(device) for i in self.layers], -1)
+        states = [output.hidden_states[i] for i in self.layers] or [output.last_hidden_state]
+        return torch.cat([state.to(output.last_hidden_state.device) for state in states], -1)
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> None:
         """Run the layer on token ids [B, T] and hidden states [B, T, D] of the model, as engines do.
@@ -199,19 +197,11 @@ def _probe(
     """
     names = {module: name for name, module in model.named_modules()}
     whole, decoder = model.base_model, model.get_decoder()
-    if sample is not None:
-        calls, cache = _calls_and_cache(model, whole, **sample)
-        if any(key.shape[2] != sample["input_ids"].shape[1] for _, key, _ in calls.values()):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} caches K and V of pictures beside those of tokens, by cross-"
-                "attention, which are not measured; calibrate it on text"
-            )
-        return names[whole], "", calls, cache
     try:
-        return names[whole], "", *_calls_and_cache(model, whole)
+        return names[whole], "", *_calls_and_cache(model, whole, **(sample or {}))
     except (*NOT_FOR_TEXT, RuntimeError) as error:
         lacks_weights = "meta" in str(error) and any(p.is_meta for p in whole.parameters())
-        if whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
+        if sample or whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
             raise
         reason = shorten(str(error) or type(error).__name__, 120)
     note = f"the decoder alone was measured, as the whole model takes no text alone: {reason}"
@@ -226,6 +216,11 @@ def _calls_and_cache(
         input_ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
     with observe_qkv(model, lambda name, *qkv: calls.__setitem__(name, qkv)):
         out = _run(reader, input_ids, torch.ones_like(input_ids), use_cache=True, **media)
+    if media and any(key.shape[2] != input_ids.shape[1] for _, key, _ in calls.values()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caches K and V of pictures beside those of tokens, by cross-attention, "
+            "which are not measured; calibrate it on text"
+        )
     return calls, cache_of(out)
 
 

@@ -115,9 +115,7 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
 def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
     """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text."""
     device, arguments = input_device(model), sample.arguments() if sample else {}
-    return {
-        name: x.to(device, model.dtype if x.is_floating_point() else x.dtype) for name, x in arguments.items()
-    }
+    return {n: x.to(device, model.dtype if x.is_floating_point() else None) for n, x in arguments.items()}
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -240,16 +240,15 @@ def _message(message: Mapping[str, Any], where: str, media: bool) -> Message:
 
 def _part(part: Mapping[str, Any], where: str, media: bool) -> dict[str, Any]:
     kind = part.get("type")
-    if kind in MEDIA_PARTS and media:
+    if media and kind in MEDIA_PARTS:
         name = MEDIA_PARTS[kind]
         value = next((part[key] for key in (kind, name, "url", "path") if part.get(key) is not None), None)
         is_link = kind.endswith("_url") and isinstance(value, Mapping)
         return {"type": name, name: value.get("url") if is_link and value else value}
-    if kind != "text":
+    if kind != "text" or not isinstance(part.get("text"), str):
+        without = " without text" * (kind == "text")
         readable = "text, pictures and sound" if media else "only text"
-        raise UnusableRow(f"{where} has a part of type '{kind}'; {readable} can be read")
-    if not isinstance(part.get("text"), str):
-        raise UnusableRow(f"{where} has a part of type 'text' without text; only text can be read")
+        raise UnusableRow(f"{where} has a part of type '{kind}'{without}; {readable} can be read")
     return {"type": "text", "text": part["text"]}
 
 

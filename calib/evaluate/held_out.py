@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from calib.data import CalibrationData, Piece
 from calib.errors import InputError
 from calib.files.fingerprint import baked_for
@@ -28,11 +25,6 @@ class HeldOut(NamedTuple):
     data: CalibrationData
     pieces: list[Piece]
     warnings: list[str]
-
-    @property
-    def documents(self) -> list[Tensor]:
-        """Token ids [T] of each."""
-        return [torch.tensor(piece.ids) for piece in self.pieces]
 
 
 def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str]]:

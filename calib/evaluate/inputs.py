@@ -88,11 +88,9 @@ def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = Tru
     both, pictures = (data.dataset, dataset), {PICTURES, MORE_PICTURES}
     if (data.images or data.audio) and {*settings.also} <= {*built_in, "all"}:
         pictures |= {name for name in both if not name.lower().endswith(".txt")} - {*built_in}
-    columns = [f"--{kind}" for kind in ("images", "audio") if getattr(data, kind)]
-    if columns and not pictures & {*both} and {*settings.also} <= {*built_in, "all"}:
-        raise InputError(
-            f"{' and '.join(columns)}: {dataset} has no such column; name a dataset with --dataset or --also"
-        )
+        if not pictures & {*both}:
+            flag = "--images" if data.images else "--audio"
+            raise InputError(f"{flag}: {dataset} has no such column; name another with --dataset or --also")
     if shown := [MORE_PICTURES if name == PICTURES else name for name in both if name in pictures]:
         also = dict.fromkeys([*shown, *settings.also])
         settings = settings.model_copy(update={"dataset": None, "also": [*also] if with_other_text else []})
@@ -133,10 +131,10 @@ def load_text(
     setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
 ) -> tuple[EvaluationText, list[str]]:
     """Load the text that `suite` needs, without documents that `readers` know; and warnings."""
-    held_out = hold_out(
+    data, pieces, warnings = hold_out(
         sample_loader(setup, recipe.data), readers, suite.calibration_samples, suite.documents
     )
-    data, documents, warnings = held_out.data, held_out.documents, held_out.warnings
+    documents = [torch.tensor(piece.ids) for piece in pieces]
     long_documents, long_warnings = _load_long(setup, recipe, suite, readers, data)
     prompt_len = max(1, suite.seq_len // 8)
     text = EvaluationText(

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from calib.choices import REFERENCE
-from calib.data import CalibrationData, MediaReader, MediaSample, check_dataset, dataset_key, load_data
+from calib.data import CalibrationData, MediaReader, check_dataset, dataset_key, load_data
 from calib.data.builtin import BUILTIN, LONG, MORE_PICTURES, PICTURES
 from calib.data.generated import GENERATED
 from calib.errors import InputError
-from calib.evaluate.held_out import Readers, hold_out
+from calib.evaluate.held_out import HeldOut, Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
 from calib.evaluate.layer_errors import Clipping, clipped_layer, count_events, read_layers
 from calib.evaluate.measure import Measured, compare_variants
@@ -45,18 +44,10 @@ _CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
 _NAMED = 3  # texts in the verdict
 
 
-class OtherDocuments(NamedTuple):
-    """Documents of one dataset."""
-
-    data: CalibrationData
-    documents: Sequence[Tensor]  # [T] each
-    media: Sequence[MediaSample | None]  # of each; None: a tokenizer has read it
-
-
 class MeasuredElsewhere(NamedTuple):
     """Measurements on other text."""
 
-    text: OtherDocuments
+    text: HeldOut
     divergences: dict[str, list[Divergence]]  # of each document, by variant and the reference
     clipped: dict[str, dict[int, Clipping]]  # by variant and layer_idx
 
@@ -80,7 +71,7 @@ def other_datasets(recipe: Recipe) -> dict[str, bool]:
 
 def load_other_texts(
     setup: Setup, recipe: Recipe, suite: Suite, readers: Readers, media_reader: MediaReader
-) -> tuple[list[OtherDocuments], list[str]]:
+) -> tuple[list[HeldOut], list[str]]:
     """Load the texts of `evaluation.also`, without the documents that `readers` know; warnings as well.
 
     Text that cannot be had is refused where it was named, and else left out with a warning.
@@ -88,20 +79,20 @@ def load_other_texts(
     texts, warnings = [], []
     for dataset, is_named in other_datasets(recipe).items():
         try:
-            text, notes = _load_text(setup, recipe, dataset, suite, readers, media_reader)
+            text = _load_text(setup, recipe, dataset, suite, readers, media_reader)
         except InputError as error:
             if is_named:
                 raise InputError(f"--also '{dataset}': {error}") from None
             warnings.append(f"--also {ALL}: '{dataset}' is left out: {error}")
         else:
             texts.append(text)
-            warnings += notes
+            warnings += text.warnings
     return texts, warnings
 
 
 def _load_text(
     setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers, media_reader: MediaReader
-) -> tuple[OtherDocuments, list[str]]:
+) -> HeldOut:
     seq_len, documents = suite.seq_len, suite.documents
     if dataset == LONG:
         positions = model_positions(setup.model.config) or _LONGER * seq_len
@@ -116,11 +107,9 @@ def _load_text(
     # the variant of that name has read the first
     own = RANDOM_SAMPLES if dataset == "random" else 0
     held_out = hold_out(load, readers, own, documents, _LEAST)
-    data, pieces = held_out.data, held_out.pieces
-    check_token_ids(chain.from_iterable(piece.ids for piece in pieces), setup.tokenizer, setup.model)
-    warnings = [line for line in data.warnings if dataset not in GENERATED]
-    text = OtherDocuments(data, held_out.documents, [piece.media for piece in pieces])
-    return text, [*held_out.warnings, *warnings]
+    check_token_ids(chain.from_iterable(x.ids for x in held_out.pieces), setup.tokenizer, setup.model)
+    warnings = [line for line in held_out.data.warnings if dataset not in GENERATED]
+    return held_out._replace(warnings=[*held_out.warnings, *warnings])
 
 
 def can_be_measured(variant: Variant) -> bool:
@@ -128,7 +117,7 @@ def can_be_measured(variant: Variant) -> bool:
     return variant.scales is not None and (variant.is_loadable or variant.kind == "given")
 
 
-def check_other_texts(texts: Sequence[OtherDocuments], variants: Sequence[Variant]) -> None:
+def check_other_texts(texts: Sequence[HeldOut], variants: Sequence[Variant]) -> None:
     """Refuse to read `texts` with nothing that engines load."""
     if texts and not any(map(can_be_measured, variants)):
         raise InputError("--also is measured with scales that engines load: give --scales or keep attn_head")
@@ -136,25 +125,26 @@ def check_other_texts(texts: Sequence[OtherDocuments], variants: Sequence[Varian
 
 @torch.inference_mode()
 def measure_other_texts(
-    setup: Setup, texts: Sequence[OtherDocuments], variants: Sequence[Variant]
+    setup: Setup, texts: Sequence[HeldOut], variants: Sequence[Variant]
 ) -> list[MeasuredElsewhere]:
     """Read `texts` with the reference and with all scales that engines load or that were given."""
     variants = [variant for variant in variants if can_be_measured(variant)]
     measured = []
     for text in texts:
         divergences: dict[str, list[Divergence]] = {}
-        reads = [*zip(text.documents, text.media, strict=True)]
-        for token_ids, sample in setup.progress.each(text.data.source, reads, "documents"):
-            for name, divergence in compare_variants(setup, token_ids, variants, sample).items():
+        for piece in setup.progress.each(text.data.source, text.pieces, "documents"):
+            compared = compare_variants(setup, torch.tensor(piece.ids), variants, piece.media)
+            for name, divergence in compared.items():
                 divergences.setdefault(name, []).append(divergence)
-        clipped, _ = read_layers(setup, text.documents, variants, text.media, with_errors=False)
+        documents, media = [torch.tensor(x.ids) for x in text.pieces], [x.media for x in text.pieces]
+        clipped, _ = read_layers(setup, documents, variants, media, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 
 
 def summarize_text(elsewhere: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float) -> OtherText:
     """Return the figures of one text, of every cache that it was read with."""
-    documents, data = elsewhere.text.documents, elsewhere.text.data
+    documents, data = [piece.ids for piece in elsewhere.text.pieces], elsewhere.text.data
     nll = np.concatenate(to_numpy(d.nll for d in elsewhere.divergences[REFERENCE]))
     return OtherText(
         dataset=data.source,
@@ -187,8 +177,8 @@ def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -
 def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, ModalityRow]:
     """Return the figures of the tokens of text, and of those of pictures; nothing where all are of text."""
     rows = dict[str, ModalityRow]()
-    pairs = zip(elsewhere.text.media, elsewhere.divergences[name], strict=True)
-    samples = [(sample.modalities, each) for sample, each in pairs if sample]
+    pairs = zip(elsewhere.text.pieces, elsewhere.divergences[name], strict=True)
+    samples = [(piece.media.modalities, each) for piece, each in pairs if piece.media]
     for number, modality in enumerate(MODALITIES):
         places = [(each, is_it) for x, each in samples if (is_it := x == number).any()]
         if places:

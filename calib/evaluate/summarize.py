@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig
 from calib.caches.types import CacheType, Layers
 from calib.capture.directory_scales import ScalesForModel
 from calib.choices import REFERENCE
-from calib.evaluate.held_out import Readers
+from calib.evaluate.held_out import HeldOut, Readers
 from calib.evaluate.inputs import EvaluationText
 from calib.evaluate.layer_errors import count_events, layer_row, predict_clipping, value_rows
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import MeasuredElsewhere, OtherDocuments, summarize_text
+from calib.evaluate.other_text import MeasuredElsewhere, summarize_text
 from calib.evaluate.recommend import Wish, advised_cache, recommend
 from calib.evaluate.report import (
     SCHEMA,
@@ -75,7 +75,7 @@ class Evaluation:
     # load
     setup: Setup = field(init=False)
     text: EvaluationText = field(init=False)
-    other_documents: Sequence[OtherDocuments] = field(init=False)
+    other_documents: Sequence[HeldOut] = field(init=False)
     layers: Layers = field(init=False)
     cache_types: Sequence[CacheType] = field(init=False)
     # calibrate

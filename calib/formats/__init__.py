@@ -1,6 +1,7 @@
 """Every format that engines load, in one table; to add one: an entry here and a golden file."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
@@ -12,7 +13,6 @@ from calib.files.names import JSON_FILE, layer_of
 from calib.files.skipped_layers import skipped_layers
 from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, sglang
-from calib.formats.draft import add_draft
 from calib.formats.modelopt import modelopt, trtllm
 from calib.formats.nvfp4 import nvfp4
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
@@ -22,7 +22,9 @@ from calib.models.quantized.weights import split_weights
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
 
-__all__ = ["FORMATS", "Export", "Format", "check_latent", "check_recipe", "export"]
+__all__ = ["DRAFT_LEFT_OUT", "FORMATS", "Export", "Format", "check_latent", "check_recipe", "export"]
+
+DRAFT_LEFT_OUT = "scales of the layer that drafts tokens (MTP) are left out; calibrate again to have them"
 
 
 def check_recipe(name: FormatName, recipe: Recipe) -> None:
@@ -113,7 +115,27 @@ def export(
     if reduce == "max":
         scales, draft = scales.reduce_max(), draft and draft.reduce_max()
     built = target.build(ScaledModel(scales, checkpoint, target.rules, tp_size))
-    return add_draft(built, ScaledModel(draft, checkpoint, target.rules)) if draft else built
+    return _add_draft(built, ScaledModel(draft, checkpoint, target.rules)) if draft else built
+
+
+def _add_draft(built: Export, draft: ScaledModel) -> Export:
+    """Add the scales of a draft under the names that the engine's class loads, or say that it loads none."""
+    config = built.config or {}
+    quantization, engine = find_quantization_config(config) or {}, draft.engine
+    kind = f"{quantization.get('quant_method')}{' attn_head' * (draft.scales.strategy == 'attn_head')}"
+    names, modules = engine.draft_names(config, kind), " and ".join(draft.layers)
+    if not names or quantization.get("kv_cache_quant_algo") == "NVFP4":
+        note = (
+            f"{engine.engine} is not known to load scales of {modules}, which drafts tokens: it works at 1.0"
+        )
+        return replace(built, notes=(*built.notes, note))
+    shape = (1,) if draft.scales.strategy == "tensor" else (-1, 1, 1)
+    tensors = {
+        names[0].format(module=module, x=letter): getattr(layer, letter).view(shape)
+        for module, layer in draft.layers.items()
+        for letter in "kv"
+    }
+    return replace(built, tensors=built.tensors | tensors)
 
 
 def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Engine, **fields: Any) -> Format:

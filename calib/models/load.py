@@ -167,9 +167,9 @@ def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
     with _quiet_loading(f"the processor of '{checkpoint.path}'{lacking}"):
         processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     if not (hasattr(processor, "image_processor") or hasattr(processor, "feature_extractor")):
+        files = "processor_config.json or preprocessor_config.json"
         raise InputError(
-            f"'{checkpoint.path}' has no processor of pictures or sound (processor_config.json or "
-            "preprocessor_config.json); download the whole model"
+            f"'{checkpoint.path}' has no processor of pictures or sound, {files}; download it whole"
         )
     return processor
 

@@ -207,14 +207,11 @@ def head_changes(
     weights: AttentionWeights, factors: LayerFactors, makes: str = "qkv"
 ) -> Iterator[WeightChange]:
     """Yield the changes that give K and V `factors`, of a module that `makes` these, or Q alone."""
-    if weights.normalises_v and bool((factors.v != 1).any()):
-        raise UnsupportedModelError(
-            f"{weights.name} normalises V, which undoes a factor in front of it; V's can be 1 alone"
-        )
-    if weights.normalises_k and bool((factors.k != 1).any()):
-        raise UnsupportedModelError(
-            f"{weights.name} normalises K, which undoes a factor in front of it; K's can be 1 alone"
-        )
+    for x, undoes, factor in ("K", weights.normalises_k, factors.k), ("V", weights.normalises_v, factors.v):
+        if undoes and bool((factor != 1).any()):
+            raise UnsupportedModelError(
+                f"{weights.name} normalises {x}, which undoes a factor in front of it; {x}'s can be 1 alone"
+            )
     queries = weights.cached.num_heads // weights.cached.num_kv_heads
     heads = {"q": (1 / factors.k).repeat_interleave(queries, 0), "k": factors.k, "v": factors.v}
     heads |= {part: torch.ones_like(heads[part]) for part in "kv" if part not in makes}

@@ -229,7 +229,12 @@ class KVStats:
         Curve, positions and tail are dropped if one of the two has none, and so are modalities: but one that
         has the others has read text, where the other read pictures.
         """
-        tensors, added = _add_modalities(self.tensors(), stats.tensors())
+        tensors, added = self.tensors(), stats.tensors()
+        for one, other in ((tensors, added), (added, tensors)):
+            for module, letter, _ in [x for x in other if x[2] == "modalities" and x not in one]:
+                if (module, letter, "curve") in one:  # one of text alone
+                    amax = one[module, letter, "amax"].amax(1, keepdim=True)
+                    one[module, letter, "modalities"] = pad(amax, (0, len(MODALITIES) - 1))
         for place in tensors.keys() ^ added.keys():
             if place[2] in (*PER_TOKEN, "modalities"):
                 (tensors if place in tensors else added).pop(place)
@@ -318,17 +323,6 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         targets=recipe.targets,
         center_keys=recipe.center_keys,
     )
-
-
-def _add_modalities(*runs: dict[Place, Tensor]) -> list[dict[Place, Tensor]]:
-    """Say of each run that read text alone what is known of the others, where one has read pictures."""
-    places = {place for tensors in runs for place in tensors if place[2] == "modalities"}
-    for tensors in runs:
-        for place in places - tensors.keys():
-            amax = tensors.get((*place[:2], "amax"))
-            if amax is not None and (*place[:2], "curve") in tensors:
-                tensors[place] = pad(amax.amax(1, keepdim=True), (0, len(MODALITIES) - 1))
-    return [*runs]
 
 
 def bucket_indices(tokens: Tensor) -> Tensor:

@@ -164,9 +164,8 @@ def modality_line(stats: KVStats, strategy: Strategy, name: str) -> str | None:
         if factor >= _RAISED
     ]
     of_head = "" if strategy == "tensor" else " in a head"
-    verb = "raises" if name == "audio" else "raise"
-    line = f"{name} {verb} {' and '.join(places) or 'K and V of no layer'} beyond text{of_head}"
-    return line if factors else None
+    raised = f"{'raises' if name == 'audio' else 'raise'} {' and '.join(places) or 'K and V of no layer'}"
+    return f"{name} {raised} beyond text{of_head}" if factors else None
 
 
 def name_layers(indices: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ from calib.files.atomic import claimed
 from calib.files.fingerprint import fingerprint, fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
+from calib.formats import DRAFT_LEFT_OUT
 from calib.formats.directory import check_output, check_places
-from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import (
     CalibrationRecord,
     Destination,

@@ -18,10 +18,9 @@ from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
 from calib.files.skipped_layers import SKIP_KEY, check_layers, skipped_layers
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.files.text import show_layers
-from calib.formats import FORMATS, Export, Format, export
+from calib.formats import DRAFT_LEFT_OUT, FORMATS, Export, Format, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output
-from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import Destination, write_exports
 from calib.formats.refusals import Command, refusals_of
 from calib.models.config import read_config

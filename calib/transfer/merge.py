@@ -14,8 +14,8 @@ from calib.evaluate.served.watch_report import read_watched
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
 from calib.files.names import STATS_FILE, WATCH_FILE
+from calib.formats import DRAFT_LEFT_OUT
 from calib.formats.directory import check_output
-from calib.formats.draft import DRAFT_LEFT_OUT
 from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress

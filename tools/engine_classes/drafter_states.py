@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import OPTIONS, set_environment
 
 from calib.capture.attention import map_attention
-from calib.capture.drafter import layers_read, read_by_drafter
+from calib.capture.draft import layers_read, read_by_drafter
 from calib.capture.loop import calibrate
 from calib.files.model_directory import open_model_directory
 from calib.recipe import Recipe

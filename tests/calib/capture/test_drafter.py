@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from calib.capture.attention import map_attention
-from calib.capture.drafter import layers_read, read_by_drafter
+from calib.capture.draft import layers_read, read_by_drafter
 from calib.capture.loop import calibrate
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory

@@ -196,7 +196,7 @@ def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, te
     measured, text = evaluation.other_texts[0], report.other_texts[0]
     data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
     samples = load_data(data, evaluation.setup.tokenizer, None).samples
-    assert [each.tolist() for each in measured.text.documents] == samples
+    assert [piece.ids for piece in measured.text.pieces] == samples
     for name in ("attn_head", "none"):
         row, layers = text.variants[name], measured.clipped[name]
         mean = torch.cat([each.kl for each in measured.divergences[name]]).mean().item()
