@@ -14,7 +14,7 @@ from calib.files.text import show_interval, show_number
 from calib.progress import Progress
 
 if TYPE_CHECKING:
-    from calib.evaluate.report import Recommendation, Report
+    from calib.evaluate.report import Recommendation, Report, Written
 
 _DATASET = "builtin:python-docs"
 
@@ -157,20 +157,14 @@ def recommend(
         model, recipe, wish, write=write, output=output, overwrite=overwrite, progress=progress
     )
     document = {**advice.model_dump(by_alias=True), "warnings": warnings}
-    blocks = [*_advice_blocks(model, advice, with_commands=written is None)]
     if written is not None:
         document["written"] = written.model_dump()
-        kl = f"{written.kl.value:.2g} nats [{written.kl.low:.2g}, {written.kl.high:.2g}]"
-        blocks += [
-            f"written to {written.output}; read again and measured on {written.tokens:,} tokens that its "
-            f"making did not read: KL {kl}",
-            "serve with:",
-            f"  {written.serve}",
-        ]
-    return Answer(document, blocks, warnings, problems)
+        chosen = advice.chosen.model_copy(update={"commands": (written.serve,)})
+        advice = advice.model_copy(update={"chosen": chosen})
+    return Answer(document, _advice_blocks(model, advice, written), warnings, problems)
 
 
-def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool = True) -> Iterator[Block]:
+def _advice_blocks(model: str, advice: "Recommendation", written: "Written | None") -> Iterator[Block]:
     from calib.evaluate.recommend import answer_lines
 
     rows = [
@@ -190,4 +184,7 @@ def _advice_blocks(model: str, advice: "Recommendation", *, with_commands: bool 
         rows,
     )
     yield from (f"{name} is not offered: {reason}" for name, reason in advice.not_served.items())
-    yield from answer_lines(advice, with_commands=with_commands)
+    if written is not None:
+        kl = f"KL {written.kl.value:.2g} nats [{written.kl.low:.2g}, {written.kl.high:.2g}]"
+        yield f"written to {written.output}: {kl} on {written.tokens:,} tokens that its making did not read"
+    yield from answer_lines(advice)

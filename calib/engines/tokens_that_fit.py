@@ -7,7 +7,7 @@ and a request takes blocks of every group. tools/engine_classes/vllm_tokens.py c
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from calib.caches.types import CacheType, Layers, Shape
 from calib.errors import InputError
@@ -60,17 +60,12 @@ class Pages:
         return replace(self, page=page, block=self.block * (page // self.page))
 
 
-@dataclass(frozen=True)
-class Pool:
+class Pool(NamedTuple):
     """The size of blocks, and how many a request takes."""
 
     block_bytes: int
     blocks: int
     tokens: int  # of a request
-
-    def tokens_in(self, memory: int) -> int:
-        """Return vLLM's "GPU KV cache size" for `memory` bytes."""
-        return int(memory // self.block_bytes / self.blocks * self.tokens)
 
     @property
     def request_bytes(self) -> int:
@@ -89,16 +84,15 @@ def vllm_pool(
     cache: CacheType | None,
     in_16_bits: Set[int] = frozenset(),
     tokens: int = REQUEST_TOKENS,
-    gpu: str | None = None,
+    gpu: str = USUAL_GPU,
     *,
     has_media: bool = False,
 ) -> Pool:
     """Return the pool for a model with `config`, of transformers' text model, in a cache type; None: 16 bits.
 
-    InputError where vLLM's rule is not known for it. Without a GPU it is the usual one. `has_media` says
-    that the text model is a part of one that reads pictures.
+    InputError where vLLM's rule is not known for it. `has_media` says that the text model is a part of one
+    that reads pictures.
     """
-    gpu = gpu or USUAL_GPU
     batch = _BATCH[gpu]
     if has_media and getattr(config, "use_bidirectional_attention", None) == "vision":
         batch = max(batch, _VIDEO)

@@ -156,11 +156,11 @@ def _why_not(cache: ServedCache, chosen: ServedCache, wish: Wish, judgement: Jud
     return f"{comparison}, needs {cache.needs}" if is_harder else comparison
 
 
-def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[str]:
+def answer_lines(answer: Recommendation) -> list[str]:
     """Word the answer, without what it was chosen over; with the commands that make and serve it."""
     cache, budget = answer.chosen, _budget_text(answer)
     if cache.cache == REFERENCE:
-        return [f"16 bits: {_why_16_bits(answer)}", *(cache.commands if with_commands else ())]
+        return [f"16 bits: {_why_16_bits(answer)}", *cache.commands]
     notes = f" ({'; '.join(cache.notes)})" if cache.notes else ""
     return [
         f"{cache.cache}: {cache.description}; KL {cache.kl.value:.2g} nats "
@@ -171,9 +171,8 @@ def answer_lines(answer: Recommendation, *, with_commands: bool = True) -> list[
         f"16 bits, in requests of {answer.request_tokens:,}, as {cache.engine} allocates them"
         if cache.tokens_per_gb
         else f"compared by bytes: how {cache.engine} allocates this model's memory is not known",
-        f"served by {cache.engine} {cache.engine_version} on {', '.join(cache.gpus)}{notes}"
-        + ":" * with_commands,
-        *(f"  {command}" for command in cache.commands if with_commands),
+        f"served by {cache.engine} {cache.engine_version} on {', '.join(cache.gpus)}{notes}:",
+        *(f"  {command}" for command in cache.commands),
     ]
 
 

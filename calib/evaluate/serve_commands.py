@@ -1,14 +1,13 @@
 """How engines serve each variant of an evaluation: the commands that make it, and the one that serves it."""
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transformers import PreTrainedConfig
 
-from calib.caches.types import UNSIMULATED, Layers, Shape, cache_type
-from calib.choices import REFERENCE, FormatName
+from calib.caches.types import UNSIMULATED, Layers, cache_type
+from calib.choices import REFERENCE, FormatName, Strategy
 from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
 from calib.engines.model_classes import architecture
@@ -62,7 +61,7 @@ class Offers:
         cache = variant.cache or "fp8"
         if cache_type(cache).is_static and self._has_scales:
             return _OWN_SCALES
-        offer = find_offer(cache, self.shapes, engine, gpu, self._model_type)
+        offer = self._find_offer(cache, engine, gpu)
         if isinstance(offer, str):
             return offer
         if not variant.is_baked:
@@ -74,7 +73,7 @@ class Offers:
 
     def refuse_unsimulated(self, engine: str | None, gpu: str | None) -> dict[str, str]:
         """Say of each type that is not simulated why no engine serves it there, or why it is not."""
-        answers = {name: find_offer(name, self.shapes, engine, gpu, self._model_type) for name in UNSIMULATED}
+        answers = {name: self._find_offer(name, engine, gpu) for name in UNSIMULATED}
         return {
             name: answer if isinstance(answer, str) else cache_type(name).simulated
             for name, answer in answers.items()
@@ -98,9 +97,7 @@ class Offers:
         for engine_name in _LOADING:
             if engine not in (None, engine_name):
                 continue
-            offer = find_offer(
-                "fp8", self.shapes, engine_name, gpu, self._model_type, strategy=scales.strategy
-            )
+            offer = self._find_offer("fp8", engine_name, gpu, scales.strategy)
             if isinstance(offer, str):
                 reason = offer
                 continue
@@ -140,7 +137,7 @@ class Offers:
         """Return the tokens of the requests that are to fit; a default within the model's positions."""
         return tokens or min(REQUEST_TOKENS, model_positions(self.config) or REQUEST_TOKENS)
 
-    def pool(self, variant: Variant, engine: str, gpu: str | None, tokens: int) -> Pool | None:
+    def pool(self, variant: Variant, engine: str, gpu: str, tokens: int) -> Pool | None:
         """Return how an engine allocates a request of `tokens`; None where the rule is not known."""
         classes = find_engine(engine).caches.pages
         if architecture(self.checkpoint.config) not in classes:
@@ -155,15 +152,12 @@ class Offers:
         except InputError:
             return None
 
-    @property
-    def shapes(self) -> Iterable[Shape]:
-        """The layers that have a cache."""
-        return self.layers.shapes.values()
-
     @cached_property
     def _has_scales(self) -> bool:
         return find_scale(self.checkpoint) is not None
 
-    @property
-    def _model_type(self) -> str | None:
-        return self.checkpoint.text_config.get("model_type")
+    def _find_offer(
+        self, cache: str, engine: str | None, gpu: str | None, strategy: Strategy | None = None
+    ) -> Offer | str:
+        model_type = self.checkpoint.text_config.get("model_type")
+        return find_offer(cache, self.layers.shapes.values(), engine, gpu, model_type, strategy=strategy)

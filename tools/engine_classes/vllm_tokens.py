@@ -212,7 +212,9 @@ def ours(directory: Path) -> Tokens:
                 in_16_bits = {0, layers.total - 1} & layers.shapes.keys()
             has_media = text is not config
             made = vllm_pool(text, layers, kind, in_16_bits, tokens, gpu, has_media=has_media)
-            capacities[cache, gpu, tokens, memory] = made.tokens_in(memory)
+            # its "GPU KV cache size"
+            fitting = int(memory // made.block_bytes / made.blocks * tokens)
+            capacities[cache, gpu, tokens, memory] = fitting
         except Fp8kvError as error:
             capacities[cache, gpu, tokens, memory] = str(error)
     return capacities

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import zip_longest
+from itertools import product, zip_longest
 from math import inf, isfinite, log10, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,19 +170,20 @@ def draw_kl_by_bytes(points: Sequence[Point], floor: float, *, by_tokens: bool =
         axes.set_xlabel("tokens that fit, beside a 16-bit cache")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")
     figure.draw_without_rendering()
-    _annotate(
-        axes, sorted(points, key=lambda p: (not p.is_subject, p.name != _CUSTOM, p not in best, p.kl.value))
-    )
+    ranks = {point: number for number, point in enumerate(best)}
+    ordered = sorted(points, key=lambda point: (ranks.get(point, len(best)), point.kl.value))
+    _annotate(axes, sorted(ordered, key=lambda point: (not point.is_subject, point.name != _CUSTOM)))
     return write_svg(figure)
 
 
 def _annotate(axes: Axes, points: Sequence[Point]) -> None:
-    """Write names beside points, the first ones first, where they do not cover another."""
-    boxes: list[Bbox] = []
+    """Write names beside points, the first ones first, where they cover neither a point nor another name."""
+    places = axes.transData.transform([(point.share, point.kl.value) for point in points])
+    boxes = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in places]
     for point in points:
-        for side, offset in (("left", 7), ("right", -7)):
+        for height, (side, offset) in product((6, -7), (("left", 7), ("right", -7))):
             label = axes.annotate(
-                point.name, (point.share, point.kl.value), (offset, 6), textcoords="offset points",
+                point.name, (point.share, point.kl.value), (offset, height), textcoords="offset points",
                 fontsize=9, verticalalignment="center", horizontalalignment=side,
             )  # fmt: skip
             label.set_in_layout(False)

@@ -183,7 +183,7 @@ def test_sparse_latents_are_served_in_tiles_of_their_size(evaluation, tmp_path):
     # an indexer chooses the tokens to attend to
     path = latent_directory("deepseek_v32", tmp_path, index_head_dim=80)
     sparse = evaluate(str(path), caches_recipe("none"), suite=SMALL)
-    assert [*sparse.offers.shapes] == [Shape(1, 512, 64, "sparse latents")] * 2
+    assert [*sparse.layers.shapes.values()] == [Shape(1, 512, 64, "sparse latents")] * 2
     assert all(sparse.measured[name].documents[0].kl.mean() > 0 for name in LATENT_CACHES)
     for gpu, blocks in (("h100", str), ("b200", tuple)):
         found = answers(evaluation, sparse.offers, engine="vllm", gpu=gpu)
