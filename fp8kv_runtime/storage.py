@@ -170,7 +170,7 @@ class KVBlocks:
         return torch.stack([key.expand(shape), value.expand(shape)])
 
     @cached_property
-    def _token_bytes(self) -> Tensor:
+    def token_bytes(self) -> Tensor:
         """The bytes, [num_blocks, block_size, 2, K, D]: torch cannot index FP8 on every device."""
         with torch.inference_mode(False):  # or it could not be written outside inference mode
             return self.codes.view(torch.uint8).permute(1, 3, 0, 2, 4)
@@ -212,7 +212,7 @@ class KVBlocks:
 
     def write(self, codes: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
         """Write codes [2, S, K, T, D] to blocks [S, T] and places in them [S, T]."""
-        self._token_bytes.index_put_((block_ids, offsets), codes.view(torch.uint8).permute(1, 3, 0, 2, 4))
+        self.token_bytes.index_put_((block_ids, offsets), codes.view(torch.uint8).permute(1, 3, 0, 2, 4))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the bytes of one block over another."""

@@ -163,7 +163,9 @@ class _Session:
             raise AttentionError("give the model input_ids or inputs_embeds")
         rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")
         rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        lengths = {cache.get_seq_length(layer_idx) for layer_idx in self._scales}
+        lengths = {layer.get_seq_length() for layer in rows.layers}
+        if len(rows.layers) < len(self._scales):  # the cache makes them when K and V come
+            lengths.add(0)
         if len(lengths) > 1:
             raise AttentionError(
                 f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: an "
@@ -213,8 +215,11 @@ class _Session:
             engine_query = EngineQuery.of(module, query, kwargs.get("scaling"))
             codes = quantize(engine_query.query, q_scale, self._dtype)
             query = engine_query.undo(dequantize(codes, q_scale))
-        args = tuple(map(_widen_mask, args))
-        kwargs = {name: _widen_mask(argument) for name, argument in kwargs.items()}
+        # masks that are added to scores become float32, as K and V are
+        args = tuple([x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args])
+        for name, x in kwargs.items():
+            if isinstance(x, Tensor) and x.is_floating_point():
+                kwargs[name] = x.float()
         out, *weights = original(module, query, key.float(), value.float(), *args, **kwargs)
         return out.to(dtype), *weights
 
@@ -255,12 +260,6 @@ class _Session:
             options = AttentionOptions(scale, window, softcap, sinks, q_scale)
             self._options[key] = options.to(device)
         return self._options[key]
-
-
-def _widen_mask(argument: Any) -> Any:
-    """Make a mask that is added to scores float32, as K and V are; leave other arguments."""
-    is_mask = isinstance(argument, Tensor) and argument.is_floating_point()
-    return argument.float() if is_mask else argument
 
 
 def _check_mask_once(

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from fp8kv_runtime.cache import PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf.step import LayerStep, StepTokens
 from fp8kv_runtime.storage import KVBlocks
 
 _START_BLOCKS = 16  # per row; the pool doubles when they are used up
@@ -59,6 +60,7 @@ class CacheRows:
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
+        self.layers: list[Fp8CacheLayer] = []
         self.selections = 0  # how often the rows have changed
         self._sequences = [self.cache.allocate() for _ in range(num_rows)]
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -77,6 +79,10 @@ class CacheRows:
         self._slots = self.cache.slots(self._sequences, start, num_tokens)
         self._located, self._places = {}, {}
         self.checked_masks = []
+        tokens: dict[Any, StepTokens] = {}
+        with torch.inference_mode(False):  # or other modes could not write to what this makes
+            for layer in self.layers:
+                layer.prepare(tokens)
 
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
@@ -160,6 +166,8 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         # what the codes of the tokens say, [2, B, K, tokens and room for more, D]
         self._decoded: Tensor | None = None
         self._selections = -1  # of the rows, when they were last read
+        self._step: LayerStep | None = None
+        rows.layers.append(self)
 
     @property
     def blocks(self) -> KVBlocks:
@@ -187,7 +195,6 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.keys = self.values = key_states.new_empty(0)  # Mllama looks whether there are any
         self.is_initialized = True
 
-    @torch.no_grad()
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -206,7 +213,27 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         tokens = torch.cat(self._update(*token.chunk(2, -1)), -1)
         return tokens[..., :rank], tokens[..., rank:]
 
+    def prepare(self, shared: dict[Any, StepTokens]) -> None:
+        """Prepare the pass that the rows have reserved tokens for, if it may only decode these."""
+        self._step, rows, decoded = None, self.rows, self._decoded
+        if decoded is None or decoded.shape[3] < rows.length or self._selections != rows.selections:
+            return
+        blocks, shape = self.blocks, (*decoded.shape[1:3], rows.length - self._length, decoded.shape[4])
+        if blocks.k_center is None:
+            if shape not in shared:
+                shared[shape] = StepTokens(shape, blocks.codes.dtype, *rows.places(decoded.device))
+            self._step = LayerStep(blocks, decoded, rows.length, shared[shape])
+
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        step, self._step = self._step, None
+        fits = step is not None and key_states.shape == value_states.shape == step.tokens.shape
+        if step is not None and fits and not torch.is_grad_enabled():
+            self._length = self.rows.length
+            return step.run(key_states, value_states)
+        with torch.no_grad():
+            return self._store(key_states, value_states)
+
+    def _store(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, blocks, device = self.rows, self.blocks, key_states.device

@@ -179,10 +179,9 @@ class _Name(str):
         return text == self.text or text == self.original
 
     def __ne__(self, text: object) -> bool:
-        return not self == text
+        return text != self.text and text != self.original
 
-    def __hash__(self) -> int:  # tables find the replacement
-        return hash(self.text)
+    __hash__ = str.__hash__  # tables find the replacement
 
 
 def is_latent(module: nn.Module) -> bool:
@@ -195,13 +194,16 @@ def _return_latent(latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attention_function(implementation: str, replacement: Replacement) -> Replacement:
+    registered = AttentionInterface._global_mapping.get(implementation)
+    is_outermost = not isinstance(implementation, _Name)
+
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original = AttentionInterface._global_mapping.get(implementation)
+        original = registered
         if original is None:
             # "eager" is not registered: each modelling file passes its own as the default
             forward: Any = inspect.unwrap(type(module).forward)
             original = forward.__globals__["eager_attention_forward"]
-        if is_latent(module) and not isinstance(implementation, _Name):
+        if is_outermost and "expand_kv" in vars(module):  # which `_swap_interface` has put off
             original = functools.partial(_expand_and_attend, original)
         return replacement(original, module, *args, **kwargs)
 
