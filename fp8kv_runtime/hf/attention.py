@@ -14,13 +14,13 @@ from transformers import Cache, PreTrainedModel
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.layers import (
-    CacheRows,
     Fp8CacheLayer,
     ModuleScales,
     cache_argument,
     convert_cache,
     new_cache,
 )
+from fp8kv_runtime.hf.rows import CacheRows
 from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 

@@ -15,7 +15,7 @@ from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import EngineQuery, attention, fp8_attention, paged_cache, swap_attention
 from fp8kv_runtime.hf.attention import check_mask
-from fp8kv_runtime.hf.layers import left_padding
+from fp8kv_runtime.hf.rows import left_padding
 
 ALL, IDS = {**FAMILIES, **LATENT}, torch.arange(3, 11)[None]
 PAD = "this model or input needs another one. Pad on the left, or use the torch backend"

@@ -1,0 +1,118 @@
+"""`CacheRows`: the rows of a transformers cache as sequences of a `PagedKVCache`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kv_runtime.cache import PagedKVCache, PagedSequences
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf.step import StepTokens
+
+_START_BLOCKS = 16  # per row; the pool doubles when they are used up
+
+
+class CacheRows:
+    """The rows of one transformers cache: sequences of a `PagedKVCache`, shared by all its layers.
+
+    What concerns all layers at once is done when transformers asks the layer `lead` for it.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        block_size: int,
+        dtype: torch.dtype,  # of K and V
+        use_triton: bool,  # whether kernels read the blocks, not the model's own attention function
+        restore: bool,  # whether layers return all of K and V in the model's own type
+        lead: int,  # index of the first layer in FP8
+    ) -> None:
+        self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=block_size, can_grow=True)
+        self.dtype = dtype
+        self.use_triton = use_triton
+        self.restore = restore
+        self.lead = lead
+        self.layers: list[Any] = []  # `Fp8CacheLayer`
+        self.selections = 0  # how often the rows have changed
+        self._sequences = [self.cache.allocate() for _ in range(num_rows)]
+        self._slots = torch.empty(0, dtype=torch.int64)
+        # of the running forward pass
+        self.length = 0  # tokens of each row, the new ones included
+        self.padding: Tensor | None = None  # [B, T] bool, False: padding
+        self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
+        self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, num_tokens: int) -> None:
+        """Reserve `num_tokens` slots more for each row."""
+        start = self._sequences[0].length
+        self.cache.reserve(self._sequences, num_tokens)
+        self.length = start + num_tokens
+        self._slots = self.cache.slots(self._sequences, start, num_tokens)
+        self._located, self._places = {}, {}
+        self.checked_masks = []
+        tokens: dict[Any, StepTokens] = {}
+        with torch.inference_mode(False):  # or other modes could not write to what this makes
+            for layer in self.layers:
+                layer.prepare(tokens)
+
+    def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
+        """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
+        if device not in self._located:
+            sequences = self.cache.sequences(self._sequences)
+            starts = None if self.padding is None else left_padding(self.padding.cpu())
+            sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
+            self._located[device] = sequences.to(device), self._slots.flatten().to(device)
+        return self._located[device]
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the blocks of the newest tokens, and their places in these, [B, T] each."""
+        if device not in self._places:
+            slots, block_size = self._slots.to(device), self.cache.block_size
+            self._places[device] = slots // block_size, slots % block_size
+        return self._places[device]
+
+    def check_size(self, num_rows: int, num_tokens: int) -> None:
+        """Check that a layer would hold as many tokens as the forward pass has reserved.
+
+        Raises:
+            AttentionError: it would hold others.
+        """
+        if (num_rows, num_tokens) != (len(self._sequences), self.length):
+            raise AttentionError(
+                f"a layer of this cache would hold {num_rows} rows of {num_tokens} tokens, not "
+                f"{len(self._sequences)} of {self.length}. Use it inside its fp8_attention block alone, "
+                "and with a model that caches every token of its input"
+            )
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of every row."""
+        for sequence in self._sequences:
+            self.cache.truncate(sequence, length)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row `i` a copy of row `indices[i]`; blocks are shared, not copied."""
+        if list(indices) == list(range(len(self._sequences))):
+            return
+        copies = [self.cache.fork(self._sequences[index]) for index in indices]
+        for sequence in self._sequences:
+            self.cache.free(sequence)
+        self._sequences = copies
+        self.selections += 1
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat every row, one copy after the other."""
+        self.select([index for index in range(len(self._sequences)) for _ in range(repeats)])
+
+
+def left_padding(mask: Tensor) -> Tensor | None:
+    """Return the padding tokens before each row's first token, [B] int32, of a mask [B, T].
+
+    None: there are none. Padding elsewhere is not represented; `check_mask` finds it.
+    """
+    visible = mask.bool()
+    if visible.all():
+        return None
+    return (visible.cumsum(1) == 0).sum(1).to(torch.int32)
