@@ -1,7 +1,7 @@
 """What each dependency costs: megabytes, those that it alone brings, and CPU time of importing.
 
 Only what the base and the extras need is counted, whatever else is installed. `--table` prints the
-table of docs/install.md from results/dependencies.json.
+table of CONTRIBUTING.md from results/dependencies.json.
 """
 
 import argparse
@@ -19,8 +19,30 @@ RESULTS = Path(__file__).parent / "results" / "dependencies.json"
 _ROUNDS = 3
 _MB = 1e6
 _TIME = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
-_EXTRAS = ("report", "demo")
-_MODULES = {"pyyaml": "yaml"}  # that are not called what their distribution is
+_EXTRAS = ("report", "pictures", "demo")
+_USES = {
+    "accelerate": "models on the meta device; transformers asks for it to spread weights over devices",
+    "datasets": "datasets of the Hub, streamed",
+    "filelock": "two processes that want one output, or one cache",
+    "gguf": "weights of the built-in model, once",
+    "huggingface-hub": "models, configs and packs of the Hub; its HTTP client asks servers",
+    "jinja2": "chat templates, READMEs of outputs, `report.html`",
+    "matplotlib": "pictures of reports and of scales",
+    "numpy": "bootstrap, sketches of text, sound, built-in pictures",
+    "packaging": "versions of engines and of formats, compared",
+    "pillow": "pictures that a model reads",
+    "psutil": "how much memory there is; whether a process still lives",
+    "pyarrow": "local parquet files",
+    "pydantic": "recipes, reports and rules of engines, checked; errors that name the key",
+    "pyyaml": "recipes, rules of engines, types of caches",
+    "rich": "tables and progress on a terminal",
+    "safetensors": "writing tensors; headers are read by `calib/files/safetensors_header.py`",
+    "torch": "all arithmetic",
+    "transformers": "models, tokenizers, processors, and the cache that is compared with",
+    "triton": "kernels of the bundled runtime",
+    "typer": "flags, `--help`, completion",
+}
+_MODULES = {"pyyaml": "yaml", "pillow": "PIL"}  # that are not called what their distribution is
 
 
 def normal(name: str) -> str:
@@ -90,12 +112,12 @@ def _row(name: str, extra: str, base: set[str]) -> dict[str, object]:
 
 
 def table(result: dict[str, object]) -> str:
-    """Return the table of docs/install.md, the largest first."""
-    lines = ["| package | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|"]
+    """Return the table of CONTRIBUTING.md, the largest first."""
+    lines = ["| package | for | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|---|"]
     for row in sorted(result["rows"], key=lambda row: -row["mb"]):
         where = f"`{row['extra']}`" if row["extra"] else "base"
         figures = f"{row['mb']:.1f} | {row['alone_mb']:.1f} | {row['import_seconds']:.2f}"
-        lines.append(f"| {row['name']} {row['version']} | {figures} | {where} |")
+        lines.append(f"| {row['name']} {row['version']} | {_USES[row['name']]} | {figures} | {where} |")
     return "\n".join(lines)
 
 
