@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from calib.data import load_data
@@ -33,13 +32,9 @@ def test_every_amax_is_that_of_plain_transformers_forwards(demo, smollm2_directo
         assert torch.equal(layer.v.amax, held.values.abs().amax((0, 2)))
 
 
-def test_the_calibrated_model_still_writes_sense_and_has_the_sources_weights(demo, smollm2_directory):
+def test_the_calibrated_model_still_writes_sense(demo):
     options = GenerationOptions(max_new_tokens=4, compare=True)
     made = generate_text(str(demo.output), PROMPT, options=options, overrides={"device": "cpu"})
     assert made.fp8.text.startswith(" Paris.")
     assert made.plain.text.startswith(" Paris.")
     assert made.bytes_per_token == 30 * 2 * 3 * 64
-    source = load_file(smollm2_directory / "model.safetensors")
-    written = load_file(demo.output / "model-00001-of-00001.safetensors")
-    assert source.keys() == written.keys()
-    assert all(torch.equal(source[name], written[name]) for name in source)

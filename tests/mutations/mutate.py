@@ -16,9 +16,7 @@ OPERATORS = {
 }  # fmt: skip
 KINDS = ("comparison", "constant", "operator", "statement")
 # a dropped assignment to a name would only be a NameError
-Statement = (
-    ast.Expr | ast.Assign | ast.AugAssign | ast.Raise | ast.Return | ast.Delete | ast.Continue | ast.Break
-)
+DROPS = ast.Expr | ast.Assign | ast.AugAssign | ast.Raise | ast.Return | ast.Delete | ast.Continue | ast.Break
 
 
 @dataclass(frozen=True)
@@ -96,5 +94,5 @@ def _mistake(node):
     is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     binds = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple)
     returns_none = isinstance(node, ast.Return) and ast.unparse(node) in ("return", "return None")
-    dropped = isinstance(node, Statement) and not (is_docstring or binds or returns_none)
+    dropped = isinstance(node, DROPS) and not (is_docstring or binds or returns_none)
     return ("statement", ast.Pass()) if dropped else None

@@ -17,14 +17,14 @@ import subprocess
 import sys
 import time
 import traceback
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
 from mutate import KINDS, Mutant, apply, find_mutants, sample
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
-SEED, COUNT = 20261125, 150
-SECONDS = 30  # of the CPU, for one mutant
+SEED, COUNT, SECONDS = 20261125, 150, 30  # seconds of the CPU, for one mutant
 # these look for the code as it is
 WITHOUT = ("tests/runtime/test_mutations.py", "tests/test_architecture.py", "tests/ptx/", "tests/interop/")
 # what is imported before pytest begins is not ours
@@ -99,14 +99,9 @@ def start_worker(trees) -> None:
     os.environ |= offline | {"TRITON_INTERPRET": "1", "COLUMNS": "200"}
     os.chdir(TREE)
     sys.path[:0] = [str(HERE), str(TREE)]
-    import datasets  # noqa: F401
-    import lm_eval  # noqa: F401
-    import pytest  # noqa: F401
-    import rich.progress  # noqa: F401
-    import torch  # noqa: F401
-    import transformers.models.auto.modeling_auto
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    import triton  # noqa: F401
+    models = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+    for name in ("datasets", "lm_eval", "pytest", "rich.progress", "torch", "triton", *models):
+        import_module(name)
 
 
 def run_one(task: tuple[Mutant, list[str]]) -> dict[str, object]:
@@ -120,14 +115,15 @@ def run_one(task: tuple[Mutant, list[str]]) -> dict[str, object]:
             path.write_text(apply(source, mutant))
             failed, code = forked([*tests, *(f"--deselect={test}" for test in unreliable)])
             path.write_text(source)
-            if not failed and code in (0, 2, 5) and "no tests ran" not in output():
+            said = (TREE / "output").read_text()
+            if not failed and code in (0, 2, 5) and "no tests ran" not in said:
                 break
             # a test that fails without the mutant too says nothing; nor does a run that cannot begin
             _, alone = forked(failed or ["--collect-only", *tests])
             if alone == 0:
                 outcome = "killed"
                 break
-            assert failed, f"pytest cannot run {tests}:\n{output()[-2000:]}"
+            assert failed, f"pytest cannot run {tests}:\n{said[-2000:]}"
             unreliable += failed
     finally:
         path.write_text(source)
@@ -157,11 +153,6 @@ def forked(arguments: list[str]) -> tuple[list[str], int]:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     return (TREE / "failed").read_text().splitlines(), os.waitstatus_to_exitcode(status)
-
-
-def output() -> str:
-    """Return what the last run printed."""
-    return (TREE / "output").read_text()
 
 
 def table(rows: list[dict[str, object]]) -> str:
