@@ -126,8 +126,8 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
 
     An UnsupportedModelError where what engines run of it is not known.
     """
-    config, name, count = drafter.config, architecture(drafter.config), model.num_hidden_layers
-    nested = config.get("eagle_config")
+    config, name = drafter.config, architecture(drafter.config)
+    nested, count = config.get("eagle_config"), model.get_text_config(decoder=True).num_hidden_layers
     nested = nested if isinstance(nested, dict) else {}
     formats = {form: FORMATS[form] for form in recipe.export.formats}
     unknown = [form for form, x in formats.items() if x.nvfp4 or not (x.rules and name in x.rules.drafts)]
@@ -136,8 +136,9 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
     values += [(key, not settings.get(key, True)) for settings in (config, nested)]
     special = [key for key, value in values if value is not None and value is not False]  # an id may be 0
     is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
-    layers, number = config.get(_LAYERS) or (2, count // 2, count - 3), len(nested.get(_LAYERS) or range(3))
+    layers = config.get(_LAYERS) or (2, count // 2, count - 3)
     is_listed = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+    number = len(layers) if is_listed and nested.get(_LAYERS) else 3
     if recipe.targets == "qkv":
         reason = "whether engines load a query scale of one is not known; use --targets kv"
     elif unknown:
