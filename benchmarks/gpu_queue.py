@@ -4,8 +4,9 @@
 
 benchmarks/gpu_queue.yaml lists the steps. Each ends within its limit and leaves OUTPUT/STEP/log.txt and
 result.json; OUTPUT/README.md is a table of all. A second start goes on where the first ended: what has a
-result is not run again, good or bad. A step that was cut off has none. One that lacks a package or a program
-is asked again at each start.
+result of this commit, command and GPU is not run again, good or bad. A step that was cut off has none. One
+that lacks something (a package, a program, or what it says with exit status 77) is asked again at each
+start, also by another environment's Python.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 QUEUE = Path(__file__).with_suffix(".yaml")
 LIMIT = 480.0  # seconds of a step
+LACKING = 77  # exit status of a step that cannot be run here; its last line says what it needs
 _HARDWARE = """
 import json, machine, torch, triton
 facts = machine.machine() | {"triton": triton.__version__}
@@ -74,6 +76,8 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true", help="without a GPU too: do the commands start?")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu", metavar="DIR")
     args = parser.parse_args()
+    for name in ("SIGTERM", "SIGHUP"):  # the step ends with the queue
+        signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     steps, output = read_queue(), args.output.absolute()
     if unknown := {*args.again} - {step.name for step in steps}:
         parser.error(f"no step is called {', '.join(sorted(unknown))}; --dry-run lists them")
@@ -102,7 +106,8 @@ def run_queue(
     """Run what has no result yet; return whether all that have one passed."""
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
     for step in steps:
-        if _state(step, output):
+        if state := _state(step, output, hardware):
+            print(f"{step.name}: {state} before")
             continue
         lacking = [need for need in step.needs if not _is_there(need)]
         if not lacking and time.monotonic() + step.limit > end:
@@ -113,7 +118,10 @@ def run_queue(
         _write(output / step.name, {"step": step.name, **result, "hardware": hardware})
         print(result["state"], flush=True)
         (output / "README.md").write_text("\n".join(_table(steps, output)) + "\n")
-    return all(_state(step, output) in ("", "passed") for step in steps)
+    left = [step.name for step in steps if not _state(step, output, hardware)]
+    if left:
+        print(f"not run: {', '.join(left)}")
+    return all(_state(step, output, hardware) in ("", "passed") for step in steps)
 
 
 def _run(step: Step, output: Path) -> dict[str, Any]:
@@ -131,6 +139,8 @@ def _run(step: Step, output: Path) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
+    if status == LACKING:
+        state = f"needs {(directory / 'log.txt').read_text().rstrip().rpartition(chr(10))[2]}"
     return {
         "state": state,
         "exit": None if state == "time limit" else status,
@@ -152,10 +162,13 @@ def _result(step: Step, output: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _state(step: Step, output: Path) -> str:
-    """Return what became of the step; nothing where it is still to be run."""
-    state = _result(step, output).get("state", "")
-    return "" if state.startswith("needs ") else state
+def _state(step: Step, output: Path, hardware: dict[str, Any] | None = None) -> str:
+    """Return what became of the step; nothing where it is to be run, on this `hardware` and commit."""
+    result = _result(step, output)
+    is_of_now = result.get("command") == _shell(step, output) and all(
+        result["hardware"].get(fact) == hardware.get(fact) for fact in ("gpu", "commit") if hardware
+    )
+    return result["state"] if is_of_now and not result["state"].startswith("needs ") else ""
 
 
 def _table(steps: Sequence[Step], output: Path) -> Iterator[str]:

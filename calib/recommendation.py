@@ -15,7 +15,7 @@ from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
 from calib.engines.quantization_config import names_fp8_cache
 from calib.engines.verification import verify_directory
-from calib.errors import Fp8kvError, InputError
+from calib.errors import Fp8kvError, InputError, one_line
 from calib.evaluate.held_out import hold_out
 from calib.evaluate.inputs import sample_loader
 from calib.evaluate.measure import compare_variants
@@ -40,6 +40,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import ExportRecipe, ObserverRecipe, Recipe
 from calib.rescale.bake import bake
 from calib.rescale.pipeline import find_scale
+from fp8kv_runtime.errors import AttentionError
 
 _MORE_SAMPLES = 4  # times those of the evaluation's own calibration, as far as there are so many
 
@@ -74,8 +75,8 @@ def run_recommendation(
         try:
             written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
             problems += written.problems
-        except Fp8kvError as error:
-            problems.append(str(error))
+        except (Fp8kvError, OSError) as error:
+            problems.append(one_line(error))
     return answer, report.warnings, written, problems
 
 
@@ -100,7 +101,7 @@ def _write(
     assert not isinstance(offer, str)
     serve = evaluation.offers.serve(offer, str(output)).commands[-1]
     recipe, documents = _plan(evaluation, variant, recipe, format_for(offer.engine, wish.gpu))
-    del evaluation.setup  # one model in memory is enough
+    del evaluation.setup  # one model in memory
     if variant.is_baked:
         trust = {"trust_remote_code": recipe.trust_remote_code}
         purpose: Purpose = "fp8" if variant.cache == "fp8" else "int8"
@@ -118,7 +119,10 @@ def _write(
         with atomic_directory(output, overwrite=overwrite) as scratch:
             write_checkpoint(Export(), source, scratch, weights="link", readme=card, on_copied=copied)
             source.check_unchanged()
-    kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
+    try:
+        kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
+    except (Fp8kvError, AttentionError, OSError) as error:
+        raise InputError(f"'{output}' was written, but could not be measured: {one_line(error)}") from error
     if _is_calibrated(variant) or variant.cache == "fp8":
         place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
         if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
@@ -151,7 +155,7 @@ def _plan(
         "observer": ObserverRecipe(name="mse" if variant.name == "mse" else "absmax"),
         "export": ExportRecipe(formats=(format if _is_calibrated(variant) else "fp8kv",)),
     }
-    pieces = hold_out(load, {}, samples, suite.documents).pieces
+    pieces = hold_out(load, evaluation.readers, samples, suite.documents).pieces
     return recipe.model_copy(update=changes), [torch.tensor(piece.ids) for piece in pieces]
 
 

@@ -84,6 +84,7 @@ class MediaReader:
             return count_words(document), *self._sample(document, row, recipe, folder)
 
         for word_count, token_count, ids, sample in skipped.others(rows, read_row):
+            skipped.only_skipped = False
             pieces.append(Piece(len(pieces), len(ids), ids, sample))
             words, tokens = words + word_count, tokens + token_count
             if len(pieces) == recipe.samples:

@@ -69,10 +69,10 @@ class SkippedRows:
 
     refusals: list[str] = field(default_factory=list)  # the template's reasons
     unusable: list[str] = field(default_factory=list)  # places and reasons
+    only_skipped: bool = True  # until a row has tokens
 
     def others(self, rows: Iterable[LocatedRow], read: Callable[[Row], T]) -> Iterator[T]:
         """Yield what `read` returns of other rows; end early where none of the first ones can be read."""
-        is_hopeless = True
         for where, row in rows:
             try:
                 result = read(row)
@@ -84,8 +84,7 @@ class SkippedRows:
                 raise InputError(f"{where}: {error}") from None
             else:
                 yield result
-                is_hopeless = False
-            if is_hopeless and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
+            if self.only_skipped and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
                 return
 
     def warnings(self, recipe: DataRecipe, count: int) -> tuple[str, ...]:
@@ -138,6 +137,7 @@ def tokenize_rows(
     for document, ids in skipped.others(rows, read):
         words, word_tokens = words + count_words(document), word_tokens + len(ids)
         if ids:
+            skipped.only_skipped = False
             number = pieces.add(ids)
             if isinstance(document, str):
                 pieces.cut(number, ids)
