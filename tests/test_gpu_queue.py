@@ -37,10 +37,13 @@ def test_every_step_leaves_a_result_and_a_second_start_goes_on_where_the_first_e
     (tmp_path / "last/result.json").unlink()  # as if it had been cut off
     capsys.readouterr()
     run_queue([replace(step, needs=()) for step in STEPS], tmp_path, GPU)
-    assert capsys.readouterr().out == "lacking ... failed\nlast ... passed\n"
+    before = "right: passed before\nwrong: failed before\nslow: time limit before\n"
+    assert capsys.readouterr().out == f"{before}lacking ... failed\nlast ... passed\n"
+    assert run_queue(STEPS[-1:], tmp_path, {"gpu": "another", "commit": "new"})
+    assert capsys.readouterr().out == "last ... passed\n"
     assert (tmp_path / "right/runs").read_text() == "once\n"
     assert run_queue(STEPS[:1], tmp_path / "new", GPU, minutes=1)  # a step may take eight
-    assert capsys.readouterr().out == "right: too little of 1 minutes is left\n"
+    assert capsys.readouterr().out == "right: too little of 1 minutes is left\nnot run: right\n"
 
 
 def test_the_queue_names_what_exists_and_is_listed_without_a_gpu(tmp_path, monkeypatch, capsys):

@@ -156,7 +156,7 @@ def test_data_without_text_or_with_damage_is_an_error_and_read_no_further(tokeni
     for rows, message, left in (
         *((rows, EMPTY, 0) for rows in ([], ["", " \n"], [{"text": None}], [{"messages": []}])),
         ([{"a": 1}] * TOO_MANY, r"^a\.jsonl, line 1: cannot tell which column holds the", 5),
-        ([{"messages": SYSTEM}] * TOO_MANY, ALL_REFUSED, 5),
+        ([" ", *[{"messages": SYSTEM}] * TOO_MANY], ALL_REFUSED, 5),
         (["a", "\ud800", "b"], HALF, 1),
         (["a", {"messages": [{"role": "user", "content": "x\udfff"}]}, "b"], HALF, 1),
     ):
