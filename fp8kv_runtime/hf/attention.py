@@ -147,8 +147,8 @@ class _Session:
         names = self._positional[: len(args)]
         if len(names) == len(args):
             args, kwargs = (), dict(**dict(zip(names, args, strict=True)), **kwargs)
-        if "past_key_values" in kwargs:
-            kwargs[self._cache_argument] = kwargs.pop("past_key_values")
+        if (cache := kwargs.pop("past_key_values", None)) is not None:
+            kwargs[self._cache_argument] = cache
         kwargs[self._cache_argument] = self._prepare(args, kwargs)
         return forward(*args, **kwargs)
 
