@@ -9,8 +9,6 @@ demo: $(VENV)/.installed ## calibrate a real model on real text and write a chec
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
 		--dtype float32 --samples 24 --seq-len 512 --output build/demo --overwrite
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-
 test: $(VENV)/.installed ## what every change must pass; no GPU, no network
 	$(PYTEST) -m "not (slow or nightly)"
 

@@ -8,6 +8,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 CUDA_BUILD ?= .venv-vllm
 PEERS ?= .venv-peers
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
