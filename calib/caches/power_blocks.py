@@ -10,6 +10,7 @@ All round to E2M1 in other ways where a value lies halfway between two: SGLang a
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ _LEVELS = torch.tensor([-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0,
 _MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
 
 
-def mxfp8(x: Tensor) -> Tensor:
-    """Round `x` [..., D] to E4M3 in blocks of 32; an InputError where 32 does not divide D."""
-    return _restore(mxfp8_parts(x), x)
+def round_blocks(x: Tensor, split: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Round `x` [..., D] to the values times powers of two that `split`, of this module, returns.
+
+    Raises an InputError where its blocks do not divide D.
+    """
+    values, exponent = split(x)
+    return values.mul_(exponent.exp2()).reshape(x.shape).to(x.dtype)
 
 
 def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,11 +38,6 @@ def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks, amax = split_blocks(x, "head size", MX_BLOCK)
     exponent = (amax.clamp_(min=1e-30) / E4M3_MAX).log2_().ceil_().clamp_(-127, 127)
     return fp8_unscaled(blocks / exponent.exp2()), exponent
-
-
-def fp4_mx_block16(x: Tensor) -> Tensor:
-    """Round `x` [..., D] to E2M1 in blocks of 16; an InputError where 16 does not divide D."""
-    return _restore(fp4_mx_parts(x), x)
 
 
 def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,12 +49,7 @@ def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def ultraquant_key(x: Tensor) -> Tensor:
     """Round K `x` [..., D] as UltraQuant reads it; an InputError where D is not a power of two from 32 up."""
-    return rotate(_restore(ultraquant_parts(rotate(x)), x.float())).to(x.dtype)
-
-
-def ultraquant_value(x: Tensor) -> Tensor:
-    """Round V `x` [..., D] as UltraQuant reads it; an InputError where 32 does not divide D."""
-    return _restore(ultraquant_parts(x), x)
+    return rotate(round_blocks(rotate(x), ultraquant_parts)).to(x.dtype)
 
 
 def ultraquant_parts(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +78,3 @@ def _nearest(x: Tensor, *, up: bool = False) -> Tensor:
     """Round float32 `x` of any shape to E2M1, down where it lies halfway, or up."""
     levels, middles = _LEVELS.to(x.device), _MIDDLES.to(x.device)
     return levels[torch.bucketize(x.contiguous(), middles, right=up)]
-
-
-def _restore(parts: tuple[Tensor, Tensor], original: Tensor) -> Tensor:
-    values, exponent = parts
-    return values.mul_(exponent.exp2()).reshape(original.shape).to(original.dtype)
