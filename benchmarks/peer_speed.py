@@ -123,7 +123,7 @@ def _compare(runs: list[Run], peer: tuple[str, str]) -> dict[str, Any]:
         "ratios": ratios,
         "ratio": ratios[best],
         "target": target,
-        "target_met": target is None or ratios[best] >= target,
+        "target_met": None if target is None else ratios[best] >= target,
         "processor_ratio": _processor_seconds(theirs) / _processor_seconds(ours),
         "k_scale_over_ours": {
             run["batch_size"]: _scale_ratios(run["k_scales"], ours[0]["k_scales"]) for run in theirs
@@ -179,9 +179,10 @@ def _print(result: dict[str, Any]) -> None:
 
 def _print_comparison(console: Console, name: str, row: dict[str, Any]) -> None:
     verdict = "met" if row["target_met"] else "MISSED"
+    target = f" (target >= {row['target']}x: {verdict})" if row["target"] else ""
     console.print(
-        f"{row['ratio']:.2f}x {name} at its best batch size, {row['peer_batch_size']} "
-        f"(target >= {row['target']}x: {verdict}); {row['processor_ratio']:.2f}x in processor time"
+        f"{row['ratio']:.2f}x {name} at its best batch size, {row['peer_batch_size']}{target}; "
+        f"{row['processor_ratio']:.2f}x in processor time"
     )
     for size, scale in row["k_scale_over_ours"].items():
         spread = f"min {scale['min']:.3f}, mean {scale['mean']:.3f}, max {scale['max']:.3f}"
