@@ -144,10 +144,7 @@ def cached_layers(model: PreTrainedModel) -> Layers:
 
 
 def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:
-    """Find the modules whose K and V, or latent, the model caches; refuse encoders.
-
-    The model reads a few tokens, or `sample`: `input_ids` [1, T] and the arguments of their pictures.
-    """
+    """Find the modules whose K and V, or latent, the model caches as it reads `sample`; refuse encoders."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")

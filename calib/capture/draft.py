@@ -49,10 +49,7 @@ def add_draft_layer(
     *,
     is_cut: bool = False,
 ) -> AttentionMap:
-    """Add the MTP layer of a checkpoint, loaded to `device`, or the reason why it is not measured.
-
-    Without a device it goes to that of the model's last layer. `is_cut`: layers at the end are not run.
-    """
+    """Add the MTP layer of a checkpoint, or why it is not measured; `is_cut`: the last layers are not run."""
     modules, name = checkpoint.draft_modules, architecture(checkpoint.config)
     if not modules:
         return attention
@@ -122,10 +119,7 @@ class _DrafterLayer(nn.Module):
 
 
 def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe) -> tuple[int, ...]:
-    """Return the layers of `model` whose inputs a drafter reads; none: it reads the last hidden states.
-
-    An UnsupportedModelError where what engines run of it is not known.
-    """
+    """Return the layers of `model` whose inputs a drafter reads, or none; refuse one that is not known."""
     config, name = drafter.config, architecture(drafter.config)
     nested, count = config.get("eagle_config"), model.get_text_config(decoder=True).num_hidden_layers
     nested = nested if isinstance(nested, dict) else {}
@@ -163,10 +157,7 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
 def read_by_drafter(
     attention: AttentionMap, model: PreTrainedModel, drafter: ModelDirectory, layers: tuple[int, ...]
 ) -> AttentionMap:
-    """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own.
-
-    An InputError if it is one for another model, or its weights are not those that its config says.
-    """
+    """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own."""
     config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
     weights, (name,) = all_weights(drafter, model.dtype), drafter.modules
     device = next(model.get_submodule([*attention.cached][-1]).parameters()).device

@@ -97,10 +97,7 @@ class CalibrationData:
         )
 
     def summary(self, skip_first: int = 0) -> TextSummary:
-        """Return numbers of the tokens that count: those after the first `skip_first` of a sample.
-
-        Tokens of pictures and sounds are not text, and text after another of these is not repeated.
-        """
+        """Return numbers of the text, without pictures, behind the first `skip_first` tokens of a sample."""
         text = [x.text(ids, skip_first) if x else ids for *_, ids, x in self.pieces]
         summary = TextSummary.of(text, skip_first, unknown=self.unknown, words=self.words)
         return replace(summary, unrepeated_tokens=summary.tokens) if self.media else summary

@@ -121,10 +121,7 @@ class MediaReader:
     def _prompt(
         self, document: Document, row: Row, columns: Mapping[str, str | None]
     ) -> tuple[dict[str, Any], Media]:
-        """Write the prompt of a row: a chat by the processor's template, and text with places as it is.
-
-        Pictures and sounds without a place come first. An UnusableRow if these and places differ in number.
-        """
+        """Write a row's prompt: a chat by the processor's template, text with places for media as it is."""
         kinds = {kind for kind, (*_, part) in _KINDS.items() if getattr(self.processor, part, None)}
         tokens = {x: str(getattr(self.processor, f"{x}_token", None) or f"<{x}>") for x in _KINDS}
         places = {text: kind for kind in kinds for text in (f"<{kind}>", tokens[kind])}
@@ -250,11 +247,7 @@ def _parts(content: Any, places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _fill(contents: list[list[dict[str, Any]]], first: int, kind: str, values: list[Any]) -> list[Any]:
-    """Return what a chat has of a kind, in its order, and take it out of its parts.
-
-    Parts without one of their own have those of `values`, in their order; without parts, the `first` message
-    begins with these.
-    """
+    """Take what a chat has of a kind out of its parts; `values` fill empty ones, or begin its `first`."""
     places = [part for content in contents for part in content if part["type"] == kind]
     if not places and contents:
         places = [{"type": kind, kind: value} for value in values]

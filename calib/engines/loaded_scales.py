@@ -93,11 +93,7 @@ def compare(
 def layers_of_files(
     stored: StoredScales | None, layers_of_engine: Iterable[int] = (), *, is_draft: bool = False
 ) -> dict[int, StoredLayer]:
-    """Return the layers that the files have scales for: the model's own, or those of its draft.
-
-    Those of a draft get the numbers of `layers_of_engine`, which may count from 0. If the model was baked,
-    all of these are right at 1.0.
-    """
+    """Return the layers that the files have scales for; a draft's by `layers_of_engine`, a bake's at 1.0."""
     if stored and is_draft:
         return dict(zip(sorted({*layers_of_engine}), stored.drafts, strict=False))
     if stored and not stored.layers:

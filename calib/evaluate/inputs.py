@@ -79,10 +79,7 @@ def whole_text_only(suite: Suite) -> Suite:
 
 
 def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = True) -> Recipe:
-    """Add the suite's lengths, and all statistics that a variant may need.
-
-    Pictures and sound, of the calibration and of the evaluation's own, are read as other text.
-    """
+    """Add the suite's lengths, and all that a variant may need; pictures and sound are other text."""
     data, settings, built_in = recipe.data, recipe.evaluation, (*BUILTIN, *GENERATED)
     dataset = settings.dataset or data.dataset
     both, pictures = (data.dataset, dataset), {PICTURES, MORE_PICTURES}

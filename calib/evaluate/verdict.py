@@ -212,10 +212,7 @@ def check_variant(condition: Condition, variants: Iterable[str]) -> None:
 
 
 def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
-    """List, in a line each, the variants that meet the condition: the one it names, or `subjects`.
-
-    Where pictures were read, it is also met by a modality alone.
-    """
+    """List where the condition is met: by the variant it names, or `subjects`, or one of their modalities."""
     check_variant(condition, report.variants)
     names = subjects if condition.variant is None else [condition.variant]
     if not names:

@@ -81,9 +81,7 @@ def export(
     tp_size: int = 1,
     draft: KVScales | None = None,
 ) -> Export:
-    """Express `scales` in the format called `name`, for the model in `checkpoint`.
-
-    Those of its `draft`, the layer that predicts extra tokens (MTP), are added where the engine loads them.
+    """Express `scales`, and those of a `draft` (MTP), in the format called `name`, for a `checkpoint`.
 
     Raises:
         FormatRefusal: the format, or its engine, cannot hold them.

@@ -76,10 +76,7 @@ def engine_of(name: FormatName, flags: str = "") -> str:
 def serve_command(
     name: FormatName, path: Path, strategy: Strategy, flags: str = "", drafts_for: Any = None
 ) -> str:
-    """Return the exact command that serves an output directory, or "" where no engine does.
-
-    `drafts_for` is the model with which a drafter is served, and its method.
-    """
+    """Return the command that serves a directory, or ""; `drafts_for`: a drafter's model, and its method."""
     target, place = FORMATS[name], shlex.quote(str(path))
     if drafts_for and target.rules:
         model, method = drafts_for

@@ -191,10 +191,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def forget_positions(model: PreTrainedModel) -> None:
-    """Let `model` count the positions of what it reads next anew.
-
-    Those like Qwen-VL move what follows a filled cache by what the last pictures, or generated rows, left.
-    """
+    """Let `model` count positions anew: Qwen-VL's go on where the last pictures, or generated rows, ended."""
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
