@@ -25,6 +25,10 @@ from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
 Backend = Literal["auto", "triton", "torch"]
+_OTHER_MASK = (
+    "the Triton kernels apply causal masks with a sliding window and left padding; this "
+    "model or input needs another one. Pad on the left, or use the torch backend"
+)
 
 
 @runtime_checkable
@@ -69,6 +73,7 @@ def fp8_attention(
         if session.swaps:
             stack.enter_context(swap_attention(model, session.attend))
         yield
+        session.read_masks()
 
 
 def _check_arguments(model: object, scales: object, backend: str, block_size: object) -> None:
@@ -102,6 +107,7 @@ class _Session:
         self._dtype = FP8_DTYPES[scales.fp8_dtype]
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
+        self._unread: list[Tensor] = []
         decoder = model.get_decoder()
         self._cache_argument = cache_argument(decoder)
         parameters = inspect.signature(decoder.forward).parameters
@@ -161,7 +167,10 @@ class _Session:
         inputs = next((each for each in candidates if each is not None), None)
         if inputs is None:
             raise AttentionError("give the model input_ids or inputs_embeds")
+        if inputs.shape[1] > 1:
+            self.read_masks()
         rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")
+        rows.unread = self._unread
         rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         lengths = {layer.get_seq_length() for layer in rows.layers}
         if len(rows.layers) < len(self._scales):  # the cache makes them when K and V come
@@ -174,6 +183,11 @@ class _Session:
         rows.truncate(lengths.pop())  # what a forward pass reserved that failed
         rows.extend(inputs.shape[1])
         return cache
+
+    def read_masks(self) -> None:
+        """Check the masks of steps on a GPU, which did not wait for it."""
+        if self._unread and not bool(self._unread.pop()):
+            raise AttentionError(_OTHER_MASK)
 
     def _convert(self, cache: Cache, num_rows: int) -> CacheRows:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
@@ -267,7 +281,10 @@ def _check_mask_once(
 ) -> None:
     """Call `check_mask` once for each mask of a forward pass: layers of a type share the object."""
     if not any(mask is checked and window == size for checked, size in rows.checked_masks):
-        check_mask(mask, num_tokens, starts, window)
+        if num_tokens == 1 and rows.defers(mask):
+            rows.note(_is_applied(mask, num_tokens, starts, window))
+        else:
+            check_mask(mask, num_tokens, starts, window)
         rows.checked_masks.append((mask, window))
 
 
@@ -283,21 +300,20 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
     Raises:
         AttentionError: it differs, as for packed sequences, images or right padding.
     """
+    if not bool(_is_applied(mask, num_tokens, starts, window)):
+        raise AttentionError(_OTHER_MASK)
+
+
+def _is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)
     first = torch.zeros(1, device=mask.device) if starts is None else starts.to(mask.device)
     if mask.dim() == 2:
-        is_applied = torch.equal(mask.bool(), (columns >= first[:, None]).expand_as(mask))
-    else:
-        visible = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
-        rows = torch.arange(length - num_tokens, length, device=mask.device)[:, None]
-        expected = (columns <= rows) & (columns >= first[:, None, None])
-        if window is not None:
-            expected &= columns > rows - window
-        matters = rows >= first[:, None, None]  # padding may attend to anything
-        is_applied = torch.equal(visible & matters, (expected & matters).expand_as(visible))
-    if not is_applied:
-        raise AttentionError(
-            "the Triton kernels apply causal masks with a sliding window and left padding; this "
-            "model or input needs another one. Pad on the left, or use the torch backend"
-        )
+        return (mask.bool() == (columns >= first[:, None])).all()
+    visible = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
+    rows = torch.arange(length - num_tokens, length, device=mask.device)[:, None]
+    expected = (columns <= rows) & (columns >= first[:, None, None])
+    if window is not None:
+        expected &= columns > rows - window
+    matters = rows >= first[:, None, None]  # padding may attend to anything
+    return ((visible == expected) | ~matters).all()

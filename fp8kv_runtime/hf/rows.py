@@ -42,6 +42,8 @@ class CacheRows:
         self.length = 0  # tokens of each row, the new ones included
         self.padding: Tensor | None = None  # [B, T] bool, False: padding
         self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
+        self.unread: list[Tensor] = []  # whether earlier masks were right, as a device knows it: one, or none
+        self._is_padded: bool | None = None  # as the last prompt was
         self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -61,11 +63,32 @@ class CacheRows:
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
         if device not in self._located:
-            sequences = self.cache.sequences(self._sequences)
-            starts = None if self.padding is None else left_padding(self.padding.cpu())
-            sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
-            self._located[device] = sequences.to(device), self._slots.flatten().to(device)
+            sequences, starts = self.cache.sequences(self._sequences), None
+            if self.padding is not None:
+                if not self.defers(self.padding):
+                    self._is_padded = not bool(self.padding.all())
+                starts = left_padding(self.padding).to(device) if self._is_padded else None
+            tables, lengths, slots = (
+                x.to(device, non_blocking=True)
+                for x in (sequences.block_tables, sequences.seq_lens, self._slots.flatten())
+            )
+            self._located[device] = PagedSequences(tables, lengths, starts), slots
         return self._located[device]
+
+    def defers(self, mask: Tensor) -> bool:
+        """Return whether a mask is not to be read now: on a GPU, of one token after others."""
+        is_step = self._slots.shape[1] == 1 and self.length > 1 and self._is_padded is not None
+        return is_step and self.waits(mask)
+
+    @staticmethod
+    def waits(tensor: Tensor) -> bool:
+        """Return whether a program that reads this tensor waits for a device."""
+        return tensor.device.type != "cpu"
+
+    def note(self, is_applied: Tensor) -> None:
+        """Note whether a mask was the one that kernels apply, without reading it."""
+        before = self.unread[0].to(is_applied.device) if self.unread else is_applied
+        self.unread[:] = [before & is_applied]
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the blocks of the newest tokens, and their places in these, [B, T] each."""
@@ -107,12 +130,9 @@ class CacheRows:
         self.select([index for index in range(len(self._sequences)) for _ in range(repeats)])
 
 
-def left_padding(mask: Tensor) -> Tensor | None:
+def left_padding(mask: Tensor) -> Tensor:
     """Return the padding tokens before each row's first token, [B] int32, of a mask [B, T].
 
-    None: there are none. Padding elsewhere is not represented; `check_mask` finds it.
+    Padding elsewhere is not represented; `check_mask` finds it.
     """
-    visible = mask.bool()
-    if visible.all():
-        return None
-    return (visible.cumsum(1) == 0).sum(1).to(torch.int32)
+    return (mask.bool().cumsum(1) == 0).sum(1).to(torch.int32)

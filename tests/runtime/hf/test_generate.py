@@ -9,7 +9,6 @@ from families import FAMILIES, HYBRIDS, LATENT, PARALLEL, SHARED_KV, UNEVEN, tin
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention, paged_cache, values_per_token
 
 # sparse ones attend to all tokens: where indices tie, they take others with a cache than without
@@ -210,7 +209,7 @@ def greedy(call, cache, ids, mask):
     ("family", "backend", "mask"),
     [("gemma2", "torch", MASK), ("deepseek_v3", "torch", None), ("llama", "triton", MASK)],
 )
-def test_a_compiled_model_says_and_refuses_the_same(family, backend, mask, monkeypatch):
+def test_a_compiled_model_says_the_same(family, backend, mask, monkeypatch):
     """What surrounds the decoder is compiled."""
     monkeypatch.undo()  # torch.compile cannot trace what stands in for `torch.empty`
     model = tiny_model(family, **ALL[family], num_hidden_layers=2)
@@ -221,11 +220,6 @@ def test_a_compiled_model_says_and_refuses_the_same(family, backend, mask, monke
     with torch.no_grad(), fp8_attention(model, scales_for(model), backend=backend, block_size=4):
         expected = greedy(model, caches[0], ids, mask)
         found = greedy(compiled, caches[1], ids, mask)
-        if backend == "triton":
-            with_hole = torch.ones(2, 10, dtype=torch.long)
-            with_hole[:, 4] = 0
-            with pytest.raises(AttentionError, match="needs another one. Pad on the left"):
-                compiled(IDS[:, :1], attention_mask=with_hole, past_key_values=caches[1])
     assert torch.equal(found, expected)
     assert counters["stats"]["unique_graphs"] > 0
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])

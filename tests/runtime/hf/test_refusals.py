@@ -2,12 +2,15 @@
 
 import copy
 import re
+import traceback
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_quant import scales_for
 from families import FAMILIES, LATENT, tiny_model
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, OPTConfig, StaticCache
 from transformers.models.opt.modeling_opt import OPTAttention
 
@@ -15,7 +18,7 @@ from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import EngineQuery, attention, fp8_attention, paged_cache, swap_attention
 from fp8kv_runtime.hf.attention import check_mask
-from fp8kv_runtime.hf.rows import left_padding
+from fp8kv_runtime.hf.rows import CacheRows, left_padding
 
 ALL, IDS = {**FAMILIES, **LATENT}, torch.arange(3, 11)[None]
 PAD = "this model or input needs another one. Pad on the left, or use the torch backend"
@@ -179,7 +182,7 @@ def test_masks_that_kernels_apply_and_those_that_they_do_not():
     for window in (None, 2):
         for mask in (causal(window), torch.zeros(2, 1, 3, 6).masked_fill(~causal(window), -torch.inf)):
             check_mask(mask, 3, torch.tensor([0, 2]), window)
-    assert left_padding(torch.ones(2, 5)) is None
+    assert left_padding(torch.ones(2, 5)).tolist() == [0, 0]
     assert left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])).tolist() == [2, 0, 4]
     for mask, starts, window in (
         (causal(), [0, 1], None),
@@ -241,3 +244,33 @@ def test_opt_multiplies_its_query_before_attention_and_engines_do_not():
         assert engines.scaling == 0.25
         assert torch.equal(engines.undo(8 * plain), 8 * query)
         assert engines.undo(engines.query) is query
+
+
+READS = {getattr(torch.Tensor, n) for n in ("item", "tolist", "cpu", "numpy", "__bool__")} | {torch.equal}
+
+
+class HostReads(TorchFunctionMode, list):
+    """Lines of ours that read a tensor, for which a program would wait for a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        if func in READS and "fp8kv_runtime" in (caller := next(f for f in frames if "/torch/" not in f)):
+            self.append(f"{func.__name__} in {caller}")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_step_of_kernels_reads_nothing_on_a_gpu_and_its_masks_are_told_later(padding, scales, monkeypatch):
+    model, mask, logits = tiny_model("llama", num_hidden_layers=2), (2 + padding < IDS).long(), []
+    for waits in (False, True):  # what stands in for a GPU
+        monkeypatch.setattr(CacheRows, "waits", lambda *_, waits=waits: waits)
+        message, block = pytest.raises(AttentionError, match=PAD), fp8_attention(model, scales, **TRITON)
+        with message, torch.inference_mode(), block:
+            cache = model(IDS, attention_mask=mask).past_key_values
+            longer = {"attention_mask": pad(mask, (0, 1), value=1), "past_key_values": cache}
+            with HostReads() as reads:
+                logits.append(model(IDS[:, :1], **longer).logits)
+            assert (reads == []) == waits
+            model(IDS[:, :1], **longer | {"attention_mask": pad(mask, (0, 2))})
+            assert waits, "a CPU tells at once"
+    assert torch.equal(*logits)
