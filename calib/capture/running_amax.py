@@ -55,14 +55,13 @@ def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str,
         table = heads.new_zeros(len(heads), count)
         return table.scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
 
-    fields = {
+    modalities = tokens.modalities
+    return {
         "curve": largest_by_bucket(tokens.buckets, BUCKETS),
         "positions": largest_by_bucket(tokens.positions, POSITION_BUCKETS),
         "tail": largest(heads, heads[:, :0]),
+        **({} if modalities is None else {"modalities": largest_by_bucket(modalities, len(MODALITIES))}),
     }
-    if tokens.modalities is not None:
-        fields["modalities"] = largest_by_bucket(tokens.modalities, len(MODALITIES))
-    return fields
 
 
 class RunningTensor:

@@ -203,8 +203,7 @@ class Engine(Section):
     backends: dict[str, Backend] = {}
     up_to: dict[str, str] = {}  # version -> what it and those before do to scales in use
     classes: Classes | None = None  # what its model classes did with scales
-    # architecture, of a drafter or of a model with a layer that drafts (MTP) -> kind of config, or `all` ->
-    # names under which the draft's class loads scales
+    # architecture, of a drafter or a model with MTP -> kind of config, or `all` -> names of its scales
     drafts: dict[str, dict[str, tuple[str, ...]]] = {}
     draft_crashes: dict[str, tuple[str, ...]] = {}  # by architecture, with which it does not start
     draft_flag: str = ""  # after the model, what lets the drafter {path} draft for it by its {method}

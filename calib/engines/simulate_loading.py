@@ -166,10 +166,8 @@ def _config_kind(directory: ModelDirectory, method: Method | None) -> str:
 
 def _set_draft_fate(directory: ModelDirectory, method: Method | None, simulation: Simulation) -> None:
     """Say whether the class of a layer that drafts tokens (MTP) loads its scales, where it has some."""
-    engine, config = simulation.engine, directory.config
-    names = {
-        split_name(tensor, directory.draft_modules)[1]: tensor.name for tensor in directory.draft_tensors
-    }
+    engine, config, modules = simulation.engine, directory.config, directory.draft_modules
+    names = {split_name(tensor, modules)[1]: tensor.name for tensor in directory.draft_tensors}
     loaded = engine.draft_names(config, _config_kind(directory, method))
     if crashing := names.keys() & engine.draft_crashes.get(architecture(config) or "", ()):
         reason = f"its class of the layer that drafts tokens (MTP) fails at '{names[min(crashing)]}'"

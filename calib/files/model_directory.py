@@ -136,16 +136,13 @@ class ModelDirectory:
     @cached_property
     def tensors(self) -> list[ScaleTensor]:
         """The scale tensors of the indexed files, but those of drafts."""
-        return [tensor for tensor in self._all_tensors if not self.is_of_draft(tensor.name)]
-
-    @property
-    def draft_tensors(self) -> list[ScaleTensor]:
-        """The scale tensors of layers that predict extra tokens (MTP), of the indexed files."""
-        return [tensor for tensor in self._all_tensors if self.is_of_draft(tensor.name)]
+        tensors = self._scale_tensors(self.indexed_shards)
+        return [tensor for tensor in tensors if not self.is_of_draft(tensor.name)]
 
     @cached_property
-    def _all_tensors(self) -> list[ScaleTensor]:
-        return self._scale_tensors(self.indexed_shards)
+    def draft_tensors(self) -> list[ScaleTensor]:
+        """The scale tensors of layers that predict extra tokens (MTP), of the indexed files."""
+        return [x for x in self._scale_tensors(self.indexed_shards) if self.is_of_draft(x.name)]
 
     @cached_property
     def unlisted(self) -> list[ScaleTensor]:

@@ -226,8 +226,7 @@ class KVStats:
     def merge(self, stats: "KVStats") -> "KVStats":
         """Combine with other tokens of the same run; an InputError if they are of another model.
 
-        Curve, positions and tail are dropped if one of the two has none, and so are modalities: but one that
-        has the others has read text, where the other read pictures.
+        Curve, positions and tail are dropped if one of the two has none; text is one of the modalities.
         """
         tensors, added = self.tensors(), stats.tensors()
         for one, other in ((tensors, added), (added, tensors)):
