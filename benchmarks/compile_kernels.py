@@ -75,7 +75,7 @@ def main() -> None:
     tasks = [
         task
         for task in _tasks(arguments.target, arguments.variant)
-        if kernels is None or task.launch.kernel in kernels
+        if kernels is None or task.launch.name in kernels
     ]
     with tempfile.TemporaryDirectory() as cache:
         # nothing compiled earlier may stand in for what is here now
@@ -84,7 +84,7 @@ def main() -> None:
     for target in arguments.target:
         _print_table(target, [row for row in zip(tasks, results, strict=True) if row[0].target == target])
     bad = [
-        f"{task.launch.kernel} {task.variant} {task.target}: {finding.found}; allowed: {finding.allowed}"
+        f"{task.launch.name} {task.variant} {task.target}: {finding.found}; allowed: {finding.allowed}"
         for task, result in zip(tasks, results, strict=True)
         for finding in result.findings
     ]
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _name(task: Task) -> str:
-    return f"{task.target} {task.launch.kernel} {task.variant}"
+    return f"{task.target} {task.launch.name} {task.variant}"
 
 
 def _tasks(targets: list[str], names: list[str] | None) -> list[Task]:
@@ -167,7 +167,7 @@ def _print_table(target: str, rows: list[tuple[Task, Result]]) -> None:
     for task, result in rows:
         print(
             _ROW.format(
-                task.launch.kernel.removesuffix("_kernel"),
+                task.launch.name.removesuffix("_kernel"),
                 task.variant,
                 result.registers,
                 result.shared_memory,

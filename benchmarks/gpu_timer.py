@@ -30,12 +30,12 @@ class GpuTimer:
         self.repetitions = repetitions
         self._buffer = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
 
-    def measure(self, work: dict[str, Work]) -> dict[str, Timing]:
+    def measure(self, work: dict[str, Work], captures: bool = True) -> dict[str, Timing]:
         """Time all in turn, so that clocks that drift hit all alike; a key names its result."""
         for run in work.values():
             for _ in range(_WARM_UPS):
                 run()
-        graphs = {name: _capture(run) for name, run in work.items()}
+        graphs = {name: _capture(run) if captures else None for name, run in work.items()}
         on_gpu: dict[str, list[float]] = {name: [] for name in work}
         calls: dict[str, list[float]] = {name: [] for name in work}
         for i in range(self.repetitions):

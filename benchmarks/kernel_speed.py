@@ -150,7 +150,7 @@ def measure_case(case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[
     if not case.q_fp8:
         wide = store_as_float16(case)
         own["float16"] = call(wide, build(wide, device()), launchers)
-    times = timer.measure(own | theirs | theirs_fp8)
+    times = timer.measure(own | theirs | theirs_fp8, case.captures)
     ours, same = times.pop("fp8kv"), times.pop("float16", None)
     bandwidth = case.num_bytes / ours.us / 1e6
     peak = facts["peak_tb_per_s"]

@@ -10,7 +10,7 @@ import torch
 
 # Triton looks when it is imported, which transformers does
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from transformers import PreTrainedConfig
 

@@ -75,7 +75,7 @@ def gpu(monkeypatch):
 def run(gpu, monkeypatch, tmp_path, capsys):
     """The whole command with tiny shapes, any launchers and a clock that stands still; what it printed."""
 
-    def measure(work):
+    def measure(work, captures):
         for launch in work.values():
             launch()
         return dict.fromkeys(work, kernel_speed.Timing(10.0, 9.0, 12.5, True, 40.0))

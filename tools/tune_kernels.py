@@ -3,8 +3,9 @@
     python tools/tune_kernels.py [MODEL] [--heads 32/8/128] [--block-size 64]
 
 Tiles, warps and stages first, each compiled once per shape; then, with the best of them, how many
-programs decode launches and how little each may read. No config is taken that the reference
-contradicts. The table is `~/.cache/fp8kv/tuning.json`, or `$FP8KV_TUNING`.
+programs decode launches and how little each may read, and from where on torch's attention takes
+prompts. No config is taken that the reference contradicts. The table is `~/.cache/fp8kv/tuning.json`,
+or `$FP8KV_TUNING`.
 """
 
 import argparse
@@ -48,7 +49,10 @@ _ROWS = (64, 128)  # of extend; of decode they follow from the heads
 _PROGRAMS, _LEAST = (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4, 8)
 _GAIN = 0.98  # of the time: what is less of a gain is noise
 
-Measure = Callable[[Callable[[], object]], float]  # microseconds
+_NEW = (512, 1024, 2048, 4096)  # tokens of prompts, beside that of the table, that torch's attention may take
+_NEVER = 2**50  # pairs: no prompt has as many
+
+Measure = Callable[[Callable[[], object], bool], float]  # microseconds; of a CUDA graph or not
 
 
 def main() -> None:
@@ -122,9 +126,12 @@ class Tuner:
         """Return the row of the fastest config over `cases`, which share number format and head_dim."""
         bits = 16 if cases[0].format == "float16" else 8
         head_dim = cases[0].head_dim
-        best = find_config(kernel, self.names, bits, head_dim)
+        # first with our kernels alone
+        best = replace(find_config(kernel, self.names, bits, head_dim), pairs=_NEVER)
         for candidates in (_compiled, _launched):
             best = self._fastest(kernel, best, candidates(kernel, self.names[-1], best), cases)
+            if kernel == "extend":
+                cases += tuple(_shorter(cases[0]))
         width = 1 << (head_dim - 1).bit_length()
         return ConfigRow(self.names[0], bits, width, best, over=width // 2)
 
@@ -161,7 +168,7 @@ class Tuner:
     def _times(self, kernel: str, config: Config, cases: tuple[Case, ...]) -> list[float]:
         with pinned(kernel, config):
             calls = [call(case, build(case, self.device), self.launchers) for case in cases]
-            return [self.measure(run) for run in calls]
+            return [self.measure(run, cases[0].captures) for run in calls]
 
 
 def write_table(path: Path, table: Table) -> None:
@@ -217,12 +224,22 @@ def _launched(kernel: str, backend: str, current: Config) -> Iterator[Config]:
     if kernel == "decode":
         for programs, least in itertools.product(_PROGRAMS, _LEAST):
             yield replace(current, per_processor=programs, least=least)
+    else:
+        yield from (replace(current, pairs=2**n) for n in range(18, 31))
+
+
+def _shorter(prompt: Case) -> Iterator[Case]:
+    """Yield shorter prompts of the same shape."""
+    for new in _NEW:
+        if new < prompt.new:
+            yield replace(prompt, name=f"prompt of {new}", lengths=(new,), new=new)
 
 
 def _describe(config: Config) -> str:
     return (
         f"tile {config.tile}, {config.num_warps} warps, {config.num_stages} stages, "
         f"{config.rows} rows, {config.per_processor} programs, {config.least} tiles"
+        + (f", {config.pairs} pairs" if config.pairs < _NEVER else "")
     )
 
 

@@ -9,7 +9,6 @@ from fp8kv_runtime.kernels import attend, decode
 from fp8kv_runtime.kernels.targets import Target
 from kernels.offline import Compiled, Launch
 
-_ATTENTION = ("decode_kernel", "extend_kernel")
 # AMD keeps scalar registers in lanes of vector registers: in memory they would be scratch, too.
 # NVIDIA's assembler parks what a loop does not need to make room for one more program.
 _ALLOWED = {"scalar registers": 2**16, "bytes of stack": 64}
@@ -72,7 +71,7 @@ def shared_memory(compiled: Compiled, target: Target) -> Iterator[Finding]:
 
 def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
     """Multiplication of K or V in the loop: scales belong to scores and output."""
-    if launch.kernel not in _ATTENTION:
+    if launch.kernel != "decode_kernel":
         return
     loaded, multiplied = _traced(compiled.ttir)
     if not loaded:
@@ -84,8 +83,8 @@ def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
 def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
     """Find FP8 conversions that should be instructions and are not, or the reverse."""
     format, kernel = launch.layer["format"], launch.kernel
-    decodes = kernel in (*_ATTENTION, "gather_kernel")
-    encodes = kernel == "append_kv_kernel" or (kernel in _ATTENTION and launch.layer["q_fp8"])
+    decodes = kernel in ("decode_kernel", "gather_kernel")
+    encodes = kernel == "append_kv_kernel" or (kernel == "decode_kernel" and launch.layer["q_fp8"])
     for used, supported, instructions, any_instruction, what in (
         (decodes, format in target.decoded, _DECODES, _ANY_DECODE, "decode"),
         (encodes, format in target.encoded, _ENCODES, _ANY_ENCODE, "encode"),
@@ -102,7 +101,7 @@ def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[
 def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
     """Find loads of K and V, or stores of their codes, of less than 16 bytes."""
     transfers = {}
-    if launch.kernel in (*_ATTENTION, "gather_kernel"):
+    if launch.kernel in ("decode_kernel", "gather_kernel"):
         transfers["load"] = stream_loads(compiled.asm)
     if launch.kernel in ("append_kv_kernel", "gather_kernel") and launch.layer["head_dim"] % WIDE == 0:
         transfers["store"] = [n for kind, n in _transfers(compiled.asm) if kind == "st"]
@@ -118,7 +117,8 @@ def overlap(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Find
     """Find a reduce that cannot start early, or that reads the parts before decode has ended."""
     if not target.overlaps:
         return
-    if launch.kernel == "decode_kernel" and _LETS_START not in compiled.asm:
+    is_followed = launch.kernel == "decode_kernel" and not dict(launch.constants)["WHOLE"]
+    if is_followed and _LETS_START not in compiled.asm:
         yield Finding("the reduce cannot start before decode has ended", _LETS_START)
     if launch.kernel == "reduce_kernel":
         before, wait, _ = compiled.asm.partition(_WAITS)

@@ -31,6 +31,12 @@ class Launch:
     options: Any  # the backend's, frozen
 
     @property
+    def name(self) -> str:
+        """The kernel's name, or `extend_kernel` for decode's where it takes a prompt in one part."""
+        constants = dict(self.constants)
+        return "extend_kernel" if constants.get("WHOLE") and constants["EXTENDS"] else self.kernel
+
+    @property
     def layer(self) -> dict[str, Any]:
         """The constants that the layer fixes."""
         return {name: constant.value for name, constant in vars(dict(self.constants)["LAYER"]).items()}

@@ -45,6 +45,11 @@ class Case:
         return len(self.lengths) * self.new
 
     @property
+    def captures(self) -> bool:
+        """Whether it is timed as a CUDA graph, which takes prompts as our kernels alone do."""
+        return self.kernel != "extend_attention"
+
+    @property
     def num_bytes(self) -> int:
         """Least traffic of K and V: the cache's bytes once; for append also the 16-bit values."""
         stored = 2 if self.format == "float16" else 1

@@ -73,7 +73,7 @@ def time_cases(
     for case in iterate(cases):
         runs = [call(form, build(form, device), launchers) for form in (case, store_as_float16(case))]
         # in turn, so that clocks that drift hit both alike
-        rounds = [[time_on_gpu(run) for run in runs] for _ in range(_ROUNDS)]
+        rounds = [[time_on_gpu(run, case.captures) for run in runs] for _ in range(_ROUNDS)]
         us, float16_us = map(median, zip(*rounds, strict=True))
         rows.append(KernelTime(case.kernel, case.name, us, case.num_bytes / us / 1e6, float16_us))
     source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device=device)
@@ -81,18 +81,20 @@ def time_cases(
     return 2 * source.numel() / copy_us / 1e6, rows
 
 
-def time_on_gpu(run: Callable[[], object]) -> float:
+def time_on_gpu(run: Callable[[], object], captures: bool = True) -> float:
     """Return microseconds of `run` on the GPU: the median of a graph's replays, without Python.
 
-    `do_bench` empties the L2 before each replay; `do_bench_cudagraph` would find K and V there.
+    Where it is not to be captured, or cannot be, its launches are in it. `do_bench` empties the L2 before
+    each replay; `do_bench_cudagraph` would find K and V there.
     """
     run()  # what is compiled at first use cannot be captured
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            run()
-        replay: Callable[[], object] = graph.replay
-    except RuntimeError:
-        torch.cuda.synchronize()
-        replay = run  # what cannot be captured is timed with its launch
+    replay = run
+    if captures:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run()
+            replay = graph.replay
+        except RuntimeError:
+            torch.cuda.synchronize()
     return 1e3 * float(do_bench(replay, return_mode="median"))

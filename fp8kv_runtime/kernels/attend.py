@@ -73,18 +73,11 @@ def prepare_query(
 
 
 @triton.jit
-def query_rows(
-    cu_seqlens_ptr, seq, tile, kv_head, LAYER: tl.constexpr, BLOCK_M: tl.constexpr, EXTENDS: tl.constexpr
-):  # fmt: skip
-    """Return a sequence's first query and number of queries; token and head of each row of a tile.
-
-    Without EXTENDS each sequence has one query.
-    """
+def query_rows(cu_seqlens_ptr, seq, tile, kv_head, LAYER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a sequence's first query and number of queries; token and head of each row of a tile."""
+    start = tl.load(cu_seqlens_ptr + seq)
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    start, length = seq, 1
-    if EXTENDS:
-        start = tl.load(cu_seqlens_ptr + seq)
-        length = tl.load(cu_seqlens_ptr + seq + 1) - start
+    length = tl.load(cu_seqlens_ptr + seq + 1) - start
     return start, length, pairs // LAYER.group, kv_head * LAYER.group + pairs % LAYER.group
 
 

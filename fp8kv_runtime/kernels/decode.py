@@ -1,6 +1,7 @@
 """Decode attention: one query token per sequence, all KV split into parts, then a reduce.
 
-The kernels take several tokens as well: extend launches them where its own would be few programs.
+The kernels take several tokens as well: extend launches them. Where each sequence is one part, the
+first writes the output and nothing is to be joined.
 
 On NVIDIA since Hopper the reduce starts while decode still runs: programmatic dependent launch
 (PTX ISA, `griddepcontrol`). Elsewhere neither waits nor starts early.
@@ -22,7 +23,6 @@ from fp8kv_runtime.kernels.split import find_part, plan_parts
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import plan_decode, reduce_config
-from fp8kv_runtime.kernels.whole import attend_whole
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -57,10 +57,7 @@ def decode_attention(
     # no KV is longer than this: lengths are on the device
     longest = sequences.block_tables.shape[1] * blocks.layout.block_size
     config, splits = plan_decode(current_target(), query, blocks, longest, num_splits)
-    if splits:
-        attend_in_parts(query, blocks, sequences, options, config, splits, out)
-    else:
-        attend_whole(query, blocks, sequences, options, config, out)
+    attend_in_parts(query, blocks, sequences, options, config, splits, out)
     return out
 
 
@@ -69,7 +66,7 @@ def attend_in_parts(
     config: Config, splits: int, out: Tensor, cu_seqlens: Tensor | None = None,
     max_query_len: int = 1,
 ) -> None:  # fmt: skip
-    """Attend to each head's KV in about `splits` parts, then join them in `out` [T, H, D].
+    """Attend to each head's KV in about `splits` parts, then join them in `out` [T, H, D]; 0: as a whole.
 
     `query` [T, H, D] has one token per sequence, or those of `cu_seqlens` as for extend attention.
     """
@@ -78,27 +75,30 @@ def attend_in_parts(
     num_seqs, num_kv_heads, device = len(lens), blocks.layout.num_kv_heads, query.device
     layer, target = AttentionLayer.of(query, blocks, sequences, options), current_target()
     decode, reduce = decode_launchers(
-        layer, target, config, _bucket(num_seqs), splits, cu_seqlens is not None
+        layer, target, config, _bucket(num_seqs) if splits else 1, splits, cu_seqlens is not None
     )
-    parts = splits + num_seqs
-    partial, softmax = (
-        torch.empty((parts, max_query_len, num_heads, n), dtype=torch.float32, device=device)
-        for n in (head_dim, 2)
-    )
+    parts, partial, softmax = num_seqs, None, None
+    if splits:
+        parts += splits
+        partial, softmax = (
+            torch.empty((parts, max_query_len, num_heads, n), dtype=torch.float32, device=device)
+            for n in (head_dim, 2)
+        )
     row_tiles = triton.cdiv(max_query_len * (num_heads // num_kv_heads), config.rows)
     batch = (num_seqs, splits, config.least, max_query_len)
     strides, where = (query.stride(0), query.stride(1)), (lens, starts, cu_seqlens)
     decode(
-        target, (num_kv_heads, parts, row_tiles), blocks,
+        target, (row_tiles, num_kv_heads, parts), blocks,
         (query, options.q_scale, options.sinks, tables, *where, *strides),
-        (query, *blocks.loaded, blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
-         tables, *where, partial, softmax, options.scale(head_dim), float(options.softcap or 0),
-         *strides, tables.stride(0), *batch),
+        (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
+         options.sinks, tables, *where, partial, softmax, out, options.scale(head_dim),
+         float(options.softcap or 0), *strides, tables.stride(0), *batch),
     )  # fmt: skip
-    reduce(
-        target, (num_heads, num_seqs, max_query_len), blocks, where,
-        (partial, softmax, blocks.v_scale, out, *where, *batch),
-    )  # fmt: skip
+    if splits:
+        reduce(
+            target, (num_heads, num_seqs, max_query_len), blocks, where,
+            (partial, softmax, blocks.v_scale, out, *where, *batch),
+        )  # fmt: skip
 
 
 def _bucket(num_seqs: int) -> int:
@@ -121,54 +121,58 @@ def decode_launchers(
         "EXTENDS": extends,
     }
     decode = Launcher(
-        decode_kernel, constants | {"BLOCK_M": config.rows},
+        decode_kernel, constants | {"BLOCK_M": config.rows, "WHOLE": not splits},
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    joining = reduce_config(splits, block_s)
-    constants |= {"BLOCK_SPLITS": triton.next_power_of_2(splits), "PARTS": joining.tile}
+    joining = reduce_config(max(splits, 1), block_s)
+    constants |= {"BLOCK_SPLITS": triton.next_power_of_2(max(splits, 1)), "PARTS": joining.tile}
     overlaps = {"launch_pdl": True} if target.overlaps else {}
     return decode, Launcher(reduce_kernel, constants, num_warps=joining.num_warps, **overlaps)
 
 
 @triton.jit(do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len"))
 def decode_kernel(
-    query_ptr, key_ptr, value_ptr, k_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
-    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr,
+    query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
+    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr, out_ptr,
     softmax_scale, softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs,
-    num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr,
+    num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend from all query heads of one KV head to one part of one sequence: one program.
 
     With EXTENDS, from BLOCK_M (token, query head) pairs. It leaves `partial` [parts, max_query_len,
-    H, D], unnormalised, and `softmax` [parts, max_query_len, H, 2], both float32.
+    H, D], unnormalised, and `softmax` [parts, max_query_len, H, 2], both float32. With WHOLE the part is
+    all of a sequence, and it writes `out` [T, H, D].
     """
-    let_next_start(LAYER.overlaps)
-    kv_head = tl.program_id(0)
-    program = tl.program_id(1)
-    seqs, tiles, parts = plan_parts(
-        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE,
-        LAYER.window, LAYER.has_starts, EXTENDS, BLOCK_S,
-    )  # fmt: skip
-    seq, split, part_tiles = find_part(program, seqs, tiles, parts)
-    if seq >= num_seqs:  # there are fewer parts than there could be
-        return
+    kv_head = tl.program_id(1)
+    program = tl.program_id(2)
+    if WHOLE:
+        seq, split = program, 0
+    else:
+        let_next_start(LAYER.overlaps)
+        seqs, tiles, parts = plan_parts(
+            seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE,
+            LAYER.window, LAYER.has_starts, EXTENDS, BLOCK_S,
+        )  # fmt: skip
+        seq, split, part_tiles = find_part(program, seqs, tiles, parts)
+        if seq >= num_seqs:  # there are fewer parts than there could be
+            return
     seq = seq.to(tl.int64)
     if EXTENDS:
         query_start, query_len, tokens, heads = query_rows(
-            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, LAYER, BLOCK_M, EXTENDS
+            cu_seqlens_ptr, seq, tl.program_id(0), kv_head, LAYER, BLOCK_M
         )
-        if tl.program_id(2) * BLOCK_M >= query_len * LAYER.group:
+        if tl.program_id(0) * BLOCK_M >= query_len * LAYER.group:
             return
         inside = tokens < tl.minimum(query_len, max_query_len)
-        at = (query_start + tokens).to(tl.int64)
+        row = (query_start + tokens).to(tl.int64)
     else:
         rows = tl.arange(0, BLOCK_M)
         heads = kv_head * LAYER.group + rows
         inside = rows < LAYER.group
-        query_len, tokens, at = 1, tl.zeros([BLOCK_M], tl.int32), seq
+        query_len, tokens, row = 1, tl.zeros([BLOCK_M], tl.int32), seq
     q, q_low, factor, shift = prepare_query(
-        query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
+        query_ptr, row * stride_query_token, stride_query_head, heads, inside, kv_head,
         k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, LAYER,
     )  # fmt: skip
 
@@ -179,10 +183,12 @@ def decode_kernel(
         first = tl.load(seq_starts_ptr + seq)
     if LAYER.window > 0:
         first = tl.maximum(first, seq_len - query_len + 1 - LAYER.window)
-    origin = first // TILE * TILE
-    part = part_tiles * TILE
-    begin = tl.maximum(first, origin + split * part)
-    end = tl.minimum(seq_len, origin + (split + 1) * part)
+    begin, end = first, seq_len
+    if not WHOLE:
+        origin = first // TILE * TILE
+        part = part_tiles * TILE
+        begin = tl.maximum(first, origin + split * part)
+        end = tl.minimum(seq_len, origin + (split + 1) * part)
     if EXTENDS:  # what no row of the tile sees
         end = tl.minimum(end, tl.max(rows_at, 0) + 1)
         if LAYER.window > 0:
@@ -195,14 +201,22 @@ def decode_kernel(
     )  # fmt: skip
 
     channels = tl.arange(0, LAYER.block_d)
-    part_at = program.to(tl.int64)
-    if EXTENDS:
-        part_at = part_at * max_query_len + tokens
-    at = part_at * LAYER.num_kv_heads * LAYER.group + heads
     valid = inside[:, None] & (channels < LAYER.head_dim)[None, :]
-    tl.store(partial_ptr + at[:, None] * LAYER.head_dim + channels[None, :], acc, mask=valid)
-    tl.store(softmax_ptr + at * 2, running_max, mask=inside)
-    tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
+    if WHOLE:
+        scale = load_scale(v_scale_ptr, kv_head, channels, LAYER.v_scales, LAYER.head_dim)
+        total = tl.where(running_sum == 0.0, 1.0, running_sum)
+        out = acc / total[:, None] * (scale * decode_unit(LAYER.format, LAYER.hardware))[None, :]
+        at = row * LAYER.num_heads + heads
+        pointers = out_ptr + at[:, None] * LAYER.head_dim + channels[None, :]
+        tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=valid)
+    else:
+        part_at = program.to(tl.int64)
+        if EXTENDS:
+            part_at = part_at * max_query_len + tokens
+        at = part_at * LAYER.num_heads + heads
+        tl.store(partial_ptr + at[:, None] * LAYER.head_dim + channels[None, :], acc, mask=valid)
+        tl.store(softmax_ptr + at * 2, running_max, mask=inside)
+        tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
 
 
 @triton.jit(do_not_specialize=("num_seqs", "num_splits", "least", "max_query_len"))

@@ -8,7 +8,6 @@ from fp8kv_runtime.kernels.decode import attend_in_parts
 from fp8kv_runtime.kernels.dense import attend_densely, find_prompts
 from fp8kv_runtime.kernels.targets import current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import extend_config, plan_extend
-from fp8kv_runtime.kernels.whole import attend_whole
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks, check_tensor
 
@@ -57,8 +56,5 @@ def extend_attention(
     # no KV is longer than this: lengths are on the device
     longest = tables.shape[1] * blocks.layout.block_size
     config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
-    if splits:
-        attend_in_parts(*batch, options, config, splits, out, cu_seqlens, max_query_len)
-    else:
-        attend_whole(*batch, options, config, out, cu_seqlens, max_query_len)
+    attend_in_parts(*batch, options, config, splits, out, cu_seqlens, max_query_len)
     return out

@@ -112,7 +112,8 @@ def test_most_wrong_instructions_are_noticed(target, kernel):
 
     def run(change):
         def of_kernel(name, text):
-            return change(text) if name == f"{kernel}_kernel" else text
+            launched = "decode_kernel" if kernel == "extend" else f"{kernel}_kernel"
+            return change(text) if name == launched else text
 
         with virtual_gpu(TARGETS[target], of_kernel):
             for each in checks:

@@ -66,8 +66,8 @@ def test_what_torch_has_no_attention_for_is_ours(launched, device):
     ):  # fmt: skip
         launched.clear()
         assert_attention(replace(RAGGED, **changes), device)
-        assert launched == ["extend_kernel"], changes
-    for least, name in ((6, "gather_kernel"), (7, "extend_kernel")):  # two pairs, three query heads
+        assert launched == ["decode_kernel"], changes
+    for least, name in ((6, "gather_kernel"), (7, "decode_kernel")):  # two pairs, three query heads
         launched.clear()
         with pinned("extend", Config(64, 4, pairs=least)):
             assert_attention(Case((2, 2), query_lens=(1, 1), kv_heads=1, group=3), device)
@@ -76,8 +76,8 @@ def test_what_torch_has_no_attention_for_is_ours(launched, device):
 
 def test_a_sequence_of_one_part_is_one_launch(launched, device):
     for length, num_splits, kernels in (
-        (40, 1, ["extend_kernel"]), (40, 2, ["decode_kernel", "reduce_kernel"]),
-        (64, None, ["extend_kernel"]), (65, None, ["decode_kernel", "reduce_kernel"]),
+        (40, 1, ["decode_kernel"]), (40, 2, ["decode_kernel", "reduce_kernel"]),
+        (64, None, ["decode_kernel"]), (65, None, ["decode_kernel", "reduce_kernel"]),
     ):  # fmt: skip
         launched.clear()
         with pinned("decode", Config(16, 4, per_processor=100)):

@@ -122,7 +122,7 @@ def tuned(microseconds, attend=lambda out, config: out):
         return attend(reference.decode_attention(*arguments), config())
 
     said, launchers = [], {"decode_attention": decode}
-    clock = lambda run: (run(), microseconds(config()))[1]  # noqa: E731
+    clock = lambda run, captures: (run(), microseconds(config()))[1]  # noqa: E731
     cases = [BenchCase("decode_attention", "", n, num_heads=4, num_kv_heads=2) for n in ((30,), (9, 40))]
     made = tune_kernels.Tuner(INTERPRETED, torch.device("cpu"), launchers, clock, said.append)
     return made.tune("decode", tuple(cases)), said
