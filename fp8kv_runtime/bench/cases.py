@@ -46,7 +46,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """Whether it is timed as a CUDA graph, which takes prompts as our kernels alone do."""
+        """Leave to time it as a CUDA graph, in which prompts never go to torch's attention."""
         return self.kernel != "extend_attention"
 
     @property

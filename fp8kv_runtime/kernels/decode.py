@@ -88,7 +88,7 @@ def attend_in_parts(
     batch = (num_seqs, splits, config.least, max_query_len)
     strides, where = (query.stride(0), query.stride(1)), (lens, starts, cu_seqlens)
     decode(
-        target, (row_tiles, num_kv_heads, parts), blocks,
+        target, (num_kv_heads, parts, row_tiles), blocks,
         (query, options.q_scale, options.sinks, tables, *where, *strides),
         (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
          options.sinks, tables, *where, partial, softmax, out, options.scale(head_dim),
@@ -144,12 +144,12 @@ def decode_kernel(
     H, D], unnormalised, and `softmax` [parts, max_query_len, H, 2], both float32. With WHOLE the part is
     all of a sequence, and it writes `out` [T, H, D].
     """
-    kv_head = tl.program_id(1)
-    program = tl.program_id(2)
+    let_next_start(LAYER.overlaps and not WHOLE)
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
     if WHOLE:
         seq, split = program, 0
     else:
-        let_next_start(LAYER.overlaps)
         seqs, tiles, parts = plan_parts(
             seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE,
             LAYER.window, LAYER.has_starts, EXTENDS, BLOCK_S,
@@ -160,9 +160,9 @@ def decode_kernel(
     seq = seq.to(tl.int64)
     if EXTENDS:
         query_start, query_len, tokens, heads = query_rows(
-            cu_seqlens_ptr, seq, tl.program_id(0), kv_head, LAYER, BLOCK_M
+            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, LAYER, BLOCK_M
         )
-        if tl.program_id(0) * BLOCK_M >= query_len * LAYER.group:
+        if tl.program_id(2) * BLOCK_M >= query_len * LAYER.group:
             return
         inside = tokens < tl.minimum(query_len, max_query_len)
         row = (query_start + tokens).to(tl.int64)
