@@ -83,7 +83,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(session, "check_cases", lambda *_: [])
     monkeypatch.setattr(session, "build", lambda case, device: case)
     monkeypatch.setattr(session, "call", lambda form, inputs, launchers: form)
-    monkeypatch.setattr(session, "time_on_gpu", lambda run: 18.0 if "float16" in repr(run) else 10.0)
+    monkeypatch.setattr(session, "time_on_gpu", lambda run, _=True: 18.0 if "float16" in repr(run) else 10.0)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(2, 2 * 10**4))
 
