@@ -234,7 +234,9 @@ class _Session:
         for name, x in kwargs.items():
             if isinstance(x, Tensor) and x.is_floating_point():
                 kwargs[name] = x.float()
-        out, *weights = original(module, query, key.float(), value.float(), *args, **kwargs)
+        if key.dtype != query.dtype or value.dtype != query.dtype:
+            key, value = key.float(), value.float()
+        out, *weights = original(module, query, key, value, *args, **kwargs)
         return out.to(dtype), *weights
 
     def _attend_to_blocks(

@@ -22,6 +22,10 @@ from fp8kv_runtime.hf.rows import CacheRows
 from fp8kv_runtime.hf.step import LayerStep, StepTokens
 from fp8kv_runtime.storage import KVBlocks
 
+_ROOM = (
+    256  # tokens for which decoded K and V have room at least, beside those that are there; a short prompt
+)
+
 
 class ModuleScales(Protocol):
     """Scales of one attention module, as `calib` derives them."""
@@ -153,11 +157,11 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     def _read(self, codes: Tensor, dtype: torch.dtype, *, may_keep: bool) -> Tensor:
         """Return K and V [2, B, K, T, D] of all tokens, whose newest have these codes.
 
-        On a CPU they are kept from the second pass over the same rows on, so that the next decodes its
-        own tokens only. What is kept lies before `_length`: `crop` leaves it right.
+        On a CPU they are kept, those of a long prompt from the second pass over the same rows on, so that
+        the next decodes its own tokens only. What is kept lies before `_length`: `crop` leaves it right.
         """
         rows, length, num_tokens = self.rows, self._length, codes.shape[3]
-        keep = may_keep and self._selections == rows.selections
+        keep = may_keep and (self._selections == rows.selections or length == num_tokens <= _ROOM)
         self._selections = rows.selections
         if keep and self._decoded is not None and self._decoded.shape[3] >= length:
             self._decoded.narrow(3, length - num_tokens, num_tokens).copy_(self.blocks.decode(codes))
@@ -167,7 +171,8 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self._decoded = None
         if keep:
             with torch.inference_mode(False):  # or it could not be written outside inference mode
-                self._decoded = dense.new_empty((*dense.shape[:3], 2 * length, dense.shape[4]))
+                size = length + max(length, _ROOM)
+                self._decoded = dense.new_empty((*dense.shape[:3], size, dense.shape[4]))
             self._decoded.narrow(3, 0, length).copy_(dense)
         return dense
 

@@ -85,7 +85,8 @@ def test_generation_is_that_of_rounded_k_and_v(family, mode, block_size):
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "gemma3n_text", "deepseek_v3", "deepseek_v32"])
-def test_a_cache_goes_on_is_cropped_shared_by_beams_and_started_again(family):
+def test_a_cache_goes_on_is_cropped_shared_by_beams_and_started_again(family, monkeypatch):
+    monkeypatch.setattr("fp8kv_runtime.hf.layers._ROOM", 2)
     model = tiny_model(family, **ALL[family])
     scales, cache = scales_for(model), DynamicCache(config=model.config)
     with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
