@@ -155,8 +155,14 @@ class _Session:
             args, kwargs = (), dict(**dict(zip(names, args, strict=True)), **kwargs)
         if (cache := kwargs.pop("past_key_values", None)) is not None:
             kwargs[self._cache_argument] = cache
-        kwargs[self._cache_argument] = self._prepare(args, kwargs)
-        return forward(*args, **kwargs)
+        cache = kwargs[self._cache_argument] = self._prepare(args, kwargs)
+        output, rows = forward(*args, **kwargs), self._convert(cache, 0)
+        if not rows.layers or rows.layers[0].get_seq_length() != rows.length:
+            raise AttentionError(
+                "the model stored nothing in the FP8 cache, so its results are not those of one: turn off "
+                "gradient checkpointing, or use a version of transformers that docs/install.md names"
+            )
+        return output
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache:
         """Reserve a forward pass's tokens in an FP8 cache, and return it."""

@@ -105,13 +105,15 @@ def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace_and_one_half_
             model(IDS[:, :4], past_key_values=cache)
         with pytest.raises(IndexError):
             model(IDS[:, 4:] + 10**6, past_key_values=caches[0])
-        found, expected = (model(IDS[:, 4:], past_key_values=c).logits for c in caches)
-        assert torch.equal(found, expected)
+        assert torch.equal(*(model(IDS[:, 4:], past_key_values=cache).logits for cache in caches))
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(model.model.layers[1], "forward", lambda *_, **__: 1 // 0)
             model(IDS, past_key_values=cache)
         with pytest.raises(AttentionError, match="hold 8 to 16 tokens: an earlier forward pass"):
             model(IDS, past_key_values=cache)
+        monkeypatch.setattr(type(model.model.layers[0]), "forward", lambda _, hidden, **__: hidden)
+        with pytest.raises(AttentionError, match="the model stored nothing in the FP8 cache"):
+            model(IDS)
 
 
 @pytest.mark.parametrize("block", ["fp8", "measured"])
