@@ -56,7 +56,7 @@ class PagedSequences:
                 object.__setattr__(self, name, tensor.contiguous())
 
     def to(self, device: torch.device) -> "PagedSequences":
-        """Copy them to another device."""
+        """Copy them to another device; lengths that are then written there are not known to `spans`."""
         starts = None if self.seq_starts is None else self.seq_starts.to(device)
         moved = PagedSequences(self.block_tables.to(device), self.seq_lens.to(device), starts)
         object.__setattr__(moved, "_on_host", self if self.seq_lens.is_cpu else self._on_host)

@@ -13,6 +13,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, job_command
 from calib.commands.terminal import Block, TextTable
 from calib.errors import InputError
+from calib.files.names import STATS_FILE
 from calib.files.text import show_layers
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def verify(
         calibration = open_calibration(against, needs_report=False)
     report = verify_directory(directory, engines, calibration, place)
     answer, blocks = report.to_json(), _report_blocks(report, place)
+    if against is None and (directory / STATS_FILE).is_file():
+        blocks = chain(blocks, [f"note: what the scales clip is seen with --against {directory}"])
     if backend and copies:
         answer["backend"] = {**copies.model_dump(), "name": backend, "copies": engines[0].scale_copies}
         blocks = chain(blocks, _backend_lines(engines[0], backend, copies))

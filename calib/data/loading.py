@@ -127,9 +127,10 @@ def load_data(
     has_pictures = bool(recipe.images or recipe.audio) or recipe.dataset in (PICTURES, MORE_PICTURES)
     reads_media = reader is not None and takes_media(reader.checkpoint.config)
     if has_pictures and (not reads_media or recipe.dataset in GENERATED):
+        reason = "this dataset has none" if reads_media else "this model takes none"
         raise InputError(
-            "pictures and sound are read with a model that takes them, of data that has them: choose a "
-            "dataset of text, without --images and --audio"
+            f"pictures and sound were asked for, and {reason}: choose a dataset of text, without --images "
+            "and --audio"
         )
     if recipe.dataset in GENERATED:
         sample, warning = GENERATED[recipe.dataset]

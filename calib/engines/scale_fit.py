@@ -270,8 +270,9 @@ def _judge_clipping(
     }
     shown = wrong or shares
     layer, letter = worst = max(shown, key=lambda key: shown[key])
+    count = len({index for index, _ in shown})
     text = (
-        f"{len({index for index, _ in shown})} layers clip what was measured, layer {layer} the most: "
+        f"{count} layer{'s clip' if count > 1 else ' clips'} what was measured, layer {layer} the most: "
         f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold"
     )
     if wrong:

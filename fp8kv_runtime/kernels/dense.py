@@ -1,14 +1,14 @@
 """Prompts: K and V are decoded once, to contiguous 16 bits, and torch's own attention reads them.
 
 It reads each K and V of a long prompt thousands of times: what decoding them once takes is nothing
-beside that. torch chooses among cuDNN, FlashAttention and what else it has for the GPU.
+beside that. torch chooses among what it has for the GPU, FlashAttention first.
 
 No bit is lost on the way that ours would keep. Codes of FP8 are exact in float16 and in bfloat16, and
 queries stay as they are: K's scale goes into the softmax scale, a float32. Heads of another scale are
 another call, so scales per head cost a call for each KV head. V's scale, of any shape, multiplies the
 output in float32. A centre of K takes the same from every score of a row, which softmax does not see.
-What differs from ours are the weights: 16 bits of the query's type, and in float16 none below 2^-24 of
-the row's largest, as in every float16 attention.
+What differs from ours are the weights, 16 bits of the query's type, and in float16 none below 2^-24 of
+the row's largest, as in every float16 attention; and the output, which is rounded before V's scale, too.
 """
 
 import functools
@@ -109,6 +109,7 @@ def attend_densely(
                 scale=options.scale(query.shape[2]) * k_scale, enable_gqa=shape[1] > 1,
             )[0].transpose(0, 1).unflatten(1, (-1, shape[1]))  # fmt: skip
             torch.mul(attended, v_scale[heads], out=rows[prompt.start : prompt.stop, heads])
+            del key, value  # before the next chunk is decoded
 
 
 def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[tuple[slice, float]]:

@@ -199,10 +199,10 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
             rows = {"data.dataset": str(llava / "rows.jsonl"), "data.images": "shown"}
             calibrated(model, tmp_path / "out", **(rows | settings))
 
-    refused(save_model(tiny_model("llama"), tmp_path / "llama"), "with a model that takes them")
+    refused(save_model(tiny_model("llama"), tmp_path / "llama"), "and this model takes none")
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")
     refused(llava / "model", "takes no sound", **{"data.images": None, "data.audio": "shown"})
-    refused(llava / "model", "of data that has them", **{"data.dataset": "random"})
+    refused(llava / "model", "and this dataset has none", **{"data.dataset": "random"})
     refused(save_model(seeing_model("llava"), tmp_path / "own"), "has no processor|cannot load the processor")
     monkeypatch.setattr(load, "find_spec", lambda name: None)
     refused(llava / "model", "pictures need Pillow, which is not installed: pip install pillow")

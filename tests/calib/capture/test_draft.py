@@ -133,7 +133,7 @@ def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tm
     for changes, problem in (
         ({k: scales[k] * torch.nan}, "K scales are NaN in layer 3 (draft)"),
         ({k: -scales[k], v: scales[v] * 0}, "V scales are zero in layer 3 (draft)"),
-        ({v: scales[v] / 9}, "draft: 1 layers clip what was measured, layer 3 the most: its V is 9.00 times"),
+        ({v: scales[v] / 9}, "draft: 1 layer clips what was measured, layer 3 the most: its V is 9.00 times"),
         ({k: scales[k].repeat(3)}, "K has 3 scales in layer 3 (draft), but the model has 2 KV heads there"),
         (
             {"model.layers.3.self_attn.k_scale": scales[k] * 2},

@@ -201,7 +201,7 @@ def test_the_report_has_the_tasks(small_directory, task_files, tmp_path, monkeyp
     done = fp8kv("eval", small_directory, *flags, "--tasks", tmp_path / "none.yaml")
     one_line_error(done, "is not a task of lm-eval")
     done = fp8kv("eval", small_directory, *flags, "--tasks", "x", "--task-limit", 0)
-    one_line_error(done, "evaluation.task_limit", "equal to 1")
+    one_line_error(done, "--task-limit should be", "equal to 1")
     none = TaskFigure(value=None, stderr=None)
     rows = task_table(Report.model_construct(tasks={"t": {"reference": {"m": none}}})).lines
     assert rows == [("t", "m", "n/a")]
