@@ -125,13 +125,13 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         step, self._step = self._step, None
         fits = step is not None and key_states.shape == value_states.shape == step.tokens.shape
-        if step is not None and fits and not torch.is_grad_enabled():
-            self._length = self.rows.length
-            return step.run(key_states, value_states)
-        with torch.no_grad():
-            return self._store(key_states, value_states)
+        if (has_grad := torch.is_grad_enabled()) or step is None or not fits:
+            with torch.no_grad():
+                return self._store(key_states, value_states, may_keep=not has_grad)
+        self._length = self.rows.length
+        return step.run(key_states, value_states)
 
-    def _store(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _store(self, key_states: Tensor, value_states: Tensor, *, may_keep: bool) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, blocks, device = self.rows, self.blocks, key_states.device
@@ -149,10 +149,8 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         codes = blocks.encode(tokens)
         blocks.write(codes, *rows.places(device))
         dtype = tokens.dtype if rows.restore or self._is_latent else torch.float32
-        key, value = self._read(codes, dtype, may_keep=device.type == "cpu" and not key_states.requires_grad)
-        return key if k_dim == key.shape[3] else key[..., :k_dim], value if v_dim == value.shape[
-            3
-        ] else value[..., :v_dim]
+        key, value = self._read(codes, dtype, may_keep=may_keep and device.type == "cpu")
+        return key[..., :k_dim], value[..., :v_dim]
 
     def _read(self, codes: Tensor, dtype: torch.dtype, *, may_keep: bool) -> Tensor:
         """Return K and V [2, B, K, T, D] of all tokens, whose newest have these codes.

@@ -38,10 +38,9 @@ def scales(model):
 def fingerprint(model):
     """Hooks, `forward` and attention implementation of every module."""
     own = ("_forward_pre_hooks", "_forward_hooks", "forward")
-    configs = (getattr(module, "config", None) for module in model.modules())
     return (
         [[copy.copy(vars(module).get(name)) for name in own] for module in model.modules()],
-        [getattr(config, "_attn_implementation", None) for config in configs],
+        [getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules()],
     )
 
 
@@ -150,7 +149,7 @@ def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_co
 
 @BACKENDS
 def test_inputs_may_be_given_by_position(backend, model, scales):
-    decoder, caches = model.model, [DynamicCache(config=model.config) for _ in "ab"]
+    decoder, caches = model.model, [DynamicCache(config=model.config) for _ in "abc"]
     with torch.inference_mode(), fp8_attention(model, scales, backend=backend):
         for ids, length in ((IDS[:, :5], 5), (IDS[:, 5:], 8)):
             mask = torch.ones(1, length, dtype=torch.long)
@@ -160,6 +159,9 @@ def test_inputs_may_be_given_by_position(backend, model, scales):
         assert paged_cache(caches[0]).bytes_per_token
         with pytest.raises(TypeError, match="multiple"):
             decoder(IDS, input_ids=IDS)
+    with fp8_attention(model.requires_grad_(False), scales, backend="torch"):  # as with an adapter of Q
+        decoder.layers[0].self_attn.q_proj.requires_grad_()
+        sum(decoder(IDS[:, :1], past_key_values=caches[2])[0].sum() for _ in "abcd").backward()
 
 
 def test_scales_of_other_heads_and_padding_that_kernels_do_not_know(model, scales, device):
