@@ -93,7 +93,7 @@ def _try(runner: Any, action: Callable[[], Any]) -> Any:
     """Stop counting where `action` fails: a server goes on."""
     try:
         return action()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  a server goes on
         runner.fp8kv_harvest = None
         _warn("the cache is not watched", error)
 
@@ -287,7 +287,7 @@ class WatchFiles:
                 _remove_files(self.directory)  # which would tell of an hour that is over
                 raise ValueError("a worker does not count, and says why")
             self._write(ranks)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  a server goes on
             if (failure := str(error)) != self._failure:
                 _warn(f"nothing is written to {self.directory}", error)
             self._failure = failure
