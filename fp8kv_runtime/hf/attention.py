@@ -155,8 +155,8 @@ class _Session:
             args, kwargs = (), dict(**dict(zip(names, args, strict=True)), **kwargs)
         if (cache := kwargs.pop("past_key_values", None)) is not None:
             kwargs[self._cache_argument] = cache
-        cache = kwargs[self._cache_argument] = self._prepare(args, kwargs)
-        output, rows = forward(*args, **kwargs), self._convert(cache, 0)
+        kwargs[self._cache_argument], rows = self._prepare(args, kwargs)
+        output = forward(*args, **kwargs)
         if not rows.layers or rows.layers[0].get_seq_length() != rows.length:
             raise AttentionError(
                 "the model stored nothing in the FP8 cache, so its results are not those of one: turn off "
@@ -164,8 +164,8 @@ class _Session:
             )
         return output
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache:
-        """Reserve a forward pass's tokens in an FP8 cache, and return it."""
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Cache, CacheRows]:
+        """Reserve a forward pass's tokens in an FP8 cache, and return it with its rows."""
         cache = kwargs.get(self._cache_argument)
         if cache is None:
             cache = self._new_cache()
@@ -188,7 +188,7 @@ class _Session:
             )
         rows.truncate(lengths.pop())  # what a forward pass reserved that failed
         rows.extend(inputs.shape[1])
-        return cache
+        return cache, rows
 
     def read_masks(self) -> None:
         """Check the masks of steps on a GPU, which did not wait for it."""

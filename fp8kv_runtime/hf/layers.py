@@ -22,9 +22,7 @@ from fp8kv_runtime.hf.rows import CacheRows
 from fp8kv_runtime.hf.step import LayerStep, StepTokens
 from fp8kv_runtime.storage import KVBlocks
 
-_ROOM = (
-    256  # tokens for which decoded K and V have room at least, beside those that are there; a short prompt
-)
+_ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V beside those that are there
 
 
 class ModuleScales(Protocol):
