@@ -244,8 +244,8 @@ def test_the_command_line(caches_directory, evaluation, small_directory, tmp_pat
     flags = ("--cache", "fp8_ds_mla", "--max-new-tokens", "3", "--device", "cpu", "--json")
     facts = json.loads(ran("generate", directory, "some text", *flags).stdout)
     assert (facts["bytes_per_token"], facts["bytes_per_token_16bit"]) == (2 * 656, 2 * 1152)
-    done = ran("recommend", directory, *FLAGS, "--engine", "vllm", "--json")
-    assert "fp8_ds_mla" in json.loads(done.stdout)["not_served"]
+    answer = json.loads(ran("recommend", directory, *FLAGS, "--engine", "vllm", "--json").stdout)
+    assert ("fp8_ds_mla" in answer["not_served"], answer["evidence"]["octave_k3v4"]) == (True, "none")
     done = fp8kv("eval", directory, *FLAGS, "--caches", "int8_per_token_head")
     one_line_error(done, "int8_per_token_head holds K and V of heads", "caches latents", "--caches")
     done = fp8kv("eval", small_directory, *FLAGS, "--caches", "fp8_ds_mla")
