@@ -13,7 +13,7 @@ from calib.caches.rounding import rounded_attention, rounding
 from calib.caches.types import CacheType, Layers, cache_type
 from calib.capture.attention import cached_layers, map_attention
 from calib.capture.capabilities import check_fp8_cache
-from calib.capture.directory_scales import ScalesForModel, open_scales, weight_warnings
+from calib.capture.directory_scales import ScalesForModel, check_weights, open_scales
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import show_layers
@@ -133,8 +133,7 @@ def generate_text(
     check_positions(config, length + options.max_new_tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
-    directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
-    notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
+    notes = (*quantization_notes(checkpoint),)
     if scales_for_model is None:
         layers = cached_layers(model)
         notes += _check_cache(kind, layers)
@@ -207,11 +206,14 @@ def _open_scales(
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:
-        return open_scales(to_path(scales), checkpoint)
-    try:
-        return open_scales(checkpoint.path)
-    except InputError as error:
-        raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
+        opened = open_scales(to_path(scales), checkpoint)
+    else:
+        try:
+            opened = open_scales(checkpoint.path)
+        except InputError as error:
+            raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
+    check_weights(checkpoint.path if scales is None else to_path(scales), checkpoint)
+    return opened
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:

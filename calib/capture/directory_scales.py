@@ -53,19 +53,25 @@ def open_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> Sc
             return partial(_fit, directory, calibration, None)
     stored = read_scales(directory)
     fp8_type(stored.directory)  # an unknown type is refused before a model is loaded
+    if checkpoint:
+        check_same_model(_stored_facts(directory, stored), model_facts(checkpoint))
     return partial(_fit, stored.directory.path, calibration, stored)
+
+
+def check_weights(directory: Path, checkpoint: ModelDirectory) -> None:
+    """Refuse a calibration in `directory` of other weights than those of `checkpoint`."""
+    if (directory / CALIBRATION_FILE).exists():
+        check_same_model(scales_facts(directory), model_facts(checkpoint, load_stats(directory).layers))
 
 
 def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
     """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
     warnings = []
     for directory in directories:
-        if (directory / CALIBRATION_FILE).exists():
-            modules = load_stats(directory).layers
-            try:
-                check_same_model(scales_facts(directory), model_facts(checkpoint, modules))
-            except InputError as error:
-                warnings.append(str(error))
+        try:
+            check_weights(directory, checkpoint)
+        except InputError as error:
+            warnings.append(str(error))
     return warnings
 
 
@@ -129,13 +135,8 @@ def _fit(
         if stored is None:
             return calibration
     assert stored is not None
+    check_same_model(_stored_facts(path, stored), facts)
     by_layer = {layer.layer: layer for layer in stored.layers}
-    # what several scales say of heads; one scale is for all heads
-    stored_layers: dict[int, LayerFacts] = {
-        index: {f"{x.upper()} heads": {len(layer.values(x))} for x in "kvq" if len(layer.values(x)) > 1}
-        for index, layer in by_layer.items()
-    }
-    check_same_model(ModelFacts(str(path), layers=stored_layers), facts)
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
     scales = to_scales(stored, layers, stored.fp8_dtype)
     fitted, skipped = {}, skipped_layers(stored.directory)
@@ -149,3 +150,12 @@ def _fit(
         if module.layer_idx not in skipped:
             fitted[name] = replace(layer, latent=module.latent)
     return replace(scales, layers=fitted, shared=attention.shared)
+
+
+def _stored_facts(path: Path, stored: StoredScales) -> ModelFacts:
+    """Collect the layers of `stored`, and what several scales say of heads; one is for all heads."""
+    layers: dict[int, LayerFacts] = {
+        layer.layer: {f"{x.upper()} heads": {len(layer.values(x))} for x in "kvq" if len(layer.values(x)) > 1}
+        for layer in stored.layers
+    }
+    return ModelFacts(str(path), layers=layers)

@@ -9,6 +9,7 @@ from threading import Event, RLock, Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 from calib.choices import ProgressForm
+from calib.commands.terminal import print_errors
 from calib.files.strict_json import json_text
 from calib.files.text import plain, show_duration
 from calib.progress import SILENT, Progress
@@ -51,7 +52,7 @@ class StageReporter:
 
     def progress(self) -> Progress:
         """Return the callbacks through which a job reports."""
-        return Progress(self._begin, self._advance, self._set_detail, self.end)
+        return Progress(self._begin, self._advance, self._set_detail, self.end, self._warn)
 
     def look(self) -> None:
         """Show the stage if that is due."""
@@ -101,6 +102,11 @@ class StageReporter:
     def _set_detail(self, text: str) -> None:
         for task in self._bar.tasks:
             task.fields["detail"] = text
+
+    def _warn(self, text: str) -> None:
+        if self._line is not json_line:
+            self.end()
+            print_errors("warning", [text])
 
     def _show(self, event: str) -> None:
         for task in self._bar.tasks:

@@ -71,6 +71,9 @@ def evaluate(
     With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
     """
     evaluation = _open_inputs(model_name, recipe, scales, suite, wish)
+    for warning in (mismatches := weight_warnings(scales, evaluation.checkpoint)):
+        progress.warn(warning)
+    evaluation.warnings += mismatches
     _load_model_and_text(evaluation, progress)
     _calibrate(evaluation)
     _choose_variants(evaluation)
@@ -101,12 +104,7 @@ def _open_inputs(
         tasks=tasks,
         scales=opened_scales,
         readers=readers,
-        warnings=[
-            *warnings,
-            *quantization_notes(checkpoint),
-            *weight_warnings(scales, checkpoint),
-            *unknown,
-        ],
+        warnings=[*warnings, *quantization_notes(checkpoint), *unknown],
     )
 
 

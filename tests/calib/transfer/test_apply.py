@@ -10,7 +10,7 @@ import torch
 from apply_cases import applied, calibrated, copy, edited, refused, report_of, rescale_values, scales
 from coded_forms import FORMS, Form, compressed
 from coded_forms import packed as packed_codes
-from command_line import fp8kv, json_of, one_line_error, ran
+from command_line import fp8kv, one_line_error, ran
 from families import edit_json, edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -137,16 +137,14 @@ def test_nothing_is_made_of_the_absmax_of_other_weights(outputs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_eval_and_generate_say_whose_scales_are_of_other_weights(model, outputs):
+def test_eval_warns_of_scales_of_other_weights_before_it_loads_the_model_and_at_the_end(model, outputs):
     own, other = outputs
     flags = ("--variants", "none", "--samples", "2", "--seq-len", "32", "--allow-few-tokens")
-    given = ("--scales", own, "--scales", other, "--dataset", "random")
-    warnings = json_of("eval", model, *given, *flags)["warnings"]
-    assert [f"the scales of '{other}'" in each for each in warnings if "do not fit" in each] == [True]
-    for given in outputs:
-        flags = ("--max-new-tokens", "2", "--backend", "torch", "--json")
-        done = ran("generate", model, "w5", *flags, "--scales", given)
-        assert (f"the scales of '{other}' do not fit" in done.stdout) is (given == other)
+    done = ran("eval", model, "--scales", own, "--scales", other, "--dataset", "random", *flags)
+    early, _, _ = done.stderr.partition("load\n")
+    for said in (early, done.stdout):
+        [line] = [line for line in said.splitlines() if "do not fit" in line]
+        assert f"the scales of '{other}'" in line
 
 
 def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
