@@ -1,17 +1,11 @@
 """`fp8kv bench`: checks the kernels on this machine, and times them at a model's shape."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-# Triton looks when it is imported, which transformers does
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from transformers import PreTrainedConfig
 
 from calib.arguments import to_path

@@ -34,6 +34,15 @@ def examine() -> list[tuple[str, str]]:
     ]
 
 
+def interpret_without_gpu() -> None:
+    """Let Triton interpret kernels where torch can use no GPU.
+
+    Call it before Triton is imported, which reads the environment then; transformers imports it.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def _version(name: str) -> str:
     try:
         return version(name)

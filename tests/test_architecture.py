@@ -1,6 +1,7 @@
 """Names are plain, files and functions small, `--help` is light; `make check` asks for the contracts."""
 
 import ast
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,20 @@ def test_the_command_line_imports_nothing_heavy_and_scales_are_read_and_verified
         "import calib.files.model_directory, calib.files.stored_scales, calib.engines.verification"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_any_module_leaves_the_environment_as_it_is():
+    code = (
+        "import importlib, os, pkgutil, calib, cli, fp8kv_runtime, torch\n"
+        "before = dict(os.environ)\n"
+        "for package in (calib, fp8kv_runtime):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, f'{package.__name__}.'):\n"
+        "        module.name.endswith('__main__') or importlib.import_module(module.name)\n"
+        "assert before == dict(os.environ)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT)}  # torch names one where there is none
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment | own)
 
 
 def test_files_and_functions_stay_small():

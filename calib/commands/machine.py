@@ -37,6 +37,9 @@ def bench(
     progress: choices.ProgressForm = flags.PROGRESS,
 ) -> Answer:
     """Check the kernels against their references, then time them on this GPU at a model's shape."""
+    from calib.doctor import interpret_without_gpu
+
+    interpret_without_gpu()
     from calib.bench import run_bench
 
     # a line for each case is progress enough, and would tear a bar
