@@ -1,9 +1,33 @@
 """The closed lists a user picks from; imports nothing heavy, so `--help` shows them at once."""
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+
+@dataclass(frozen=True)
+class ObserverEntry:
+    """Facts of an observer: in words the amax that it derives, and whether it reads a histogram."""
+
+    amax: str
+    needs_histogram: bool = True  # which cost time and memory
+
+
+# `calib/scales/observers.py` makes them; `--help`, the guide and recipes take their names from here
+OBSERVERS = {
+    "absmax": ObserverEntry(
+        "the largest magnitude seen, so nothing saturates on the calibration data", needs_histogram=False
+    ),
+    "percentile": ObserverEntry(
+        "the magnitude that `observer.percentile` % (99.99) of values stay below; clipping K is known to hurt"
+    ),
+    "mse": ObserverEntry("the clipping threshold with the least squared error after FP8 rounding"),
+}
 
 Strategy = Literal["tensor", "attn_head", "channel"]
-ObserverName = Literal["absmax", "percentile", "mse"]
+if TYPE_CHECKING:
+    ObserverName = str
+else:
+    ObserverName = Literal[tuple(OBSERVERS)]
 Targets = Literal["kv", "qkv"]
 FormatName = Literal[
     "vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4",

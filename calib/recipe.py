@@ -69,8 +69,8 @@ class ObserverRecipe(Settings):
 
     @property
     def needs_histogram(self) -> bool:
-        """Return whether it clips on purpose, which takes a histogram of every head."""
-        return self.name != "absmax"
+        """Return whether the observer reads a histogram of every head."""
+        return choices.OBSERVERS[self.name].needs_histogram
 
 
 class DataRecipe(Settings):

@@ -70,8 +70,9 @@ def calibrate(
     ),
     seed: int | None = flags.SEED,
     observer: choices.ObserverName | None = flags.scales(
-        "Take the true largest magnitude (`absmax`), or a smaller one that clips outliers (`percentile`, "
-        "`mse`). Default: absmax."
+        "Choose what the largest FP8 value of a scale stands for. "
+        + " ".join(f"`{name}`: {entry.amax}." for name, entry in choices.OBSERVERS.items())
+        + " Default: absmax."
     ),
     targets: choices.Targets | None = flags.scales(
         "Make scales for K and V (`kv`), or for queries as well (`qkv`). Default: kv."

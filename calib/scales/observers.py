@@ -97,7 +97,7 @@ class Mse:
         return torch.stack(best)
 
 
-OBSERVERS: dict[ObserverName, Callable[[ObserverRecipe, FP8Name], Observer]] = {
+_CONSTRUCTORS: dict[ObserverName, Callable[[ObserverRecipe, FP8Name], Observer]] = {
     "absmax": lambda recipe, fp8_dtype: AbsMax(),
     "percentile": lambda recipe, fp8_dtype: Percentile(recipe.percentile),
     "mse": lambda recipe, fp8_dtype: Mse(FP8_DTYPES[fp8_dtype]),
@@ -106,7 +106,7 @@ OBSERVERS: dict[ObserverName, Callable[[ObserverRecipe, FP8Name], Observer]] = {
 
 def make_observer(recipe: ObserverRecipe, fp8_dtype: FP8Name = "e4m3fn") -> Observer:
     """Return the observer that `recipe` names, with its options."""
-    return OBSERVERS[recipe.name](recipe, fp8_dtype)
+    return _CONSTRUCTORS[recipe.name](recipe, fp8_dtype)
 
 
 def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:

@@ -5,13 +5,14 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
+import formats_table
 import jinja2
+import observers_table
 import pytest
 import torch
 from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from engine_fixtures import make_scales
 from families import LATENT, save_model, tiny_model, tiny_vision_language_model
-from formats_table import PAGE, page
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -39,8 +40,9 @@ def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal_and_its_markup_i
         render_card("bake", model="a card without its facts")
 
 
-def test_the_table_of_formats_is_fresh():
-    assert PAGE.read_text() == page(), "make pages"
+def test_the_tables_of_formats_and_of_observers_are_fresh():
+    for tool in (formats_table, observers_table):
+        assert tool.PAGE.read_text() == tool.page(), "make pages"
 
 
 def opens(directory):
