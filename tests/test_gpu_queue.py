@@ -32,8 +32,7 @@ def test_every_step_leaves_a_result_and_a_second_start_goes_on_where_the_first_e
     assert int((tmp_path / "slow/pid").read_text()) not in live
     path, *logs = ((tmp_path / name / "log.txt").read_text() for name in ("right", "wrong", "last"))
     assert (str(ROOT / "benchmarks") in path, logs) == (True, ["why\n", "42\n"])
-    table = (tmp_path / "README.md").read_text()
-    assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == states
+    assert [line.split(" | ")[1] for line in (tmp_path / "README.md").read_text().splitlines()[2:]] == states
     (tmp_path / "last/result.json").unlink()  # as if it had been cut off
     capsys.readouterr()
     run_queue([replace(step, needs=()) for step in STEPS], tmp_path, GPU)
@@ -57,8 +56,7 @@ def test_the_queue_names_what_exists_and_is_listed_without_a_gpu(tmp_path, monke
             assert [option for option in options if f'"{option}"' not in source] == [], step.name
     monkeypatch.setattr(sys, "argv", ["gpu_queue.py", "--dry-run", "--output", str(tmp_path)])
     gpu_queue.main()
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [step.name for step in steps]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [step.name for step in steps]
     monkeypatch.setattr(gpu_queue, "describe_hardware", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_queue.py", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match="torch finds no GPU here, so nothing was run"):

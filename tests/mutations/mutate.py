@@ -48,8 +48,7 @@ def sample(mutants, count, seed):
     numbers, found = random.Random(seed), []
     for i, kind in enumerate(KINDS):
         part = [mutant for mutant in mutants if mutant.kind == kind]
-        size = count // len(KINDS) + (i < count % len(KINDS))
-        found += numbers.sample(part, min(size, len(part)))
+        found += numbers.sample(part, min(count // len(KINDS) + (i < count % len(KINDS)), len(part)))
     return found
 
 

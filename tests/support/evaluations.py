@@ -26,8 +26,7 @@ def caches_recipe(*variants):
 
 def variants_of(model, *documents):
     recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
-    batches = make_batches([document.tolist() for document in documents], 1, pad_id=0)
-    stats = calibrate(model, batches, recipe)
+    stats = calibrate(model, make_batches([document.tolist() for document in documents], 1, pad_id=0), recipe)
     return {variant.name: variant for variant in build_variants(stats, stats)}
 
 
@@ -35,8 +34,7 @@ def plain_inputs(evaluation):
     """Return the model in float32 in plain transformers, and the documents [1, T] of an evaluation."""
     path, suite = evaluation.checkpoint.path, evaluation.suite
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = load_tokenizer(find_model(str(path)))
-    samples = load_data(evaluation.recipe.data, tokenizer, lambda: model).samples
+    samples = load_data(evaluation.recipe.data, load_tokenizer(find_model(str(path))), lambda: model).samples
     return model, [torch.tensor([sample]) for sample in samples[suite.calibration_samples :]]
 
 

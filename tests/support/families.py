@@ -110,8 +110,7 @@ def built_once(build):
 
 def _built(auto_class, model_type, **options):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **options)
-    return give_realistic_weights(auto_class.from_config(config)).eval()
+    return give_realistic_weights(auto_class.from_config(AutoConfig.for_model(model_type, **options))).eval()
 
 
 @built_once

@@ -52,8 +52,7 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
             assert shape.values == 576
             assert cache_type(name).bytes_per_token([shape] * 61) == 61 * size, name
     # a shorter last tile has a scale of its own
-    long = Shape(1, 576, 192, "latents")
-    assert cache_type("fp8_ds_mla").bytes_per_token([long]) == 576 + 5 * 4 + 2 * 192
+    assert cache_type("fp8_ds_mla").bytes_per_token([Shape(1, 576, 192, "latents")]) == 576 + 5 * 4 + 2 * 192
     assert cache_type("fp8").bytes_per_token([HEADS, LATENTS]) == 256 + 576
     with pytest.raises(InputError, match=r"^nvfp4 holds K and V of heads, .* latents \(MLA\)$"):
         cache_type("nvfp4").bytes_per_token([HEADS, LATENTS])

@@ -46,8 +46,7 @@ def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_
         assert torch.equal(layer.k.histogram, magnitude_histogram(keys))
         assert torch.equal(layer.v.histogram, magnitude_histogram(values))
         # every batch's sum is rounded to a multiple of 2**-20
-        atol = len(SAMPLES) * 2**-21
-        torch.testing.assert_close(layer.k.total, keys.double().sum(0), rtol=0, atol=atol)
+        torch.testing.assert_close(layer.k.total, keys.double().sum(0), rtol=0, atol=len(SAMPLES) * 2**-21)
         assert torch.equal(layer.k.low, keys.amin(0))
         assert torch.equal(layer.k.high, keys.amax(0))
         assert layer.q.low is None

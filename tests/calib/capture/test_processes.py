@@ -270,8 +270,7 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
 
 
 def test_text_that_is_not_enough_is_all_read_and_said_so(model, tmp_path):
-    done = ran("calibrate", model, "-o", tmp_path / "out", *UNTIL, 0.0001)
-    printed = " ".join(done.stdout.split())
+    printed = " ".join(ran("calibrate", model, "-o", tmp_path / "out", *UNTIL, 0.0001).stdout.split())
     assert "20,000 of 20,000 tokens were read" in printed
     held = re.search(r"in (\d+)% of layers, not in 95% as was asked: use more text, or --headroom", printed)
     assert int(held[1]) < 95
@@ -284,6 +283,5 @@ def test_what_cannot_be_told_is_refused_before_the_model_reads(model, tmp_path):
         (("--observer", "mse"), "say nothing of observer 'mse'"),
         (("--offload", "layerwise"), "cannot stop early; leave --until away, or"),
     ):
-        refused = fp8kv("calibrate", model, "-o", tmp_path / "out", *UNTIL, SHARE, *flags)
-        one_line_error(refused, message)
+        one_line_error(fp8kv("calibrate", model, "-o", tmp_path / "out", *UNTIL, SHARE, *flags), message)
         assert not (tmp_path / "out").exists()

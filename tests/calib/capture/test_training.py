@@ -166,8 +166,7 @@ def test_the_surrounding_mode_of_gradients_does_not_matter_and_is_that_of_a_gene
     is_inference = mode is torch.inference_mode
     assert [(made.is_inference(), mode) for made, mode in kept] == [(is_inference, gradients)] * len(ROWS)
     if not is_inference:
-        hidden = model.model(input_ids=ROWS[:1]).last_hidden_state
-        (hidden * kept[0][0]).sum().backward()
+        (model.model(input_ids=ROWS[:1]).last_hidden_state * kept[0][0]).sum().backward()
 
 
 def test_little_text_is_a_warning_and_next_to_none_is_refused():
@@ -314,8 +313,7 @@ def test_zeros_that_say_that_all_is_text():
 
 def test_rows_that_are_skipped_whole_are_left_out():
     model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
-    found = scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe)
-    assert found == scales_for(model, [ROWS], recipe=recipe)
+    assert scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe) == scales_for(model, [ROWS], recipe=recipe)
     with pytest.raises(InputError, match="no token was read that counts"):
         scales_for(model, [ROWS[:, :3]], recipe=recipe)
 

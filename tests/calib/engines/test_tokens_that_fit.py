@@ -80,7 +80,6 @@ def test_a_batch_has_room_for_a_video_where_it_is_read_both_ways():
         model = SimpleNamespace(**vars(text), use_bidirectional_attention=attention)
         whole = model if name.endswith("LM") else SimpleNamespace()
         whole.get_text_config = lambda model=model, **_: model
-        checkpoint = SimpleNamespace(config={"architectures": [name]})
-        offers = Offers("m", checkpoint, "", whole, layers)
+        offers = Offers("m", SimpleNamespace(config={"architectures": [name]}), "", whole, layers)
         expected = pool(layer_pages(text, layers, FP8, set(), gpu), 32_768, in_flight)
         assert offers.pool(Variant("fp8", "", "cache", cache="fp8"), "vllm", gpu, 32_768) == expected

@@ -110,8 +110,7 @@ def test_given_scales_bring_those_of_queries_and_half_a_cache_is_as_ever(model, 
     assert torch.equal(given, logits(model, variants["qkv"], "fa3"))
     assert not torch.equal(given, logits(model, variants["attn_head"], "fa3"))
     for name in ("k only", "v only", "bf16"):
-        runs = (logits(model, variants[name], mode) for mode in ("exact", "fa3"))
-        assert torch.equal(*runs), name
+        assert torch.equal(*(logits(model, variants[name], mode) for mode in ("exact", "fa3"))), name
 
 
 def test_left_padding_is_not_seen(model, variants):
@@ -198,8 +197,7 @@ def test_a_model_that_the_kernel_does_not_take_is_refused():
 
 
 def test_codes_of_an_mi300_are_for_vllms_triton_kernel(model, variants):
-    scales = replace(variants["tensor"].scales, fp8_dtype="e4m3fnuz")
-    mine = Variant("mine", "", "given", scales)
+    mine = Variant("mine", "", "given", replace(variants["tensor"].scales, fp8_dtype="e4m3fnuz"))
     queries_too = partial(vllm_triton_attention, dtype=None, fp8=torch.float8_e4m3fnuz)
     for mode, attention in (("vllm_triton", vllm_triton_attention), ("vllm_triton_fp8", queries_too)):
         assert select_variants(Setup(model, None, attention=mode), [mine], None) == ([mine], [])

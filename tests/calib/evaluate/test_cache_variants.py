@@ -211,8 +211,7 @@ def test_every_way_to_have_one_scale_has_a_row_that_counts_latent_and_k_pe(tmp_p
         model.model.layers[1].self_attn.kv_b_proj.weight /= 2**14
         model.model.layers[2].self_attn.kv_a_proj_with_mqa.weight[16:] *= 2**14
     recipe = load_recipe(None, {"data.dataset": "random", "device": "cpu", "dtype": "float32"})
-    path = save_model(model, tmp_path / "latent")
-    report = summarize(evaluate(str(path), recipe, suite=SMALL)).to_json()
+    report = summarize(evaluate(str(save_model(model, tmp_path / "latent")), recipe, suite=SMALL)).to_json()
     rows = report["variants"]
     assert {"none", "tensor", "mse", "e5m2", "k only", "v only", "random"} <= rows.keys()
     assert not {"attn_head", "channel", "qkv", "channel+k_center"} & rows.keys()
@@ -285,8 +284,7 @@ def chosen(variants, fits=(), gpus=OFFER.gpus, **wish):
     reference = figures(REFERENCE, 0.0, 200, kind=REFERENCE)
     all_of = [reference, *variants]
     measured = {name: m for name, m, _ in all_of}
-    rows = {name: row for name, _, row in all_of}
-    return recommend(Judgement(measured, rows), anywhere, Wish(**wish))
+    return recommend(Judgement(measured, {name: row for name, _, row in all_of}), anywhere, Wish(**wish))
 
 
 FIELD = [

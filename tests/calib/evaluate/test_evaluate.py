@@ -182,8 +182,7 @@ def report(evaluation):
 def test_every_built_in_text_is_read_beside_the_named(report, texts):
     found = {each.dataset: (each.documents, each.tokens) for each in report.other_texts}
     shorts = (texts[1], "builtin:python-docs", "builtin:code", "builtin:script", "random")
-    half_as_many = {"builtin:long": (2, 2 * 4 * 24)}
-    assert found == dict.fromkeys(shorts, (4, 4 * 24)) | half_as_many
+    assert found == dict.fromkeys(shorts, (4, 4 * 24)) | {"builtin:long": (2, 2 * 4 * 24)}
     (left_out,) = (line for line in report.warnings if line.startswith("--also"))
     assert left_out.startswith("--also all: 'builtin:chat' is left out: row ")
     assert "holds chats but the tokenizer has no chat template" in left_out
@@ -267,8 +266,7 @@ def test_a_difference_is_one_where_zero_is_outside_and_a_text_is_named_where_it_
         (0.1, 0.3, 0.01, "no measurable difference"),  # within the noise floor
         (math.nan, math.nan, math.nan, "not finite"),
     ):
-        figure = Figure(value=(low + high) / 2, low=low, high=high)
-        assert judge_difference(figure, largest, 0.01) == answer
+        assert judge_difference(Figure(value=(low + high) / 2, low=low, high=high), largest, 0.01) == answer
     for count, own, answer in (
         (50, 10, True),
         (50, 40, False),  # the intervals overlap
@@ -377,8 +375,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
 
 
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
-    done = succeeded(held_out("b.jsonl", scales=["out", "converted"]))
-    (line,) = json.loads(done.stdout)["warnings"]
+    (line,) = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
     assert "tokens were read, too few" in line  # by the evaluation itself
     write("mixed.jsonl", [*READ, *FRESH[:20]])
     report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)

@@ -109,8 +109,7 @@ def test_no_other_choice_of_layers_is_smaller():
         assert found.kl <= budget
         assert found.kl_of_all == pytest.approx(kl_of[()], rel=1e-6)
         for layer, kl in found.kl_alone.items():
-            others = tuple(i for i in range(4) if i != layer)
-            assert kl == pytest.approx(kl_of[others], rel=1e-6)
+            assert kl == pytest.approx(kl_of[tuple(i for i in range(4) if i != layer)], rel=1e-6)
         if found.skipped:  # in vLLM's words, at the end of its line so that it can be copied
             argument = " ".join(["--kv-cache-dtype-skip-layers", *map(str, found.skipped)])
             assert _search_line(found).endswith(f" {argument}")
@@ -131,8 +130,7 @@ def test_the_interval_covers_the_mean_19_times_in_20_and_quantiles_are_of_all_to
     rng, covered = np.random.default_rng(1), 0
     for trial in range(200):
         # 40 documents that differ in level: tokens of one are alike
-        documents = [rng.normal(rng.normal(3.0, 1.0), 0.1, size=30) for _ in range(40)]
-        found = estimate(documents, seed=trial)
+        found = estimate([rng.normal(rng.normal(3.0, 1.0), 0.1, size=30) for _ in range(40)], seed=trial)
         covered += found.low <= 3.0 <= found.high
     # binomial: 190 expected, standard deviation 3; a bootstrap of 40 is a little narrow
     assert 178 <= covered <= 199
@@ -152,8 +150,7 @@ def test_a_ratio_and_a_difference_of_means_are_resampled_by_document():
     assert found.value == pytest.approx(np.concatenate(here).mean() - np.concatenate(there).mean())
     assert found.low < found.value < found.high
     # variances of two means of 2,000 and 900 values add up; 1,000 resamples are within 10 %
-    expected = 2 * 1.96 * (1 / 2000 + 1 / 900) ** 0.5
-    assert found.high - found.low == pytest.approx(expected, rel=0.35)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * (1 / 2000 + 1 / 900) ** 0.5, rel=0.35)
     assert difference(there, here).value == -found.value
 
 
@@ -378,8 +375,7 @@ def test_figures_are_those_of_plain_transformers_and_shown_everywhere(evaluation
         assert found.value == pytest.approx(want.mean().item(), rel=0.02, abs=1e-6)
     assert [each.to for each in long.kl_by_position][-3:] == [256, 512, 700]
     assert 0 < report.variants["int8_per_token_head"].long.margin_moved.value < long.margin_moved.value
-    without = {name for name, row in report.variants.items() if row.long is None}
-    assert without == {"bf16", "eager", "k only"}
+    assert {name for name, row in report.variants.items() if row.long is None} == {"bf16", "eager", "k only"}
     report = report.model_copy(update={"subject": "tensor"})
     printed = "\n".join(" ".join(line) for table in printed_tables(report) for line in table.lines)
     for text in (printed, render_markdown(report), render_html(report)):

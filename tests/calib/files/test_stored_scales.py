@@ -251,8 +251,7 @@ def test_scales_of_other_tools_are_read_exactly_and_what_is_wrong_with_them_is_s
         wanted = heads if len(scales) == len(heads) else [max(heads)]
         assert scales == pytest.approx([x / largest for x in wanted], rel=BFLOAT16)
     # the measured absmax, less what its rounding may add
-    less = {at: torch.tensor(heads) * (1 - BFLOAT16) for at, heads in amax.items()}
-    statistics = save_amax(less, tmp_path)
+    statistics = save_amax({at: torch.tensor(heads) * (1 - BFLOAT16) for at, heads in amax.items()}, tmp_path)
     said = lines_of(fp8kv("verify", case, "--engine", "vllm", "--against", statistics))
     # llm-compressor never measures Q: uninitialised memory, which is not the same every time
     assert ("problem: Q scales " in said) == case.name.endswith("qkv")

@@ -217,7 +217,6 @@ def test_factors_of_latents_that_are_given(deepseek, tmp_path):
         assert (said["k_factor"], said["v_factor"], said["latent"]) == (2**20, 2**20, True)
     source = bf16_directory(tmp_path / "source", "deepseek_v3", **LATENT["deepseek_v3"])
     # which no scale serves, and which FP8 holds
-    done = stress(source, tmp_path / "twin", "--k-factor", "4", "--v-factor", "2")
-    shown = " ".join(done.stdout.split())
+    shown = " ".join(stress(source, tmp_path / "twin", "--k-factor", "4", "--v-factor", "2").stdout.split())
     assert "which FP8 holds: use a smaller factor" in shown
     assert "one scale serves the latent and k_pe" in shown

@@ -55,8 +55,7 @@ def test_a_fingerprint_does_not_depend_on_how_many_gpus_a_model_is_split_over(ra
 
 def state(k=(0.5,), problems=(), **facts):
     """What a worker says, as the engine's core gets it."""
-    report = ScalesInForce(4 - len(problems), 4, problems=[*problems], **facts)
-    return WorkerState(report, engine(k, (0.25,)))
+    return WorkerState(ScalesInForce(4 - len(problems), 4, problems=[*problems], **facts), engine(k, (0.25,)))
 
 
 class Core:

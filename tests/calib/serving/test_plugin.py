@@ -479,5 +479,4 @@ def test_copies_that_are_wrong_in_different_ways_are_told_apart():
     assert (report.used, report.total) == (5, 6)
     nowhere = compare([EngineLayer(0, True, {"k_scale": K[0]}, {})], files(), ONE, stages=2)
     assert (nowhere.problems, nowhere.used) == (["V has no place in layer 0"], 1)
-    files_less = compare(layers[1:2], None, ONE)
-    assert files_less.problems[1] == "K's copy b is not from the files in layer 1"
+    assert compare(layers[1:2], None, ONE).problems[1] == "K's copy b is not from the files in layer 1"

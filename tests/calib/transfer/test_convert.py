@@ -311,8 +311,7 @@ def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(sour
         back = output_of("strip", in_formats / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
         there = output_of("convert", in_formats / "vllm", "--to", name, "-o", tmp_path / name / "there")
-        again = output_of("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")
-        for step in (there, again):
+        for step in (there, output_of("convert", there, "--to", "vllm", "-o", tmp_path / name / "again")):
             back = output_of("strip", step, "-o", tmp_path / name / f"{step.name}-back")
             assert contents(back) == contents(source), name
     statistics, own = in_formats / "vllm", shutil.copytree(source, tmp_path / "own")

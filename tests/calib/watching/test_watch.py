@@ -327,8 +327,7 @@ def test_a_writer_that_nobody_understands_is_refused(engine):
 def test_the_range_of_a_code_ends_where_the_next_one_begins(dtype):
     table = code_table(dtype)
     assert float(table.values[table.top]) == torch.finfo(dtype).max
-    inside = table.upper[:-1][: table.top]
-    below = torch.nextafter(inside, torch.zeros(()))
+    below = torch.nextafter(table.upper[:-1][: table.top], torch.zeros(()))
     assert torch.equal(below.to(dtype).view(torch.uint8).long(), torch.arange(table.top))
     # an engine that cuts digits off, as vLLM's on a CPU, has the next code for its upper end
     assert torch.equal(code_table(dtype, True).upper[: table.top], table.values[1 : table.top + 1])
@@ -349,8 +348,7 @@ def test_a_head_that_several_ranks_hold_counts_once():
 def watched(x, scale, layer=0):
     """A layer whose cache has held x [S, 2, H, D] as E4M3."""
     codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.full(x.shape[1:3], scale)
-    return WatchedLayer(layer, CacheCounts.of(codes), torch.float8_e4m3fn, scales)
+    return WatchedLayer(layer, CacheCounts.of(codes), torch.float8_e4m3fn, torch.full(x.shape[1:3], scale))
 
 
 def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
@@ -374,8 +372,7 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
     assert half.add(half).codes[0, 0, 0] == 6 * SIZE
     zeros = WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero")
     assert zeros.tolist() == [[24] * HEADS] * 2
-    all_clipped = watched(x * 1e6, 1.0)
-    assert (all_clipped.amax.amax(-1) == 4 * 448).all()
+    assert (watched(x * 1e6, 1.0).amax.amax(-1) == 4 * 448).all()
 
 
 def write(directory, *layers):
@@ -400,8 +397,7 @@ def test_a_layer_that_clips_for_sure_is_an_alarm(tmp_path):
     rows = report_on(read_watched(tmp_path), parse_condition(f"clipped>{limit}", METRICS), {}).alarms
     assert [row.letter for row in rows] in (["V"], [])
     write(tmp_path, watched(x, 1e6))
-    zeros = report_on(read_watched(tmp_path), parse_condition("zero>0.5", METRICS), {})
-    assert zeros.alarms[0].zero == 1
+    assert report_on(read_watched(tmp_path), parse_condition("zero>0.5", METRICS), {}).alarms[0].zero == 1
 
 
 def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch):

@@ -122,8 +122,7 @@ def test_what_is_wrong_is_said_before_a_server_is_asked_or_weights_are_read(
     monkeypatch.setattr("calib.evaluate.served.logprobs.load_model", lambda *_: pytest.fail("loaded"))
     one_line_error(verify(twin, made / "twin"), "holds no KV-cache scales")
     one_line_error(verify(twin, directory, "--model", "./gone"), "does not exist")
-    other = save_model(tiny_model("gpt_neox"), tmp_path / "other")
-    done = verify(twin, directory, "--model", other)
+    done = verify(twin, directory, "--model", save_model(tiny_model("gpt_neox"), tmp_path / "other"))
     one_line_error(done, f"'{directory}' is of another model", "llama", "gpt_neox")
     assert twin.requests == []
     done = fp8kv("verify", directory, "--served", "http://127.0.0.1:9")
