@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from calib.arguments import check_arguments, to_path
-from calib.errors import InputError, first_problem, one_line
+from calib.errors import InputError, NoModelError, NoScalesError, first_problem, one_line
 from calib.files.atomic import save_tensors
-from calib.files.cache_type import FP8_MAX
+from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, nvfp4_convention
 from calib.files.calibration import parse_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.pack import Pack, read_pack
-from calib.files.stored_scales import StoredLayer
+from calib.files.stored_scales import StoredLayer, read_scales
 from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
@@ -120,12 +120,40 @@ class Calibration:
 def open_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
     """Open a calibration by its directory or statistics file, and check the report and a pack's files.
 
-    Statistics alone, without a report beside them, are enough unless it `needs_report`.
+    Statistics alone, without a report beside them, are enough unless it `needs_report`. Then scales will be
+    made of them, and a directory is refused whose own scales were changed since.
     """
     directory = statistics_file(path).parent
     pack = read_pack(directory)
     has_report = needs_report or (directory / CALIBRATION_FILE).exists()
-    return Calibration(path, parse_report(directory, pack) if has_report else {}, pack)
+    calibration = Calibration(path, parse_report(directory, pack) if has_report else {}, pack)
+    if needs_report and path.is_dir() and not pack:
+        _check_unchanged(calibration)
+    return calibration
+
+
+def _check_unchanged(calibration: Calibration) -> None:
+    """Refuse a directory whose scales, which somebody may have changed, are not those of its statistics."""
+    try:
+        stored = read_scales(calibration.path, strict=False)
+    except (NoModelError, NoScalesError):  # format fp8kv
+        return
+    scales = derive_scales(calibration.stats, calibration.recipe())
+    layers = {layer.layer_idx: dict(layer.items()) for layer in scales.expand_shared().values()}
+    convention = nvfp4_convention(stored.directory)
+    factor = convention.divisor / FP8_DIVISOR if convention and convention.divisor else 1.0
+    for layer in stored.layers:
+        derived = layers.get(layer.layer, {})
+        for letter, own in derived.items():
+            values = factor * torch.tensor(layer.values(letter))
+            both = torch.stack([derived["k"].max(), derived["v"].max()]).max()  # one scale for K and V
+            forms = [x for x in (own.flatten(), own.max(), both) if x.numel() in (1, len(values))]
+            if len(values) and not any(torch.allclose(values, x, rtol=1e-4, atol=0) for x in forms):
+                raise InputError(
+                    f"'{calibration.path}': the {letter}_scale of layer {layer.layer} was changed, but the "
+                    "statistics beside it are what is read; put it back, or give "
+                    f"'{calibration.path / STATS_FILE}' alone"
+                )
 
 
 def load_records(directory: Path) -> Records:

@@ -115,7 +115,7 @@ def _read_values(stored: StoredScales, convention: Convention) -> tuple[KVScales
 
 def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KVScales, tuple[str, ...]]:
     """Return absmax / 448 by the statistics of a calibration, whose scales may clip on purpose."""
-    calibration = open_calibration(checkpoint.path)
+    calibration = open_calibration(checkpoint.path, needs_report=False)
     settings: dict[str, Any] = {"observer.name": "absmax", "strategy": stored.strategy}
     settings |= {"fp8_dtype": "e4m3fn", "center_keys": False}
     source = scales_facts(checkpoint.path, report=calibration.report)

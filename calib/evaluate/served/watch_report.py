@@ -19,8 +19,8 @@ from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
 from calib.scales.cache_counts import code_table
 from calib.scales.scales import KVScales
-from calib.scales.stats import KVStats
-from calib.scales.stats_file import load_scales, load_stats
+from calib.scales.stats import KVStats, derive_scales
+from calib.scales.stats_file import open_calibration
 from calib.scales.tail import TAIL, poisson_interval
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -194,7 +194,8 @@ def read_expected(model: Path) -> Expected:
     try:
         if not ((model / STATS_FILE).is_file() and (model / CALIBRATION_FILE).is_file()):
             return {}
-        return expected_shares(load_stats(model), load_scales(model))
+        calibration = open_calibration(model)
+        return expected_shares(calibration.stats, derive_scales(calibration.stats, calibration.recipe()))
     except (Fp8kvError, OSError):  # the model is not what is asked about
         return {}
 

@@ -59,8 +59,7 @@ def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
     said = tuple(f"data.{k} '{v}' is ignored: dataset '{DOCS}' has none" for k, v in settings.items())
     assert (loaded.source, loaded.warnings) == (DOCS, said)
     assert load_data(recipe, tokenizer, None) == loaded
-    other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None)
-    assert other.fingerprint != loaded.fingerprint
+    assert load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None).fingerprint != loaded.fingerprint
 
 
 def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama):

@@ -271,12 +271,10 @@ def test_layers_that_need_scales(tmp_path):
     # linear attention caches no K; nor does what joins pictures to the text, though it attends
     joining = "multi_modal_projector.cross_attn.k_proj.weight"
     weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight", joining]
-    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
-    assert said(made, "vllm") == "loaded"
+    assert said(write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"]), "vllm") == "loaded"
     weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]  # layers that guess tokens need none
     document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
-    made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
-    assert said(made, "vllm") == "loaded"
+    assert said(write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document), "vllm") == "loaded"
     assert said(write(tmp_path, weights, SCALES, **document), "vllm") == "refused"
 
 

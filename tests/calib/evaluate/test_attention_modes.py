@@ -91,8 +91,7 @@ def test_a_cache_in_a_mode_is_the_engines_formula_with_the_models_windows_and_si
     # the scores of a random model are small: a cap of 50 would not show
     for model in (make_model("gemma2", attn_logit_softcapping=0.01), make_model("gpt_oss")):
         variant = variants_of(model, IDS)["tensor"]
-        want = plainly(model, variant, fa3_attention)
-        torch.testing.assert_close(logits(model, variant, "fa3"), want)
+        torch.testing.assert_close(logits(model, variant, "fa3"), plainly(model, variant, fa3_attention))
 
 
 def test_masks_of_float16_are_no_bias():

@@ -281,8 +281,7 @@ def chosen(variants, fits=(), gpus=OFFER.gpus, **wish):
     anywhere = SimpleNamespace(find=lambda *_: offer, request_tokens=lambda tokens: tokens or 7)
     pools = {name: Pool(size, 1, 1000) for name, size in dict(fits).items()}
     anywhere.pool = lambda of, _, gpu, *__: pools.get(of.name) or pools.get((of.name, gpu))
-    reference = figures(REFERENCE, 0.0, 200, kind=REFERENCE)
-    all_of = [reference, *variants]
+    all_of = [figures(REFERENCE, 0.0, 200, kind=REFERENCE), *variants]
     measured = {name: m for name, m, _ in all_of}
     return recommend(Judgement(measured, {name: row for name, _, row in all_of}), anywhere, Wish(**wish))
 

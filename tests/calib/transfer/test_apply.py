@@ -15,6 +15,8 @@ from families import edit_json, edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from calib.evaluate.served.watch_report import read_expected
+
 
 def test_another_dtype_and_other_files(model, measured, tmp_path):
     other = shutil.copytree(model, tmp_path / "other")
@@ -122,19 +124,30 @@ def outputs(model, tmp_path_factory):
     return calibrated(model, scratch / "own"), calibrated(other, scratch / "other")
 
 
-def test_nothing_is_made_of_the_absmax_of_other_weights(outputs, tmp_path):
-    own, other = outputs
-    done = fp8kv("repair", own, "--stats", other, "-o", tmp_path / "out")
-    one_line_error(done, f"the scales of '{other}' do not fit", "0.12 times what it was")
-    done = fp8kv("verify", other, "--against", own, "--engine", "vllm")
-    one_line_error(done, f"the scales of '{own}' do not fit", "times what it was")
+def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_changed_scales(
+    model, outputs, tmp_path
+):
+    (own, other), out = outputs, tmp_path / "out"
     mixed = shutil.copytree(own, tmp_path / "mixed")
     weights = next(mixed.glob("model-0*.safetensors"))
     weights.unlink()
     shutil.copy(next(other.glob("model-0*.safetensors")), weights)
-    done = fp8kv("convert", mixed, "--to", "vllm-nvfp4", "-o", tmp_path / "out")
-    one_line_error(done, "do not fit", "times what it was")
-    assert not (tmp_path / "out").exists()
+    changed = apply_cases.damage(own, tmp_path / "changed", {"model.layers.1.self_attn.k_scale": 0.5})
+    because = f"'{changed}': the k_scale of layer 1 was changed"
+    for command, said in (
+        (("repair", own, "--stats", other), f"the scales of '{other}' do not fit '{own}': a row"),
+        (("convert", mixed, "--to", "vllm-nvfp4"), f"the scales of '{mixed}' do not fit"),
+        (("bake", model, "--scales", changed, "--for", "fp8"), because),
+        (("apply", changed, model), because),
+        (("merge", own, changed), because),
+        (("pack", changed), because),
+    ):
+        one_line_error(fp8kv(*command, "-o", out), said)
+        assert not out.exists()
+    done = fp8kv("verify", other, "--against", own, "--engine", "vllm")
+    one_line_error(done, f"the scales of '{own}' do not fit", "times what it was")
+    ran("pack", changed / "fp8kv_stats.safetensors", "-o", out)
+    assert read_expected(changed) == {} != read_expected(own)
 
 
 def test_eval_warns_of_scales_of_other_weights_before_it_loads_the_model_and_at_the_end(model, outputs):

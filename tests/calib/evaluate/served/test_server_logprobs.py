@@ -77,8 +77,7 @@ def test_a_twin_tells(served, prompt_logprobs, made, directory):
 
 
 def test_a_text_says_which_and_by_how_much(made, twin, directory):
-    done = succeeded(verify(twin, directory))
-    lines = done.stdout.splitlines()
+    lines = succeeded(verify(twin, directory)).stdout.splitlines()
     assert lines[0] == "the server is nearer to the scales"
     far, apart = re.search(r"by 0.0000 nats .*, by (.+) from it at 1.0 \((.+) between", lines[1]).groups()
     assert float(far) == pytest.approx(float(apart), rel=1e-3, abs=1e-4) != 0
