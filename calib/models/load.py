@@ -145,18 +145,28 @@ def load_tokenizer(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
     for file in [file for file in files if file.exists()][:1]:
         regular_size(file)
     try:
-        with _quiet_loading(f"the tokenizer of '{checkpoint.path}'"):
+        subject = f"the tokenizer of '{checkpoint.path}'"
+        with _quiet_loading(subject), _PlainErrors(f"cannot load {subject}"):
             return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the library tokenizers raises nothing narrower
-        if type(error) not in (InputError, Exception):
-            raise
+    except InputError:
         model = read_object(files[0]).get("model") if files[0].exists() else {"vocab": True}
         if not (isinstance(model, dict) and model.get("vocab")):
             problem = "holds no tokenizer: it has no model with a vocab; download it again"
             raise InputError(f"'{files[0]}' {problem}") from None
-        if type(error) is Exception:
-            raise InputError(f"cannot load the tokenizer of '{checkpoint.path}': {error}") from error
         raise
+
+
+class _PlainErrors:
+    """Makes an InputError of a plain Exception: the library tokenizers raises no type of its own."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is Exception:
+            raise InputError(f"{self.message}: {error}") from error
 
 
 def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> ProcessorMixin:

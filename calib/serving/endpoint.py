@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from calib.engines.loaded_scales import ScalesInForce
 from calib.files.names import WATCH_FILE
 from calib.files.text import parse_condition
-from calib.serving.plugin import wrap
+from calib.serving.plugin import errors_to, wrap
 from calib.serving.vllm_engine import STATE, WRITE
 
 ROUTES = "/v1/fp8kv"
@@ -33,11 +33,12 @@ class ScalesEndpoint:
         """Add the routes."""
         from fastapi import HTTPException  # type: ignore[import-not-found]
 
+        def refuse(error: Exception) -> NoReturn:
+            raise HTTPException(503, str(error)) from error
+
         async def scales() -> dict[str, Any]:
-            try:
+            with errors_to(refuse):
                 report = await self._ask()
-            except Exception as error:
-                raise HTTPException(503, str(error)) from error
             return {**_numbers(report), "fingerprint": report.fingerprint, "problems": report.problems}
 
         async def watch() -> Any:

@@ -10,7 +10,8 @@ FP8KV_WATCH=DIR: vLLM's workers write statistics of what their caches hold.
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -140,6 +141,15 @@ def _check(engine: str, runner: Any) -> "ScalesInForce":
     return report
 
 
+@contextmanager
+def errors_to(report: Callable[[Exception], object]) -> Iterator[None]:
+    """Give an error of the block to `report`, and go on: a check must not end a server that works."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  whatever an engine raises
+        report(error)
+
+
 def guard(
     engine: str,
     check: "Callable[[], ScalesInForce | None]",
@@ -147,11 +157,12 @@ def guard(
 ) -> None:
     """Log the report of `check`; end the server if it must use every scale and does not."""
     logger, report = logging.getLogger(f"{engine}.fp8kv"), None
-    try:
+    errors: list[Exception] = []
+    with errors_to(errors.append):
         if (report := check()) is None:
             return
         line = str(report)
-    except Exception as error:  # noqa: BLE001  a check must not end a server that works
+    for error in errors:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         line = f"fp8kv: cannot {task}: {reason:.400}"
         if line in _ERRORS and not is_required():

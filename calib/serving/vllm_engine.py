@@ -7,6 +7,7 @@ to engine, or keep them, by the tokens alone; so the fingerprint goes into what 
 import hashlib
 import logging
 import os
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -27,13 +28,20 @@ STATE, SET, WRITE = "fp8kv_state", "fp8kv_set_scales", "fp8kv_write_watched"
 
 _ASLEEP = "the engine sleeps: wake it up, then ask for its scales"
 
-_identity = ""  # of the scales that this process's engine stores with
+
+@dataclass
+class _Connectors:
+    """The connectors of this process, whose functions get no engine to look at."""
+
+    fingerprint: str = ""  # of the scales that the engine stores with
+
+
+_connectors = _Connectors()
 
 
 def identify(value: str) -> None:
     """Let this process's connectors know blocks by scales of this fingerprint."""
-    global _identity
-    _identity = value
+    _connectors.fingerprint = value
 
 
 def _identify_worker(_: Any, value: str) -> None:
@@ -88,7 +96,7 @@ def refresh(core: Any) -> ScalesInForce | None:
         or report.fingerprint != first
         or getattr(core, "fp8kv_names_blocks", False)
     )
-    if core.fp8kv_names_blocks and report.fingerprint != _identity:
+    if core.fp8kv_names_blocks and report.fingerprint != _connectors.fingerprint:
         executor.collective_rpc(_identify_worker, args=(report.fingerprint,))
         identify(report.fingerprint)
     vars(executor).pop("execute_model", None)
@@ -176,8 +184,8 @@ def watch_block_hashes(module: ModuleType) -> None:
     @wrap(module, "generate_block_hash_extra_keys")
     def add_scales(extra_keys: Any, request: Any, start_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, place = extra_keys(request, start_token_idx, *args, **kwargs)
-        if _identity and start_token_idx == 0:  # the hash of a block is part of the next one's
-            keys = (*(keys or ()), ("fp8kv", _identity))
+        if _connectors.fingerprint and start_token_idx == 0:  # a block's hash is part of the next one's
+            keys = (*(keys or ()), ("fp8kv", _connectors.fingerprint))
         return keys, place
 
 
@@ -188,7 +196,8 @@ def watch_example_connector(module: ModuleType) -> None:
     def add_scales(
         folder_name: Any, self: Any, token_ids: Any, mm_hashes: list[str], *args: Any, **kwargs: Any
     ) -> Any:
-        return folder_name(self, token_ids, [*mm_hashes, *filter(None, [_identity])], *args, **kwargs)
+        known_by = [*mm_hashes, *filter(None, [_connectors.fingerprint])]
+        return folder_name(self, token_ids, known_by, *args, **kwargs)
 
 
 def watch_nixl(module: ModuleType) -> None:
@@ -197,7 +206,9 @@ def watch_nixl(module: ModuleType) -> None:
     @wrap(module, "compute_nixl_compatibility_hash")
     def add_scales(compatibility_hash: Any, *args: Any, **kwargs: Any) -> str:
         value: str = compatibility_hash(*args, **kwargs)
-        return hashlib.sha256(f"{value} {_identity}".encode()).hexdigest() if _identity else value
+        if not _connectors.fingerprint:
+            return value
+        return hashlib.sha256(f"{value} {_connectors.fingerprint}".encode()).hexdigest()
 
 
 def watch_lmcache(module: ModuleType) -> None:
@@ -205,7 +216,8 @@ def watch_lmcache(module: ModuleType) -> None:
 
     def add_scales(start: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature(start).bind(*args, **kwargs)
-        bound.arguments["model_name"] += f"-fp8kv-{_identity}" if _identity else ""
+        if _connectors.fingerprint:
+            bound.arguments["model_name"] += f"-fp8kv-{_connectors.fingerprint}"
         start(*bound.args, **bound.kwargs)
 
     for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter", "LMCacheMetadata"):

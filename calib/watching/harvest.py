@@ -27,7 +27,7 @@ from calib.scales.cache_counts import CacheCounts, WatchedLayer, join_watched, w
 from calib.scales.stats_file import save_stats
 from calib.serving import vllm_worker
 from calib.serving.engine_layers import FP8_CACHES, IN_16_BITS, vllm_attention
-from calib.serving.plugin import wrap
+from calib.serving.plugin import errors_to, wrap
 from calib.watching.slots import BlockMap, WrittenSlots, layer_cache
 
 MOST_COUNTED = 512  # tokens that are read at once; of an FP8 cache, in all
@@ -91,11 +91,13 @@ def count(worker: Any) -> WorkerCounts | None:
 
 def _try(runner: Any, action: Callable[[], Any]) -> Any:
     """Stop counting where `action` fails: a server goes on."""
-    try:
-        return action()
-    except Exception as error:  # noqa: BLE001  a server goes on
+
+    def stop(error: Exception) -> None:
         runner.fp8kv_harvest = None
         _warn("the cache is not watched", error)
+
+    with errors_to(stop):
+        return action()
 
 
 def _warn(problem: str, error: Exception) -> None:
@@ -222,23 +224,21 @@ def _fp8_type(module: Any) -> torch.dtype | None:
 
 def watch_engine(core: Any, directory: str) -> None:
     """Let all workers of an engine count, and its core write what they have counted."""
-    try:
+    with errors_to(partial(_warn, "the cache is not watched")):
         files = core.fp8kv_watch = WatchFiles(core, Path(directory))
         core.model_executor.collective_rpc(watch)
-    except Exception as error:  # noqa: BLE001  a server goes on
-        _warn("the cache is not watched", error)
-        return
 
-    @wrap(core, "post_step")
-    def write_after(after: Any, *args: Any, **kwargs: Any) -> Any:
-        files.after_step()
-        return after(*args, **kwargs)
+        @wrap(core, "post_step")
+        def write_after(after: Any, *args: Any, **kwargs: Any) -> Any:
+            files.after_step()
+            return after(*args, **kwargs)
 
-    @wrap(core, "shutdown")
-    def write_and_shut_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
-        if sys.exc_info()[0] in (None, SystemExit):  # after a failure workers may not answer
-            files.write(_PATIENCE)
-        return shutdown(*args, **kwargs)
+        @wrap(core, "shutdown")
+        def write_and_shut_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
+            if sys.exc_info()[0] in (None, SystemExit):  # after a failure workers may not answer
+                files.write(_PATIENCE)
+                files.write(_PATIENCE)
+            return shutdown(*args, **kwargs)
 
 
 class WatchFiles:
@@ -281,16 +281,17 @@ class WatchFiles:
 
         A `timeout` is for the end alone: vLLM takes a late answer for that of the next call.
         """
-        try:
+        with errors_to(self._warn_once):
             ranks = self._core.model_executor.collective_rpc(count, timeout=timeout)
             if not all(ranks):
                 _remove_files(self.directory)  # which would tell of an hour that is over
                 raise ValueError("a worker does not count, and says why")
             self._write(ranks)
-        except Exception as error:  # noqa: BLE001  a server goes on
-            if (failure := str(error)) != self._failure:
-                _warn(f"nothing is written to {self.directory}", error)
-            self._failure = failure
+
+    def _warn_once(self, error: Exception) -> None:
+        if (failure := str(error)) != self._failure:
+            _warn(f"nothing is written to {self.directory}", error)
+        self._failure = failure
 
     def _write(self, ranks: list[WorkerCounts]) -> None:
         import vllm  # type: ignore[import-not-found]

@@ -87,7 +87,7 @@ class Core:
 @pytest.fixture
 def core(monkeypatch):
     """Makes such a core, watched by the plugin."""
-    monkeypatch.setattr(vllm_engine, "_identity", "")
+    monkeypatch.setattr(vllm_engine._connectors, "fingerprint", "")
     module = ModuleType("vllm.v1.engine.core")
     module.EngineCore = type("EngineCore", (Core,), dict(vars(Core)))
     vllm_engine.watch_core(module)
