@@ -1,6 +1,6 @@
 include tools/environments.mk
 
-.PHONY: help demo docs test test-slow check fix compile-kernels interop engines engines-cuda install-check pages gpu nightly clean
+.PHONY: help demo docs test test-slow ci check fix compile-kernels interop engines engines-cuda install-check pages gpu nightly clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+%?:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 17
@@ -17,6 +17,9 @@ test-slow: $(VENV)/.installed ## the rest of CI's tests: browser, notebook, real
 
 test-%: ## tests beyond these: nightly, shuffled, mutants, ptx, ptx-oldest, ptx-mutations, fuzz (make test-help)
 	@$(MAKE) --no-print-directory -f tests/Makefile $*
+
+ci: ## exactly what CI runs, half an hour on two cores
+	env -u MAKEFLAGS -u MAKELEVEL .ci/run
 
 check: $(VENV)/.installed ## lint and types
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """What each dependency costs: megabytes, those that it alone brings, and CPU time of importing.
 
 Only what the base and the extras need is counted, whatever else is installed. `--table` prints the
-table of CONTRIBUTING.md from results/dependencies.json.
+table of docs/dependencies.md from results/dependencies.json.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def _row(name: str, extra: str, base: set[str]) -> dict[str, object]:
 
 
 def table(result: dict[str, object]) -> str:
-    """Return the table of CONTRIBUTING.md, the largest first."""
+    """Return the table of docs/dependencies.md, the largest first."""
     lines = ["| package | for | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|---|"]
     for row in sorted(result["rows"], key=lambda row: -row["mb"]):
         where = f"`{row['extra']}`" if row["extra"] else "base"

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-INSTALL, CODE, GUIDE = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("install", "code", "guide"))
+PAGES = ("install", "code", "guide", "dependencies")
+INSTALL, CODE, GUIDE, DEPENDENCIES = ((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 FILES = ("README.md", "Makefile", "Dockerfile", "pyproject.toml", "CONTRIBUTING.md")
 README, MAKEFILE, DOCKERFILE, PROJECT, CONTRIBUTING = ((ROOT / name).read_text() for name in FILES)
 INSTALLS = json.loads((ROOT / "tests/install/installs.json").read_text())["installs"]
@@ -93,6 +94,7 @@ def test_the_dockerfile_runs_the_commands_of_the_readme_in_their_order_and_a_com
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     (hook,) = (hook for repository in hooks["repos"] for hook in repository["hooks"])
     assert hook["entry"] in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert re.search(r"^ci: .*\n\tenv .* \.ci/run\n\n", MAKEFILE, re.MULTILINE)
 
 
 def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs():
@@ -106,7 +108,7 @@ def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs(
     assert table in INSTALL, f"put this into docs/install.md:\n{table}"
     assert all(row["passed"] for row in INSTALLS)
     weighed = json.loads(dependencies.RESULTS.read_text())
-    assert dependencies.table(weighed) in CONTRIBUTING
+    assert dependencies.table(weighed) in DEPENDENCIES
     base = {row["name"] for row in weighed["rows"] if not row["extra"]}
     assert base == {dependencies.normal(each.name) for each in BASE}
 
