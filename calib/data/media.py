@@ -78,15 +78,10 @@ class MediaReader:
         """
         pieces, skipped = list[Piece](), SkippedRows()
         words = tokens = 0
-
-        def read_row(row: Row) -> tuple[int, int, list[int], MediaSample]:
-            document = find_document(row, recipe.column, media=True)
-            return count_words(document), *self._sample(document, row, recipe, folder)
-
-        for word_count, token_count, ids, sample in skipped.others(rows, read_row):
+        for piece, own_words, own_tokens in skipped.others(rows, lambda row: self._read(row, recipe, folder)):
             skipped.only_skipped = False
-            pieces.append(Piece(len(pieces), len(ids), ids, sample))
-            words, tokens = words + word_count, tokens + token_count
+            pieces.append(piece._replace(document=len(pieces)))
+            words, tokens = words + own_words, tokens + own_tokens
             if len(pieces) == recipe.samples:
                 break
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
@@ -94,10 +89,9 @@ class MediaReader:
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
         return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), (words, tokens))
 
-    def _sample(
-        self, document: Document, row: Row, recipe: DataRecipe, folder: Path | None
-    ) -> tuple[int, list[int], MediaSample]:
-        """Return the number of tokens of a row, those that are read, and its pictures and sounds."""
+    def _read(self, row: Row, recipe: DataRecipe, folder: Path | None) -> tuple[Piece, int, int]:
+        """Return what is read of a row, and the numbers of its words and tokens before it was cut."""
+        document = find_document(row, recipe.column, media=True)
         prompt, media = self._prompt(document, row, {"image": recipe.images, "audio": recipe.audio})
         ids, arguments = self._process(prompt, media, folder)
         modalities = self._modalities(ids, media)
@@ -116,7 +110,7 @@ class MediaReader:
         sample = MediaSample(
             counts, modalities[:length], digest.digest(), lambda: cut(self._process(prompt, media, folder)[1])
         )
-        return len(ids), ids[:length].tolist(), sample
+        return Piece(0, length, ids[:length].tolist(), sample), count_words(document), len(ids)
 
     def _prompt(
         self, document: Document, row: Row, columns: Mapping[str, str | None]
@@ -140,16 +134,10 @@ class MediaReader:
                 raise UnusableRow(f"the model's processor takes no {name}")
             if column and not media[kind]:
                 raise UnusableRow(f"it has no {name} in column '{column}'; columns: {', '.join(named)}")
-        has_template = bool(getattr(self.processor, "chat_template", None))
-        if isinstance(document, str) and (has_places or not has_template):
+        if isinstance(document, str) and (has_places or not getattr(self.processor, "chat_template", None)):
             end = "" if has_places else "\n"  # models tell pictures apart by what is between
             text = "".join(x["text"] if "text" in x else tokens[x["type"]] + end for x in contents[0])
             return {"text": [text]}, media
-        if not has_template:
-            raise InputError(
-                "the dataset holds chats but the processor has no chat template; use a dataset with a text "
-                "column (`--set data.column=NAME`)"
-            )
         written = [message | {"content": content} for message, content in zip(chat, contents, strict=True)]
         return {"text": [apply_template(written, self.processor)], "add_special_tokens": False}, media
 

@@ -312,11 +312,6 @@ def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[
 
 def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Write a chat with the tokenizer's template, content as strings where it takes these."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(
-            "the dataset holds chats but the tokenizer has no chat template; use a dataset with "
-            "a text column (`--set data.column=NAME`) or a model whose tokenizer has a template"
-        )
     try:
         takes_strings = _MARK in apply_template([{"role": "user", "content": _MARK}], tokenizer)
     except TemplateRefusal:
@@ -334,6 +329,11 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
     """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot say it."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text column "
+            "(`--set data.column=NAME`) or a model whose tokenizer has a template"
+        )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     # TypeError: templates add strings without checking that the content is one
