@@ -189,15 +189,15 @@ def test_rows_that_cannot_be_read(llava, tmp_path):
     ):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(Fp8kvError, match=message):
-            rows = {"data.dataset": str(tmp_path / "rows.jsonl"), "data.images": "image"}
-            calibrated(llava / "model", tmp_path / "out", **rows)
+            path = str(tmp_path / "rows.jsonl")
+            calibrated(llava / "model", tmp_path / "out", **{"data.dataset": path, "data.images": "image"})
 
 
 def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     def refused(model, message, **settings):
+        rows = {"data.dataset": str(llava / "rows.jsonl"), "data.images": "shown"} | settings
         with pytest.raises(Fp8kvError, match=message):
-            rows = {"data.dataset": str(llava / "rows.jsonl"), "data.images": "shown"}
-            calibrated(model, tmp_path / "out", **(rows | settings))
+            calibrated(model, tmp_path / "out", **rows)
 
     refused(save_model(tiny_model("llama"), tmp_path / "llama"), "and this model takes none")
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")
@@ -205,4 +205,5 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     refused(llava / "model", "and this dataset has none", **{"data.dataset": "random"})
     refused(save_model(seeing_model("llava"), tmp_path / "own"), "has no processor|cannot load the processor")
     monkeypatch.setattr(load, "find_spec", lambda name: None)
-    refused(llava / "model", "pictures need Pillow, which is not installed: pip install pillow")
+    message = "^pictures need Pillow, which is not installed: pip install pillow"
+    refused(llava / "model", message, **{"data.dataset": PICTURES})  # before any is drawn

@@ -15,6 +15,7 @@ import torch
 from command_line import fp8kv
 from safetensors.torch import load_file
 from torch import distributed
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from calib.scales.stats_file import load_stats
 
@@ -84,3 +85,29 @@ def forked(count, work):
             rank.join()
         results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     return [(rank.exitcode, result) for rank, result in zip(ranks, results, strict=True)]
+
+
+def held(model):
+    """All that can be seen of a model, and of torch's state: objects, settings and values."""
+    objects, weights = {}, dict(model.named_parameters())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():  # its own attributes, and tables of weights, buffers, hooks
+            inner = value.items() if isinstance(value, dict) else [("", value)]
+            objects |= {(name, key, place): each for place, each in inner}
+    objects |= {(name, "grad"): weight.grad for name, weight in weights.items()}
+    flags = {name: (w.requires_grad, w.dtype, w.device) for name, w in weights.items()}
+    registries = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    settings = flags, registries, model.config.to_dict(), model.config._attn_implementation
+    settings += (torch.is_grad_enabled(),)
+    values = {**model.state_dict(), **dict(model.named_buffers()), "random": torch.get_rng_state()}
+    return objects, settings, {name: tensor.clone() for name, tensor in values.items()}
+
+
+def assert_as_before(model, before):
+    (objects, settings, values), (old_objects, old_settings, old_values) = held(model), before
+    assert objects.keys() == old_objects.keys()
+    # compared by identity: what was replaced by its equal has been changed too
+    assert [key for key in objects if objects[key] is not old_objects[key]] == []
+    assert settings == old_settings
+    assert values.keys() == old_values.keys()
+    assert all(torch.equal(value, old_values[name]) for name, value in values.items())

@@ -1,5 +1,7 @@
 """A layer that drafts tokens (MTP) gets scales of its own, under the names that engines' classes load."""
 
+from shutil import copytree
+
 import pytest
 import torch
 from command_line import SMALL, fp8kv, one_line_error, ran
@@ -25,6 +27,8 @@ FAMILIES = {  # options, the format, and the names of the draft's scales
     "glm4_moe": (_GLM | {"attention_bias": True}, "vllm", "model.layers.3.self_attn.attn.{x}_scale"),
     "qwen3_next": (_QWEN, "modelopt", "mtp.layers.0.self_attn.{x}_proj.{x}_scale"),
 }
+MTP = "deepseek_v3", {"first_k_dense_replace": 0}, *_LATENT
+EAGLE = "llama", {}, "vllm", "layers.0.self_attn.{x}_scale"
 JOINING = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}  # in Qwen3-Next
 
 
@@ -32,7 +36,7 @@ class Drafting:
     """A model saved with its draft, the layer behind its last, and that layer by itself."""
 
     def __init__(self, family, directory, change=lambda model, joining: None, **options):
-        model = tiny_model(family, **{"num_hidden_layers": 4} | FAMILIES[family][0] | options)
+        model = tiny_model(family, **{"num_hidden_layers": 4} | FAMILIES.get(family, [{}])[0] | options)
         *others, self.layer = model.model.layers
         count, place = len(others), f"model.layers.{len(others)}"
         size, norm = model.config.hidden_size, type(model.model.norm)
@@ -135,10 +139,7 @@ def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tm
         ({k: -scales[k], v: scales[v] * 0}, "V scales are zero in layer 3 (draft)"),
         ({v: scales[v] / 9}, "draft: 1 layer clips what was measured, layer 3 the most: its V is 9.00 times"),
         ({k: scales[k].repeat(3)}, "K has 3 scales in layer 3 (draft), but the model has 2 KV heads there"),
-        (
-            {"model.layers.3.self_attn.k_scale": scales[k] * 2},
-            "two values for the K scale of layer 3 (draft)",
-        ),
+        ({k.replace("attn.attn", "attn"): scales[k] * 2}, "two values for the K scale of layer 3 (draft)"),
     ):
         save_file(scales | changes, file)
         done = fp8kv("verify", bad, "--engine", "vllm", "--against", good)
@@ -161,23 +162,35 @@ class Rounded(DynamicCache):  # in FP8, with a scale for K and one for V
 
 @torch.no_grad()
 def plant(model, joining):
-    """Make the draft the model's one layer, which reads embeddings alone; its latents are 64 times larger."""
+    """Make the draft the model's one layer, which reads embeddings alone; its keys are 64 times larger."""
     embeddings, (first, draft) = model.get_input_embeddings().weight, model.model.layers
     embeddings /= embeddings.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-3)
     first.self_attn.o_proj.weight *= 16  # so that attention decides what comes next
+    if hasattr(first.self_attn, "k_proj"):  # of EAGLE, which lacks this norm
+        first.input_layernorm.weight.fill_(1)
+        first.self_attn.k_proj.weight *= 16
+        first.self_attn.o_proj.weight *= 2
     draft.load_state_dict(first.state_dict())
     joining["enorm"].weight.fill_(1)
     joining["eh_proj"].weight.copy_(torch.eye(embeddings.shape[1], 2 * embeddings.shape[1]))
-    draft.self_attn.kv_a_layernorm.weight *= 64
-    draft.self_attn.kv_b_proj.weight /= 64
+    parts = dict(draft.self_attn.named_children())
+    parts.get("kv_a_layernorm", parts.get("k_proj")).weight *= 64
+    parts.get("kv_b_proj", parts.get("q_proj")).weight /= 64
 
 
-def test_a_draft_with_a_planted_latent_keeps_its_acceptance_with_its_own_scale_and_loses_it_at_one(tmp_path):
-    drafting = Drafting("deepseek_v3", tmp_path / "m", plant, num_hidden_layers=2, first_k_dense_replace=0)
-    ran("calibrate", tmp_path / "m", "-o", tmp_path / "out", *SMALL, "--samples", 64, "--format", "modelopt")
-    scales, model = load_file(tmp_path / "out" / SCALES_SHARD), drafting.model
-    chosen, accepted = model(IDS).logits.argmax(-1), []
-    own = [scales[f"model.layers.1.self_attn.{x}_proj.{x}_scale"] for x in "kv"]
+@pytest.mark.parametrize("kind", [MTP, EAGLE])
+def test_a_draft_of_planted_keys_keeps_its_acceptance_at_its_own_scale_and_not_at_one(kind, tmp_path):
+    (family, options, form, name), place = kind, tmp_path / "drafter"
+    drafting = Drafting(family, tmp_path / "m", plant, num_hidden_layers=2, **options)
+    model, flags = drafting.model, (*SMALL, "--samples", 64, "--format", form)
+    if kind is EAGLE:
+        edit_json(copytree(tmp_path / "m", place) / "config.json", architectures=["EagleLlamaForCausalLM"])
+        own = {f"layers.0.self_attn.{n}": x for n, x in drafting.layer.self_attn.state_dict().items()}
+        save_file(own | {"fc.weight": drafting.joining["eh_proj"].weight}, place / "model.safetensors")
+        flags += "--draft", place
+    ran("calibrate", tmp_path / "m", "-o", tmp_path / "out", *flags)
+    scales, chosen, accepted = load_file(tmp_path / "out" / SCALES_SHARD), model(IDS).logits.argmax(-1), []
+    own = [scales[name.replace("s.3", "s.1").format(x=x)] for x in "kv"]
     for cache, cache_scales in ((DynamicCache(), ()), (Rounded(), own), (Rounded(), [torch.ones(1)] * 2)):
         cache.scales = cache_scales
         drafted = model.lm_head(model.model.norm(drafting.run(IDS, cache, False))).argmax(-1)

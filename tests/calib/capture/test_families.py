@@ -9,9 +9,9 @@ import torch
 import transformers
 from families import FAMILIES, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
 from families_page import PAGE, known_families, read_caches
+from processes import assert_as_before, held
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from calib.capture.attention import _is_equal, map_attention, observe_qkv
@@ -49,19 +49,6 @@ def logits(model, mask=MASK):
     return model(TOKENS, attention_mask=mask, use_cache=False).logits
 
 
-def wrong_layers(model, caches):
-    """Layers and letters whose measured amax is not that of `caches`, and how many layers there are."""
-    stats, wrong = calibrate(model, [BATCH], RECIPE), []
-    for layer in stats.layers.values():
-        amax = (layer.k.amax, layer.v.amax)
-        for letter, found, held in zip("KV", amax, caches[layer.layer_idx], strict=True):
-            expected = held.transpose(1, 2)[MASK.bool()].abs().amax(0)
-            repeats = len(expected) // len(found)  # Falcon's cache holds each KV head several times
-            if not torch.equal(found, expected[::repeats]):
-                wrong.append(f"{letter} of layer {layer.layer_idx}")
-    return wrong, len(stats.layers)
-
-
 class QueryOracle(TorchFunctionMode):
     """Notes the query of each SDPA call, wherever it comes from."""
 
@@ -90,22 +77,10 @@ def queries_given_to_attention(model):
     return queries
 
 
-def fingerprint(model):
-    """Hooks, plain attributes and attention implementation of every module, and the registries."""
-    registries = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
-    held = []
-    for name, module in model.named_modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks), vars(module).get("forward")
-        config = getattr(module, "config", None)
-        implementation = getattr(config, "_attn_implementation", None)
-        held.append((name, hooks, module.training, sorted(vars(module)), implementation))
-    return held, registries
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(family):
     model = tiny_model(family, **FAMILIES[family])
-    plain, given, before = logits(model), queries_given_to_attention(model), fingerprint(model)
+    plain, given, before = logits(model), queries_given_to_attention(model), held(model)
     mapped = map_attention(model)
     seen, watched = observed(model)
     caches = read_caches(model, TOKENS, MASK)
@@ -122,21 +97,25 @@ def test_q_k_and_v_are_those_of_attention_and_cache_and_nothing_is_changed(famil
         assert torch.equal(value, stored_value)
         module = mapped.cached[name]
         assert (module.head_dim, module.v_head_dim) == (key.shape[3], value.shape[3])
-    assert wrong_layers(model, caches) == ([], 3)
     assert torch.equal(watched, plain)
-    assert torch.equal(logits(model), plain)
     with pytest.raises(ZeroDivisionError), observe_qkv(model, lambda *_: 1 / 0):
-        assert fingerprint(model) != before
+        with pytest.raises(AssertionError):
+            assert_as_before(model, before)
         model(TOKENS)
-    assert fingerprint(model) == before
+    assert_as_before(model, before)
 
 
 @pytest.mark.parametrize("family", CALIBRATED)
 def test_what_is_measured_is_what_the_cache_of_the_whole_model_holds(family):
     model = known_families()[family]()
-    plain = logits(model)
-    caches = read_caches(model, TOKENS, MASK)
-    assert wrong_layers(model, caches) == ([], len(caches))
+    plain, caches = logits(model), read_caches(model, TOKENS, MASK)
+    layers = calibrate(model, [BATCH], RECIPE).layers.values()
+    assert len(layers) == len(caches)
+    for layer in layers:
+        for amax, stored in zip((layer.k.amax, layer.v.amax), caches[layer.layer_idx], strict=True):
+            expected = stored.transpose(1, 2)[MASK.bool()].abs().amax(0)
+            repeats = len(expected) // len(amax)  # Falcon's cache holds each KV head several times
+            assert torch.equal(amax, expected[::repeats]), layer.layer_idx
     assert torch.equal(logits(model), plain)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import calibrate, succeeded
 from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model, tiny_vision_language_model
-from processes import assert_same
+from processes import assert_as_before, assert_same, held
 from safetensors.torch import load_file
 from torch import nn
 
@@ -80,30 +80,6 @@ def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
         wanted = names_or_refusal(lambda f=format: export(units, checkpoint, f).tensors)
         for model in (made, loaded):
             assert names_or_refusal(lambda f=format, m=model: scales_for(m, [ROWS], format=f)) == wanted
-
-
-def held(model):
-    """All that can be seen of a model, and of torch's state: objects, settings and values."""
-    objects, weights = {}, dict(model.named_parameters())
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():  # its own attributes, and tables of weights, buffers, hooks
-            inner = value.items() if isinstance(value, dict) else [("", value)]
-            objects |= {(name, key, place): each for place, each in inner}
-    objects |= {(name, "grad"): weight.grad for name, weight in weights.items()}
-    flags = {name: (w.requires_grad, w.dtype, w.device) for name, w in weights.items()}
-    settings = flags, model.config.to_dict(), model.config._attn_implementation, torch.is_grad_enabled()
-    values = {**model.state_dict(), **dict(model.named_buffers()), "random": torch.get_rng_state()}
-    return objects, settings, {name: tensor.clone() for name, tensor in values.items()}
-
-
-def assert_as_before(model, before):
-    (objects, settings, values), (old_objects, old_settings, old_values) = held(model), before
-    assert objects.keys() == old_objects.keys()
-    # compared by identity: what was replaced by its equal has been changed too
-    assert [key for key in objects if objects[key] is not old_objects[key]] == []
-    assert settings == old_settings
-    assert values.keys() == old_values.keys()
-    assert all(torch.equal(value, old_values[name]) for name, value in values.items())
 
 
 def drawing(error=None):
