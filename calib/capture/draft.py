@@ -125,10 +125,9 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
     nested = nested if isinstance(nested, dict) else {}
     formats = {form: FORMATS[form] for form in recipe.export.formats}
     unknown = [form for form, x in formats.items() if x.nvfp4 or not (x.rules and name in x.rules.drafts)]
-    values = [(key, settings.get(key)) for settings in (config, nested) for key in _NOT_KNOWN]
-    key = "use_aux_hidden_state"
-    values += [(key, not settings.get(key, True)) for settings in (config, nested)]
-    special = [key for key, value in values if value is not None and value is not False]  # an id may be 0
+    pairs = [*config.items(), *nested.items()]
+    special = [x for x, y in pairs if x in _NOT_KNOWN and y is not None and y is not False]  # an id may be 0
+    special += [x for x, y in pairs if x == "use_aux_hidden_state" and not y]
     is_single = (len(drafter.modules), drafter.num_layers, config.get("model_type")) == (1, 1, "llama")
     layers = config.get(_LAYERS) or (2, count // 2, count - 3)
     is_listed = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
@@ -171,12 +170,11 @@ def read_by_drafter(
         own, has_bias = whole.layers[0].self_attn, architecture(drafter.config) == "LlamaForCausalLMEagle"
         layer = _DrafterLayer(own, width, len(layers), config.rms_norm_eps, has_bias=has_bias)
     whole.layers[0], whole.rotary_emb = layer, LlamaRotaryEmbedding(config).to(device)
-    outer = name.removesuffix("self_attn")
-    places = {x if x == "fc" else f"{outer}{x}": x for x, _ in layer.named_modules()}
-    names = {x: x.rpartition(".") for x in weights if x.endswith((".weight", ".bias"))}
-    state = {f"{places[x]}.{key}": name for name, (x, _, key) in names.items() if x in places}
+    modules, outer = dict(layer.named_modules()), name.removesuffix("self_attn")
+    names = {x.removeprefix(outer): x for x in weights if x.endswith((".weight", ".bias"))}
+    state = {key: weights[x] for key, x in names.items() if key.rpartition(".")[0] in modules}
     try:
-        tensors = {key: weights[x].read().to(device, model.dtype) for key, x in state.items()}
+        tensors = {key: x.read().to(device, model.dtype) for key, x in state.items()}
         layer.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         problems.append(one_line(str(error).partition(":")[2], 200))

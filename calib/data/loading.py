@@ -125,9 +125,9 @@ def load_data(
     read with `reader`, where the recipe or one of the first rows names any; without it, text alone is.
     """
     has_pictures = bool(recipe.images or recipe.audio) or recipe.dataset in (PICTURES, MORE_PICTURES)
-    reads_media = reader is not None and takes_media(reader.checkpoint.config)
-    if has_pictures and (not reads_media or recipe.dataset in GENERATED):
-        reason = "this dataset has none" if reads_media else "this model takes none"
+    reader = reader if reader and takes_media(reader.checkpoint.config) else None
+    if has_pictures and (reader is None or recipe.dataset in GENERATED):
+        reason = "this dataset has none" if reader else "this model takes none"
         raise InputError(
             f"pictures and sound were asked for, and {reason}: choose a dataset of text, without --images "
             "and --audio"
@@ -138,17 +138,16 @@ def load_data(
         pieces = [Piece(i, len(ids), ids) for i, ids in enumerate(samples)]
         warnings = (warning, *_unused(recipe, "config", "split", "column"))
         return CalibrationData(pieces, recipe.dataset, warnings)
+    if reader and has_pictures:
+        _ = reader.processor  # refused, where it cannot be, before pictures are drawn or downloaded
     source = open_source(recipe)
-    if reader and reads_media:
-        rows = iter(source.rows)
-        first = [*islice(rows, min(_FIRST_ROWS, recipe.samples))]
-        source = source._replace(rows=chain(first, rows))
-        if has_pictures or any(has_media(row) for _, row in first):
-            pieces, warnings, words = reader.read(source.rows, recipe, source.folder)
-            return CalibrationData(pieces, source.name, source.warnings + warnings, words=words)
-    pieces, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
-    warnings = source.warnings + warnings
-    return CalibrationData(pieces, source.name, warnings, unknown_ids(tokenizer) or None, words)
+    first = [*islice(rows := iter(source.rows), min(_FIRST_ROWS, recipe.samples) if reader else 0)]
+    if reader and (has_pictures or any(has_media(row) for _, row in first)):
+        unknown, tokenized = None, reader.read(chain(first, rows), recipe, source.folder)
+    else:
+        unknown, tokenized = unknown_ids(tokenizer), tokenize_rows(chain(first, rows), tokenizer, recipe)
+    pieces, warnings, words = tokenized
+    return CalibrationData(pieces, source.name, source.warnings + warnings, unknown or None, words)
 
 
 class RowSource(NamedTuple):

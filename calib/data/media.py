@@ -240,10 +240,10 @@ def _fill(contents: list[list[dict[str, Any]]], first: int, kind: str, values: l
     if not places and contents:
         places = [{"type": kind, kind: value} for value in values]
         contents[first] = places + contents[first]
-    empty = sum(part[kind] is None for part in places)
-    if empty and empty != len(values):
+    empty = [part for part in places if part[kind] is None]
+    if empty and len(empty) != len(values):
         name = _KINDS[kind][0]
-        raise UnusableRow(f"it has {empty} places for {name}s and {len(values)} {name}s")
-    remaining = iter(values)
-    media = [part.pop(kind) for part in places]
-    return [next(remaining) if value is None else value for value in media]
+        raise UnusableRow(f"it has {len(empty)} places for {name}s and {len(values)} {name}s")
+    for part, value in zip(empty, values, strict=False):
+        part[kind] = value
+    return [part.pop(kind) for part in places]

@@ -331,8 +331,8 @@ def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase |
     """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot say it."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text column "
-            "(`--set data.column=NAME`) or a model whose tokenizer has a template"
+            "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text "
+            "column (`--set data.column=NAME`) or a model whose tokenizer has a template"
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -173,8 +173,7 @@ def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
     """Load the processor of text, pictures and sound of a model; refuse a directory without one."""
     if "vision_config" in checkpoint.config and find_spec("PIL") is None:
         raise InputError("pictures need Pillow, which is not installed: pip install pillow")
-    lacking = "" if find_spec("torchvision") else " (some need torchvision, which is not installed)"
-    with _quiet_loading(f"the processor of '{checkpoint.path}'{lacking}"):
+    with _quiet_loading(f"the processor of '{checkpoint.path}'"):
         processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     if not (hasattr(processor, "image_processor") or hasattr(processor, "feature_extractor")):
         files = "processor_config.json or preprocessor_config.json"

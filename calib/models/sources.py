@@ -39,17 +39,12 @@ def find_model(model: str, kind: str = "model") -> ModelDirectory:
         return open_model_directory(path)
     if path.exists():
         raise InputError(f"{kind} '{model}' is a file; give the directory that holds its {CONFIG_FILE}")
-    slashes = model.count("/")
-    if (
-        path.is_absolute()
-        or model.startswith((".", "~"))
-        or slashes > 1
-        or (slashes < 1 and kind == "drafter")
-    ):
-        ways = f", a Hub id such as Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
-        ways = ways if kind == "model" else ", or the Hub id of an EAGLE drafter, OWNER/NAME"
-        raise InputError(f"{kind} '{model}' does not exist; give a local directory{ways}")
-    way_out = f", or try {_BUILTIN}" if kind == "model" else ""
+    ids, way_out = f", a Hub id such as Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}", f", or try {_BUILTIN}"
+    if kind == "drafter":
+        ids, way_out = ", or the Hub id of an EAGLE drafter, OWNER/NAME", ""
+    least = int(kind == "drafter")  # slashes: ids of old models lack one
+    if path.is_absolute() or model.startswith((".", "~")) or not least <= model.count("/") <= 1:
+        raise InputError(f"{kind} '{model}' does not exist; give a local directory{ids}")
     download = partial(snapshot_download, model, allow_patterns=_FILES)
     return open_model_directory(Path(ask_hub(kind, model, download, way_out)))
 

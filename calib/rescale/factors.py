@@ -79,9 +79,7 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
         k, v = octave_factor(layer.k), octave_factor(layer.v)
         k = k.amin().expand_as(k) if weights.shares_k else k
         # normalised values fit FP8 at 1.0
-        k, v = (
-            torch.ones_like(x) if y else x for x, y in ((k, weights.normalises_k), (v, weights.normalises_v))
-        )
+        k, v = (torch.ones_like(x) if weights.normalises(part) else x for part, x in (("k", k), ("v", v)))
         k, v = k[:, None].expand(-1, module.head_dim), v[:, None].expand(-1, module.v_head_dim)
         factors[name] = LayerFactors(k, v)
     return factors
@@ -103,7 +101,7 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
 
     K's are of RoPE pairs, V's of channels.
     """
-    movable = {n: module for n, module in source.modules.items() if not source.attention(n).normalises_k}
+    movable = {n: module for n, module in source.modules.items() if not source.attention(n).normalises("k")}
     pairs = find_pairs(source.model, movable)
     factors = {}
     for name in source.modules:
@@ -112,7 +110,7 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
         rows = k.amax(0, keepdim=True) if weights.shares_k else k
         # computed once for all heads: a power of the same number may differ with its place in memory
         k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
-        v_factors = torch.ones_like(v_factors) if weights.normalises_v else v_factors
+        v_factors = torch.ones_like(v_factors) if weights.normalises("v") else v_factors
         factors[name] = LayerFactors(k_factors.expand_as(k), v_factors)
     return factors
 
@@ -133,7 +131,7 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
     heads = {
         name: module
         for name, module in source.modules.items()
-        if not (module.latent or source.attention(name).normalises_k)
+        if not (module.latent or source.attention(name).normalises("k"))
     }
     doubled = uniform_factors(heads, 2.0, 1.0)
     norms = {name: source.one_plus_norms(source.list_changes({name: doubled[name]})) for name in heads}

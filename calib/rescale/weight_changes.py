@@ -93,21 +93,17 @@ class AttentionWeights:
         sizes = [norm.get_parameter("weight").numel() for part, _, norm in self.norms() if part == "k"]
         return any(size < self.cached.num_kv_heads * self.cached.head_dim for size in sizes)
 
-    @property
-    def normalises_v(self) -> bool:
-        """True if V is normalised, which undoes a factor in front of it, as in Gemma 4."""
-        return hasattr(self.module, "v_norm")
-
-    @property
-    def normalises_k(self) -> bool:
-        """True if a norm without a weight undoes a factor in front of K, as in Llama 4."""
+    def normalises(self, part: str) -> bool:
+        """Return whether a norm of V (Gemma 4), or of K without a weight (Llama 4), undoes what is before."""
+        if part == "v":
+            return hasattr(self.module, "v_norm")
         norms = (norm for child, norm in self.module.named_children() if _NORMS.get(child) in ("k", "qk"))
         return any(not [*norm.parameters()] for norm in norms)
 
     def norms(self) -> Iterator[tuple[str, str, nn.Module]]:
         """Yield the norms of Q and K that have weights: q or k, name and module."""
         for child, norm in self.module.named_children():
-            if (part := _NORMS.get(child)) and not self.normalises_k:
+            if (part := _NORMS.get(child)) and not self.normalises("k"):
                 _norm_parameters(f"{self.name}.{child}", norm)
                 if part == "qk":
                     raise UnsupportedModelError(f"{self.name}.{child} has one weight for Q and K")
@@ -207,11 +203,10 @@ def head_changes(
     weights: AttentionWeights, factors: LayerFactors, makes: str = "qkv"
 ) -> Iterator[WeightChange]:
     """Yield the changes that give K and V `factors`, of a module that `makes` these, or Q alone."""
-    for x, undoes, factor in ("K", weights.normalises_k, factors.k), ("V", weights.normalises_v, factors.v):
-        if undoes and bool((factor != 1).any()):
-            raise UnsupportedModelError(
-                f"{weights.name} normalises {x}, which undoes a factor in front of it; {x}'s can be 1 alone"
-            )
+    for x in "kv":
+        if weights.normalises(x) and bool((getattr(factors, x) != 1).any()):
+            undoes = f"normalises {x.upper()}, which undoes a factor in front of it"
+            raise UnsupportedModelError(f"{weights.name} {undoes}; {x.upper()}'s can be 1 alone")
     queries = weights.cached.num_heads // weights.cached.num_kv_heads
     heads = {"q": (1 / factors.k).repeat_interleave(queries, 0), "k": factors.k, "v": factors.v}
     heads |= {part: torch.ones_like(heads[part]) for part in "kv" if part not in makes}

@@ -152,17 +152,13 @@ def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bo
 
 def modality_line(stats: KVStats, strategy: Strategy, name: str) -> str | None:
     """Say where a modality raises K and V the most beyond text, in a layer or head; None without it."""
-    factors: dict[str, tuple[float, int]] = {}
+    factors: dict[str, tuple[float, str]] = {}
     for row in (row for row in stats.amax_by_modality() if name in row):
-        heads = [*zip(row["text"], row[name], strict=True)]
-        parts = [(max(row["text"]), max(row[name]))] if strategy == "tensor" else heads
-        factor = max((other / text for text, other in parts if text), default=0.0)
-        factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, 0)), (factor, row["layer"]))
-    places = [
-        f"{letter.upper()} of layer {layer} {factor:.3g} times"
-        for letter, (factor, layer) in sorted(factors.items(), key=lambda item: -item[1][0])
-        if factor >= _RAISED
-    ]
+        groups = ([max(x)] if strategy == "tensor" else x for x in (row["text"], row[name]))
+        factor = max((other / text for text, other in zip(*groups, strict=True) if text), default=0.0)
+        place = f"{row['tensor'].upper()} of layer {row['layer']} {factor:.3g} times"
+        factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, "")), (factor, place))
+    places = [place for factor, place in sorted(factors.values(), reverse=True) if factor >= _RAISED]
     of_head = "" if strategy == "tensor" else " in a head"
     raised = f"{'raises' if name == 'audio' else 'raise'} {' and '.join(places) or 'K and V of no layer'}"
     return f"{name} {raised} beyond text{of_head}" if factors else None
