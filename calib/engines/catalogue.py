@@ -323,30 +323,34 @@ def load_catalogue() -> dict[str, Engine]:
 
 def find_engine(name: str, version: str | None = None) -> Engine:
     """Find the file of an engine that holds for `version`, or for the newest."""
-    return choose_engines(name, version)[0]
-
-
-def choose_engines(name: str | None, version: str | None) -> list[Engine]:
-    """Find the engine `name` at `version`; without a version the newest; without a name every engine."""
-    engines = load_catalogue().values()
-    newest = {engine.name: engine for engine in engines}
-    if name is None:
-        if version:
-            raise InputError(f"--version {version}: of which engine? Add --engine")
-        return [*newest.values()]
-    if name not in newest:
-        raise InputError(f"--engine {name} is not one of {', '.join(newest)}")
+    engines = [engine for engine in reversed(load_catalogue().values()) if engine.name == name]
+    if not engines:
+        names = dict.fromkeys(engine.name for engine in load_catalogue().values())
+        raise InputError(f"--engine {name} is not one of {', '.join(names)}")
     if version is None:
-        return [newest[name]]
-    newest_first = [engine for engine in reversed(engines) if engine.name == name]
-    for engine in newest_first:
+        return engines[0]
+    for engine in engines:
         if _parse(version) >= _parse(engine.since):
             if engine.until and _parse(version) >= _parse(engine.until):
                 break
-            return [engine.model_copy(update={"version": version})]
-    ranges = "; ".join(engine.versions for engine in reversed(newest_first))
-    problem = f"no rules hold for {newest[name].engine} {version[:40]}"
+            return engine.model_copy(update={"version": version})
+    ranges = "; ".join(engine.versions for engine in reversed(engines))
+    problem = f"no rules hold for {engines[0].engine} {version[:40]}"
     raise InputError(f"{problem}; there are some for {ranges}")
+
+
+def choose_engines(name: str | None, version: str | None) -> list[Engine]:
+    """Find the engine `name` at `version`, or every engine; refuse what is newer than all that was read."""
+    if name is None:
+        if version:
+            raise InputError(f"--version {version}: of which engine? Add --engine")
+        return [*{engine.name: engine for engine in load_catalogue().values()}.values()]
+    engine = find_engine(name, version)
+    newest = engine.classes_version or engine.caches.version
+    if version and newest and _parse(version).release[:2] > _parse(newest).release[:2]:
+        problem = f"--version {version[:40]}: no {engine.engine} after {newest} was read"
+        raise InputError(f"{problem}; leave it out for that one")
+    return [engine]
 
 
 def _parse(version: str) -> Version:

@@ -27,6 +27,7 @@ from calib.files.names import (
     is_offset,
     layer_of,
     matches_in_stacks,
+    way_back,
 )
 from calib.files.pack import read_pack
 from calib.files.safetensors_header import Entry, is_zero, read_header
@@ -312,8 +313,8 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     shards = sorted({*(index or {}).values()})
     missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
-        advice = "download it again"
-        if (path / CALIBRATION_FILE).exists():
+        advice = way_back(missing[0])
+        if (path / CALIBRATION_FILE).exists() and missing[0] != SCALES_SHARD:
             advice = (
                 "put the source's weight files beside these, as --weights none has left them out, "
                 "or give the source"

@@ -50,6 +50,11 @@ _QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:q?weight|weight_packed)")
 _IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
 
 
+def way_back(file: str) -> str:
+    """Return advice for a safetensors file that is missing or damaged: ours comes from no server."""
+    return "put it back, or calibrate again" if file == SCALES_SHARD else "download it again"
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleName:
     """The parts of a scale tensor's name."""

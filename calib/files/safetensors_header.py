@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
+from calib.files.names import way_back
 from calib.files.strict_json import parse_object, read_bytes, regular_size
 
 # safetensors itself refuses more
@@ -57,7 +58,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if begin != end:
             raise ValueError(f"its tensors end at {begin:,} of {end:,} bytes")
     except ValueError as error:
-        raise InputError(f"the header of '{path}' is damaged: {error}; download it again") from None
+        raise InputError(f"the header of '{path}' is damaged: {error}; {way_back(path.name)}") from None
     return entries
 
 
@@ -92,7 +93,7 @@ def _read_document(path: Path) -> tuple[dict[str, Any], int, int]:
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise InputError(
             f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of "
-            f"{length:,}; download it again"
+            f"{length:,}; {way_back(path.name)}"
         )
     return parse_object(read_bytes(path, 8, length), f"the header of '{path}'"), 8 + length, size
 

@@ -13,7 +13,15 @@ from calib.files.cache_type import fp8_type
 from calib.files.config import Config, caches_latents, head_counts, layer_config
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_tower, layer_of
+from calib.files.names import (
+    INDEX_FILE,
+    JSON_FILE,
+    MODELOPT_FILE,
+    is_of_tower,
+    layer_of,
+    parse_scale_name,
+    way_back,
+)
 from calib.files.safetensors_header import FLOATS
 from calib.files.scale_files import ScaleTensor
 from calib.files.text import show_layers
@@ -213,6 +221,11 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
             f"'{path}' holds KV-cache scales only in {directory.unlisted[0].file}, which "
             f"{INDEX_FILE} does not list, so engines skip them; give the output of a calibration"
         )
+    index = directory.index or {}
+    lost = [file for name, file in index.items() if file in directory.missing and parse_scale_name(name)]
+    if lost and not (layers or unlisted):
+        problem = f"'{path / INDEX_FILE}' names '{lost[0]}' for KV-cache scales, and it is missing"
+        raise NoScalesError(f"{problem}; {way_back(lost[0])}")
     if not (layers := layers or unlisted):
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales: no tensor such as 'model.layers.0.self_attn.k_scale', no "

@@ -122,5 +122,4 @@ def test_what_later_commands_cannot_do_is_said_at_once(reason, tmp_path, monkeyp
     one_line_error(fp8kv("eval", model, *TEXT), said)
     one_line_error(fp8kv("generate", model, *GENERATE, "--scales", out), said)
     if not options:  # transformers' own cache: six tokens of the prompt, and two that were read again
-        done = ran("generate", model, *GENERATE, "--cache", "int8_per_token_head")
-        assert "\n8 tokens: " in done.stdout
+        assert "\n8 tokens: " in ran("generate", model, *GENERATE, "--cache", "int8_per_token_head").stdout

@@ -34,8 +34,7 @@ def test_both_lists_are_read_and_what_is_not_known_is_refused(tmp_path):
     assert read_scales(directory).fp8_dtype == "e4m3fn"
     # a module of multi-token prediction is no layer of the decoder
     layers = dict.fromkeys(("model.layers.1.self_attn", "mtp.layers.0.self_attn", "model.layers.2.attn"), FP8)
-    directory = model(tmp_path / "mtp", config=modelopt(layers))
-    assert skipped_layers(open_model_directory(directory)) == (0,)
+    assert skipped_layers(open_model_directory(model(tmp_path / "mtp", config=modelopt(layers)))) == (0,)
     for document, words in (
         ({"kv_cache_dtype_skip_layers": "sliding_window"}, "is 'sliding_window'; it is a list of layer indi"),
         ({"kv_cache_dtype_skip_layers": [2]}, r"is \[2\]; it is a list of layer indices, 0 to 1"),

@@ -96,8 +96,7 @@ def test_attention_that_quark_leaves_out_and_weights_that_rule_scales_out_are_re
     refuse(make_scales(), checkpoint, "vllm", "vLLM's attention has no place for scales")
     assert export(make_scales(), checkpoint, "sglang").tensors
     excluded = ["model.layers.1.self_attn.k_proj", "re:.*mlp.*"]
-    checkpoint = of_weights(make_checkpoint, "quark", exclude=excluded)
-    assert export(make_scales(), checkpoint, "vllm").tensors
+    assert export(make_scales(), of_weights(make_checkpoint, "quark", exclude=excluded), "vllm").tensors
     for method, version in (("gptq", ", if any"), ("awq", ", which compressed-tensors' AutoAWQConverter")):
         message = f"no place for KV scales beside '{method}'.*{version}"
         refuse(make_scales(), of_weights(make_checkpoint, method), "vllm", message)

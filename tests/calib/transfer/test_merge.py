@@ -39,8 +39,7 @@ def halves(model, texts, tmp_path_factory):
 
 def test_two_runs_are_one(model, texts, halves, tmp_path):
     calibrated(model, texts / "all.jsonl", tmp_path / "whole")
-    done = ran("merge", *halves, "-o", tmp_path / "merged")
-    assert "statistics of 240 tokens" in done.stdout
+    assert "statistics of 240 tokens" in ran("merge", *halves, "-o", tmp_path / "merged").stdout
     for file in ("fp8kv_stats.safetensors", "model-fp8kv-scales.safetensors"):
         expected, found = (load_file(tmp_path / name / file) for name in ("whole", "merged"))
         assert expected.keys() == found.keys()
