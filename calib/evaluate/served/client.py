@@ -3,13 +3,13 @@
 Prompts and keys are neither shown nor logged; of an answer, only the names of models are shown.
 """
 
+import multiprocessing
 import os
 import ssl
 import time
 from collections.abc import Sequence
-from concurrent import futures
 from dataclasses import dataclass
-from threading import Thread
+from multiprocessing.pool import ThreadPool
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -204,12 +204,11 @@ class Server:
     def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[BaseModel]) -> Any:
         url, time_left = self._url + path, max(0.01, self._start + MAX_SECONDS - time.monotonic())
         self._requests += 1
-        answer = futures.Future[tuple[int, bytearray]]()
-        # nothing stops a thread that looks a name up: it is left behind, and no exit waits for it
-        Thread(target=self._exchange, args=(url, body, time_left, answer), daemon=True).start()
         try:
-            status, content = answer.result(time_left)
-        except (futures.TimeoutError, httpx.TimeoutException):
+            # nothing stops a thread that looks a name up: it is a daemon, so no exit waits for it
+            with ThreadPool(1) as pool:
+                status, content = pool.apply_async(self._receive, (url, body, time_left)).get(time_left)
+        except (multiprocessing.TimeoutError, httpx.TimeoutException):
             raise _SlowServerError(
                 f"{url} took more than the {MAX_SECONDS:g} s that there are for all requests; "
                 "try again while the server has nothing else to do"
@@ -223,21 +222,8 @@ class Server:
         except ValidationError:
             raise InputError(f"{url} answers something else than expected; {_EXAMPLE}") from None
 
-    def _exchange(
-        self,
-        url: str,
-        body: dict[str, Any] | None,
-        seconds: float,
-        answer: "futures.Future[tuple[int, bytearray]]",
-    ) -> None:
-        """Set `answer` to the status and the content, not decompressed, or to the error that came instead."""
-        try:
-            answer.set_result(self._receive(url, body, seconds))
-        except BaseException as error:  # noqa: BLE001  raised again where the answer is waited for
-            answer.set_exception(error)
-
     def _receive(self, url: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytearray]:
-        """Return the status and the content of an answer, of 64 MiB at most."""
+        """Return the status and the content, not decompressed, of an answer of 64 MiB at most."""
         content, method, end = bytearray(), "GET" if body is None else "POST", time.monotonic() + seconds
         # a proxy of the environment would see the key; the system's certificates are trusted
         options = {"trust_env": False, "verify": ssl.create_default_context(), "timeout": seconds}
