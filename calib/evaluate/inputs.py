@@ -32,6 +32,7 @@ SUITES = {
     "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 4096, 2),
 }
 RANDOM_SAMPLES = 4
+ENOUGH = 8  # documents; of 2 an interval holds the mean in half of all cases, of 8 in 87 %
 _LEAST_LONG = 2  # long documents: an interval needs them
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 _QUESTION = "\nWhat is the pass key? The pass key is"

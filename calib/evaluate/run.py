@@ -88,6 +88,10 @@ def _open_inputs(
     checkpoint = find_model(model_name)
     config = load_config(checkpoint, recipe.trust_remote_code)
     suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
+    if (few := suite.documents) < inputs.ENOUGH:
+        warnings.append(f"an interval over {few} documents tells little: measure {inputs.ENOUGH} or more")
+        if wish is not None:
+            raise InputError(f"--samples {few}: {warnings[-1]}, as this decides")
     if wish is not None:
         suite = inputs.whole_text_only(suite)
         check_positions(config, wish.request_tokens or 0, "--request-tokens")

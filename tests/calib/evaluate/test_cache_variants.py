@@ -39,7 +39,7 @@ from fp8kv_runtime.hf import is_latent, swap_attention
 
 pytestmark = pytest.mark.xdist_group("caches")
 SMALL = Suite(4, 3, 32, 0, 0, (), (), 2)
-FLAGS = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
+FLAGS = ("--dataset", "random", "--samples", "8", "--seq-len", "16", "--device", "cpu")
 
 
 def latent_directory(family, parent, **sizes):
@@ -469,6 +469,8 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
         one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
+        few = fp8kv("recommend", directory, *flags, "--samples", "7")
+        one_line_error(few, "--samples 7: an interval over 7 documents tells little: measure 8 or more, as")
     done = ran("recommend", directory, *flags, "--request-tokens", "99")
     assert any("nvfp4: head size 40" in each for each in done.stderr.splitlines())
     assert "in requests of 99, as vllm" in " ".join(done.stdout.split())

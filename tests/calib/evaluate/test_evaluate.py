@@ -375,7 +375,8 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
 
 
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
-    (line,) = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
+    few, line = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
+    assert few == "an interval over 4 documents tells little: measure 8 or more"
     assert "tokens were read, too few" in line  # by the evaluation itself
     write("mixed.jsonl", [*READ, *FRESH[:20]])
     report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)
@@ -394,7 +395,7 @@ def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(hel
 
 
 def test_too_little_text_is_refused_as_calibrate_refuses_it(held_out, monkeypatch):
-    monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 16, 0, 0, (), (), 1))
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 8, 16, 0, 0, (), (), 1))
     for command in ("eval", "recommend"):
         done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")
         one_line_error(done, "48 tokens, ", "are too few to cal")

@@ -217,7 +217,7 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_
     model, out = tiny_model("llama", num_hidden_layers=2, hidden_size=32), tmp_path / "report"
     model.lm_head.weight.data[0] = math.nan
     broken = save_model(model, tmp_path / "broken")
-    few = ("--dataset", "random", "--samples", 3, "--seq-len", 24, "--device", "cpu")
+    few = ("--dataset", "random", "--samples", 8, "--seq-len", 24, "--device", "cpu")
     asked = ("--variants", "tensor,none", "--search", "0.1", "--also", "builtin:code")
     gates = ("--fail-if", "kl<0.5", "--fail-if", "top1<0.5")
     done = fp8kv("eval", broken, *few, *asked, *gates, "-o", out)
