@@ -409,8 +409,9 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     stats = KVStats({"a": LayerStats(0, 1000, part, rest), "b": LayerStats(1, 1000, full, part)})
     one = torch.ones(1)
     scales = KVScales("tensor", "e4m3fn", {n: LayerScales(i, one, one) for i, n in enumerate("ab")})
-    monkeypatch.setattr(watch_report, "load_stats", lambda path: stats)
-    monkeypatch.setattr(watch_report, "load_scales", lambda path: scales)
+    calibration = SimpleNamespace(stats=stats, recipe=lambda: None)
+    monkeypatch.setattr(watch_report, "open_calibration", lambda path: calibration)
+    monkeypatch.setattr(watch_report, "derive_scales", lambda stats, recipe: scales)
     for name in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (tmp_path / name).touch()
     x = torch.full((1000, 2, HEADS, SIZE), 100.0)
