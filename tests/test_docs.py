@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("install", "code", "guide", "dependencies")
-INSTALL, CODE, GUIDE, DEPENDENCIES = ((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
-FILES = ("README.md", "Makefile", "Dockerfile", "pyproject.toml", "CONTRIBUTING.md")
-README, MAKEFILE, DOCKERFILE, PROJECT, CONTRIBUTING = ((ROOT / name).read_text() for name in FILES)
+FILES = ["README.md", "Makefile", "Dockerfile", "pyproject.toml", "CONTRIBUTING.md", "docs/install.md"]
+FILES += ["docs/code.md", "docs/guide.md", "docs/dependencies.md"]
+TEXTS = (re.sub(r"\\\n +", "", (ROOT / name).read_text()) for name in FILES)  # a command of two lines is one
+README, MAKEFILE, DOCKERFILE, PROJECT, CONTRIBUTING, INSTALL, CODE, GUIDE, DEPENDENCIES = TEXTS
 INSTALLS = json.loads((ROOT / "tests/install/installs.json").read_text())["installs"]
 BASE = [Requirement(each) for each in tomllib.loads(PROJECT)["project"]["dependencies"]]
 # imported only inside engines, by the plugin that they load; httpx is what huggingface_hub 1 requires
