@@ -12,7 +12,7 @@ from calib.arguments import to_path
 from calib.caches.rounding import rounded_attention, rounding
 from calib.caches.types import CacheType, Layers, cache_type
 from calib.capture.attention import cached_layers, map_attention
-from calib.capture.capabilities import check_fp8_cache
+from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import ScalesForModel, check_weights, open_scales
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
@@ -125,6 +125,7 @@ def generate_text(
     checkpoint = find_model(model_name)
     kind = cache_type(options.cache)
     scales_for_model = _open_scales(checkpoint, scales, kind, options.backend)
+    check_backend(options.backend, recipe.device)
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)

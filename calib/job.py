@@ -43,6 +43,7 @@ from calib.formats.output import (
     make_exports,
     write_output,
 )
+from calib.formats.scales_json import check_split
 from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
@@ -93,7 +94,7 @@ def run(
         world.check_same("commands or recipes", [names, str(path), recipe.model_dump()])
         start = time.perf_counter()
         progress.stage("load")
-        checkpoints = world.together(lambda: _find_checkpoints(names, destination))
+        checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
         with _claimed_output(destination, world) as claim:
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
@@ -118,11 +119,13 @@ def run(
     return result and replace(result, seconds=seconds)
 
 
-def _find_checkpoints(names: list[str], destination: Destination) -> list[ModelDirectory]:
+def _find_checkpoints(names: list[str], recipe: Recipe, destination: Destination) -> list[ModelDirectory]:
     """Find a model and its drafter; refuse an output that cannot be written before any weight is read."""
     checkpoints = [find_model(name, kind) for name, kind in zip(names, ("model", "drafter"), strict=False)]
     for checkpoint in checkpoints if not destination.in_place else ():
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
+    if "json" in recipe.export.formats:
+        check_split(checkpoints[-1], recipe.export.tp_size)
     return checkpoints
 
 
@@ -162,8 +165,7 @@ def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, 
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if notes else {})
-    reader = MediaReader(checkpoint, config, recipe.trust_remote_code)
-    data = load_data(data_recipe, tokenizer, model, reader)
+    data = load_data(data_recipe, tokenizer, model, MediaReader(checkpoint, config, recipe.trust_remote_code))
     _check_data(data, recipe, needs_whole=by_layer and bool(drafters or data.media))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with explain_nonsense(f"this {config.model_type} cannot run as its config says"):

@@ -27,7 +27,7 @@ from calib.evaluate.serve_commands import format_for
 from calib.evaluate.statistics import estimate, to_numpy
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.variants import Setup, Variant
-from calib.files.atomic import atomic_directory
+from calib.files.atomic import atomic_directory, claimed
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import Export
 from calib.formats.card import render_card
@@ -83,6 +83,8 @@ def run_recommendation(
 def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:
     """Refuse, before anything is measured, places and models that nothing can be written for."""
     check_output(write, checkpoint.path, overwrite=overwrite, flag="--write")
+    with claimed(write, overwrite=overwrite):
+        pass  # it can be written
     if output is not None:
         check_output(write, output, overwrite=overwrite, kind="report", flag="--write")
     if find_scale(checkpoint) or names_fp8_cache(checkpoint):

@@ -6,11 +6,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
-from calib.choices import FormatName
+from calib.choices import Backend, Device, FormatName
 from calib.errors import InputError, UnsupportedModelError, one_line
 from calib.formats import check_latent
 from calib.models.config import caches_latents
-from calib.models.load import forget_positions, input_device
+from calib.models.load import forget_positions, input_device, uses_gpu
 from calib.recipe import Recipe
 from calib.scales.scales import check_one_scale
 from fp8kv_runtime.errors import AttentionError
@@ -72,6 +72,16 @@ def check_scales(
         check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
     elif recipe.targets == "qkv":
         check_queries(architecture, flag or "--targets qkv")
+
+
+def check_backend(backend: Backend, device: Device) -> None:
+    """Refuse a device that is not there, and kernels that cannot run on it."""
+    on_gpu = uses_gpu(device)
+    if backend == "triton":
+        from fp8kv_runtime.kernels.targets import can_run
+
+        if not can_run(on_gpu):
+            raise InputError("--backend triton: its kernels need a GPU, or TRITON_INTERPRET=1; use torch")
 
 
 def check_fp8_cache(model: PreTrainedModel) -> None:

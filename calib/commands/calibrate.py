@@ -143,8 +143,8 @@ def calibrate(
 
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
-    # a mistake in a condition or a task should be reported before hours of calibration
-    from calib.evaluate.run import check_evaluation
+    # what cannot be evaluated should be reported before hours of calibration
+    from calib.evaluate.run import check_evaluation, open_inputs
     from calib.job import default_output
     from calib.scales.plot import check_can_draw
 
@@ -152,6 +152,7 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     path = Path(model) if in_place else output or default_output(model, recipe.strategy)
     formats = recipe.export.formats
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
+    open_inputs(model, recipe)
 
 
 def result_blocks(result: "Result") -> Iterator[Block]:

@@ -145,11 +145,11 @@ def load_text(
         new_tokens=suite.new_tokens,
         passkeys=make_passkeys(setup.tokenizer, suite),
     )
+    if not recipe.data.allow_few_tokens:
+        text.calibration.summary(recipe.data.skip_first).check()
     passkeys = (passkey.prompt.tolist() for passkey in text.passkeys)
     long_ids = (document.token_ids.tolist() for document in long_documents)
     check_token_ids(chain(*data.samples, *passkeys, *long_ids), setup.tokenizer, setup.model)
-    if not recipe.data.allow_few_tokens:
-        text.calibration.summary(recipe.data.skip_first).check()
     if data.documents < len(data.samples):
         warnings.append(
             f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "

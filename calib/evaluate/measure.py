@@ -172,20 +172,24 @@ def _cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int) ->
     return Continuation(same_tokens=count, start=start, end=whole.removeprefix(start))
 
 
+def choose_searched(variants: Sequence[Variant]) -> Variant:
+    """Return the first of --scales, or else `attn_head`, or else any scales that engines load."""
+    ranks = {"given": 0, "attn_head": 1}
+    loadable = [variant for variant in variants if variant.is_loadable]
+    if not loadable:
+        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
+    return min(loadable, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
+
+
 @torch.inference_mode()
 def search_layers(
     setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor], budget: float
 ) -> Search:
     """Keep the layers that diverge most in 16 bits, as few as the budget allows on `documents` [T].
 
-    The scales are the first of --scales, or else `attn_head`, or else any that engines load. Layers are
-    ranked by the KL of each alone in FP8; that of several is measured, not added up.
+    Layers are ranked by the KL of each alone in FP8; that of several is measured, not added up.
     """
-    ranks = {"given": 0, "attn_head": 1}
-    loadable = [variant for variant in variants if variant.is_loadable]
-    if not loadable:
-        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
-    variant = min(loadable, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
+    variant = choose_searched(variants)
     layers = list(variant.layers)
 
     def kl(skipped: Iterable[int]) -> float:

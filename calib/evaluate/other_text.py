@@ -55,6 +55,7 @@ class MeasuredElsewhere(NamedTuple):
 def other_datasets(recipe: Recipe) -> dict[str, bool]:
     """Return the datasets of `evaluation.also`, and whether each was named; refuse names that cannot be."""
     also, own = recipe.evaluation.also, recipe.evaluation.dataset or recipe.data.dataset
+    check_dataset(own)
     named: dict[str, str] = {}
     for name in (name for name in also if name != ALL):
         check_dataset(name)

@@ -1,10 +1,11 @@
 """The whole evaluation: calibrate on one part of the text, measure every variant on another."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from calib.capture.attention import cached_layers
-from calib.capture.capabilities import check_fp8_cache
+from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
 from calib.data import MediaReader
@@ -19,7 +20,7 @@ from calib.evaluate.cache_variants import (
     select_types,
 )
 from calib.evaluate.held_out import add_own_samples, find_readers
-from calib.evaluate.measure import measure, search_layers, written_texts
+from calib.evaluate.measure import choose_searched, measure, search_layers, written_texts
 from calib.evaluate.other_text import (
     check_other_texts,
     load_other_texts,
@@ -70,7 +71,7 @@ def evaluate(
 
     With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
     """
-    evaluation = _open_inputs(model_name, recipe, scales, suite, wish)
+    evaluation = open_inputs(model_name, recipe, scales, suite, wish)
     for warning in (mismatches := weight_warnings(scales, evaluation.checkpoint)):
         progress.warn(warning)
     evaluation.warnings += mismatches
@@ -81,10 +82,15 @@ def evaluate(
     return evaluation
 
 
-def _open_inputs(
-    model_name: str, recipe: Recipe, scales: Sequence[Path], suite: Suite | None, wish: Wish | None
+def open_inputs(
+    model_name: str,
+    recipe: Recipe,
+    scales: Sequence[Path] = (),
+    suite: Suite | None = None,
+    wish: Wish | None = None,
 ) -> Evaluation:
     """Find everything by its name, and refuse what cannot be evaluated before the model is loaded."""
+    check_backend(recipe.evaluation.backend, recipe.device)
     checkpoint = find_model(model_name)
     config = load_config(checkpoint, recipe.trust_remote_code)
     suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
@@ -117,19 +123,20 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     recipe, suite, checkpoint = evaluation.recipe, evaluation.suite, evaluation.checkpoint
     settings, trust_code = recipe.evaluation, recipe.trust_remote_code
     progress.stage("load")
+    source = partial(load_model, checkpoint, evaluation.config, recipe.dtype, recipe.device, trust_code)
     tokenizer = load_tokenizer(checkpoint, trust_code)
-    model = load_model(checkpoint, evaluation.config, recipe.dtype, recipe.device, trust_code)
-    evaluation.setup = setup = Setup(model, tokenizer, settings.backend, progress, settings.attention)
-    evaluation.variants = [
-        Variant(name, "given with --scales", "given", scales_for(model))
-        for name, scales_for in evaluation.scales.items()
-    ]
+    evaluation.setup = setup = Setup(source, tokenizer, settings.backend, progress, settings.attention)
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
     reader = MediaReader(checkpoint, evaluation.config, trust_code)
     evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers, reader)
+    evaluation.variants = [
+        Variant(name, "given with --scales", "given", scales_for(setup.model))
+        for name, scales_for in evaluation.scales.items()
+    ]
     is_text = not any(text.data.media for text in evaluation.other_documents)
     other_warnings += [_TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
+    model = setup.model
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, [*evaluation.layers.shapes.values()])
     check_fp8_cache(model)
@@ -206,6 +213,8 @@ def _measure_variants(evaluation: Evaluation) -> None:
     settings = evaluation.recipe.evaluation
     try:
         check_other_texts(evaluation.other_documents, variants)  # what refuses comes first
+        if settings.kl_budget is not None:
+            choose_searched(variants)
         evaluation.measured = measure(setup, variants, text)
         evaluation.texts = written_texts(setup, text, evaluation.measured)
         evaluation.other_texts = measure_other_texts(setup, evaluation.other_documents, variants)

@@ -1,6 +1,6 @@
 """Variants to compare with the reference: scales, single tensors in FP8, and controls."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,13 +33,18 @@ BUILT_IN = (REFERENCE, *VARIANTS)
 
 @dataclass(frozen=True)
 class Setup:
-    """A loaded model, the backend and attention of its FP8 caches, and the progress to report to."""
+    """A model, the backend and attention of its FP8 caches, and the progress to report to."""
 
-    model: PreTrainedModel
+    source: PreTrainedModel | Callable[[], PreTrainedModel]  # loaded, or to be when it is first needed
     tokenizer: PreTrainedTokenizerBase
     backend: Backend = "auto"
     progress: Progress = SILENT
     attention: AttentionMode = "exact"  # of FP8 caches
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model in memory."""
+        return self.source if isinstance(self.source, PreTrainedModel) else self.source()
 
     @property
     def resolved_backend(self) -> str:

@@ -21,7 +21,7 @@ def scales_json(model: ScaledModel) -> Export:
             f"'{checkpoint.path}' lacks",
             WayOut("format", ("vllm", "tgi")),
         )
-    _check_split(checkpoint, num_layers, model.tp_size)
+    check_split(checkpoint, model.tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})
     if missing < 0:
         raise FormatRefusal(
@@ -42,9 +42,9 @@ def scales_json(model: ScaledModel) -> Export:
     return Export(documents={JSON_FILE: document}, notes=tuple(notes))
 
 
-def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> None:
+def check_split(checkpoint: ModelDirectory, ranks: int) -> None:
     """Refuse a number of ranks that engines do not start with."""
-    for layer in range(num_layers):
+    for layer in range(checkpoint.num_layers or 0):
         config = layer_config(checkpoint.text_config, layer)
         heads, kv_heads = head_count(config, "q"), head_count(config, "k")
         if heads and kv_heads and not can_be_split(heads, kv_heads, ranks):

@@ -68,6 +68,7 @@ def test_a_chat_template_is_applied(calibrated, tmp_path):
 
 def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp_path, monkeypatch):
     monkeypatch.setattr("calib.generate.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, text in (("bad", "{"), ("longer", '{"kv_cache": {"scaling_factor": {"0": {"3": 1.0}}}}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "kv_cache_scales.json").write_text(text)
@@ -85,6 +86,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((mistral, PROMPT, "--scales", calibrated), own),
         ((louder, PROMPT, "--scales", calibrated), f"the scales of '{calibrated}' do not fit '{louder}'"),
         ((model, PROMPT, "--scales", tmp_path / "longer"), "has a layer 3, and"),
+        ((calibrated, PROMPT, "--backend", "triton"), "--backend triton: its kernels need a GPU"),
         ((calibrated, PROMPT, "--chat"), "no chat template; leave out --chat"),
         ((model, PROMPT, "--cache", "fp8_e4m3"), "(its name here is fp8) is not one of fp8, fp8_e5m2, fp8_"),
         ((model, PROMPT, "--cache", "octave_k3v4"), "cache octave_k3v4 is not simulated: its writer is HIP"),
@@ -95,10 +97,8 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         one_line_error(generate(*arguments), said)
 
 
-def test_kernels_without_a_gpu_are_refused_and_scale_one_needs_no_calibration(model, tmp_path, monkeypatch):
+def test_scale_one_needs_no_calibration_and_a_head_of_another_size_is_refused(model, tmp_path):
     assert len(as_json(model, PROMPT, "--scales", "none")["fp8"]["token_ids"]) == 9
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    one_line_error(generate(model, PROMPT, "--scales", "none", "--backend", "triton"), "need a GPU")
     odd = save_model(tiny_model("llama", head_dim=24), tmp_path / "odd")
     one_line_error(generate(odd, PROMPT, "--cache", "nvfp4"), "nvfp4: head size 24 is not a multiple of 16")
 

@@ -63,7 +63,7 @@ def test_figures_of_a_real_model_are_those_of_plain_transformers(smollm2_directo
 
 
 def eval_(*arguments):
-    return fp8kv("eval", *arguments, "--device", "cpu", "--dataset", "random")
+    return fp8kv("eval", "--dataset", "random", *arguments, "--device", "cpu")
 
 
 @pytest.mark.usefixtures("small_suite")
@@ -99,6 +99,10 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
     monkeypatch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
+    (tmp_path / "short.txt").write_text("w5 w6 w7\n")
+    llama = save_model(tiny_model("llama"), tmp_path / "llama")
+    succeeded(calibrate(llama, "-o", tmp_path / "scales", "--format", "fp8kv"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for flags, *phrases in (
         (("--variants", "tensr"), "--variants should be 'bf16'", "got 'tensr'"),
         (("--fail-if", "speed>1"), "is not a condition"),
@@ -113,38 +117,31 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         (("--scales", tmp_path / "none"), "none' is not a dir"),
         (("--scales", tmp_path, "--scales", tmp_path), "is given twice; give every directory once"),
         (("--variants", "tensor", "-o", tmp_path / "full"), "which is not a report"),
+        (("--scales", tmp_path / "scales"), "is of another model", "model_type llama"),
+        (("--dataset", tmp_path / "gone.txt"), "no file or directory"),
+        (("--dataset", tmp_path / "short.txt"), "1 samples, and 7 are needed, 3 of them to calibrate on"),
+        (("--backend", "triton"), "--backend triton: its kernels need a GPU"),
     ):
         one_line_error(eval_(small_directory, *flags), *phrases)
 
 
-@pytest.mark.usefixtures("small_suite")
-def test_too_little_text_and_scales_of_another_model_get_one_line(small_directory, tmp_path):
-    (tmp_path / "short.txt").write_text("w5 w6 w7\n")
-    one_line_error(
-        fp8kv("eval", small_directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
-        "has 1 samples, and 7 are needed, 3 of them to calibrate on: use a larger dataset",
-    )
-    llama = save_model(tiny_model("llama"), tmp_path / "llama")
-    succeeded(calibrate(llama, "-o", tmp_path / "scales", "--format", "fp8kv"))
-    done = eval_(small_directory, "--scales", tmp_path / "scales")
-    one_line_error(done, "is of another model", "model_type llama")
-
-
-def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(tmp_path, monkeypatch):
+def test_calibrate_refuses_at_once_what_its_evaluation_refuses(small_directory, tmp_path, monkeypatch):
     monkeypatch.setattr("calib.job.find_model", lambda *_: pytest.fail("it began"))
-    (tmp_path / "gated.yaml").write_text("evaluation: {tasks: [hellaswagg]}\n")
-    done = calibrate("gone", "--recipe", tmp_path / "gated.yaml", "-o", tmp_path / "mine", "--evaluate")
-    one_line_error(done, "lm-eval has no task 'hellaswagg'; did you mean hellaswag")
-    assert not (tmp_path / "mine").exists()
+    for setting, said in (
+        ("tasks=[hellaswagg]", "lm-eval has no task 'hellaswagg'; did you mean hellaswag"),
+        ("dataset=gone.txt", "no file or directory 'gone.txt'"),
+        ("seq_len=999", "--seq-len 999 is longer than the model's 256"),
+    ):
+        flags = ("-o", tmp_path / "mine", "--evaluate", "--set", f"evaluation.{setting}")
+        one_line_error(calibrate(small_directory, *flags), said)
+        assert not (tmp_path / "mine").exists()
 
 
-def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_refused():
+def test_the_suites_length_is_cut_to_the_models_positions():
     config = LlamaConfig(max_position_embeddings=64)
     suite, (warning,) = fit_suite(config, EvaluationRecipe(), None)
     assert (suite.documents, suite.seq_len) == (8, 64)
     assert "cut to the model's 64 positions; the default is 256 tokens" in warning
-    with pytest.raises(InputError, match="--seq-len 65 is longer than the model's 64 positions"):
-        fit_suite(config, EvaluationRecipe(seq_len=65), None)
 
 
 SMALL = ("--seq-len", 24, "--device", "cpu")

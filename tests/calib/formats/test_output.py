@@ -2,6 +2,7 @@
 
 import errno
 import json
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -164,17 +165,18 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
     assert (seed_of(out), names(tmp_path)) == (2, ["out", "tiny-llama"])
 
 
-@pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
-def test_every_command_knows_at_once_where_it_cannot_write(command, tiny_directory, tmp_path, monkeypatch):
+def test_every_command_knows_at_once_where_it_cannot_write(tiny_directory, tmp_path, monkeypatch):
     for module in ("job", "evaluate.run", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
     monkeypatch.setattr("calib.transfer.convert.existing_scales", lambda *_: (make_scales(), ()))
-    for out in (tmp_path / "file" / "out", tmp_path / "dangling"):
-        done = fp8kv(*command.split(), tiny_directory, "-o", out)
+    commands = "calibrate -o, eval -o, stress -o, convert --to json -o, strip -o, recommend --write"
+    for command, name in product(commands.split(", "), ("file/out", "dangling")):
+        done = fp8kv(*command.replace(" ", f" {tiny_directory} ", 1).split(), out := tmp_path / name)
         one_line_error(done, f"cannot write '{out}'", "choose another output")
     assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
+    one_line_error(fp8kv("calibrate", tiny_directory, "--format", "json", "--tp-size", "3"), "evenly over 3")
 
 
 def test_a_package_that_an_engines_environment_lacks_has_no_version(monkeypatch):

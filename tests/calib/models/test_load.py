@@ -180,7 +180,7 @@ def test_tokens_that_have_no_row_are_refused_before_the_model_runs(run, tmp_path
         (("calibrate", *FLAGS), ["w5 w6 w7", "w5 w128 w7"]),
         (("calibrate", *FLAGS, "--offload", "layerwise"), ["w5 w6 w7", "w5 <new> w7"]),
         (("generate", "w5 <new> w7", "--scales", "none", "--device", "cpu"), []),
-        (("eval", "--device", "cpu"), [f"w5 w{number} <new> " * 200 for number in range(3, 100)]),
+        (("eval", *FLAGS), [f"w5 w{number} <new> " * 200 for number in range(3, 100)]),
     ):
         monkeypatch.setattr(torch.nn.functional, "embedding", lambda *_, **__: pytest.fail("the model ran"))
         output = [] if command[0] == "generate" else ["-o", tmp_path / "out"]
