@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
+from fp8kv_runtime.hf.graph import RecordedSteps
 from fp8kv_runtime.hf.layers import (
     Fp8CacheLayer,
     ModuleScales,
@@ -20,7 +22,7 @@ from fp8kv_runtime.hf.layers import (
     convert_cache,
     new_cache,
 )
-from fp8kv_runtime.hf.rows import CacheRows
+from fp8kv_runtime.hf.rows import CacheRows, is_applied
 from fp8kv_runtime.hf.swap import EngineQuery, swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -108,9 +110,10 @@ class _Session:
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._unread: list[Tensor] = []
-        decoder = model.get_decoder()
-        self._cache_argument = cache_argument(decoder)
-        parameters = inspect.signature(decoder.forward).parameters
+        self._steps: WeakKeyDictionary[CacheRows, RecordedSteps] = WeakKeyDictionary()
+        self._decoder = model.get_decoder()
+        self._cache_argument = cache_argument(self._decoder)
+        parameters = inspect.signature(self._decoder.forward).parameters
         self._positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._new_cache = functools.partial(new_cache, model)
 
@@ -156,7 +159,10 @@ class _Session:
         if (cache := kwargs.pop("past_key_values", None)) is not None:
             kwargs[self._cache_argument] = cache
         kwargs[self._cache_argument], rows = self._prepare(args, kwargs)
-        output = forward(*args, **kwargs)
+        if args:
+            output = forward(*args, **kwargs)
+        else:
+            output = self._steps[rows].run(forward, kwargs[self._cache_argument], rows, kwargs)
         if not rows.layers or rows.layers[0].get_seq_length() != rows.length:
             raise AttentionError(
                 "the model stored nothing in the FP8 cache, so its results are not those of one: turn off "
@@ -208,6 +214,7 @@ class _Session:
             restore=not self.swaps,
             lead=min(self._scales),
         )
+        self._steps[rows] = RecordedSteps(self._decoder)
         convert_cache(cache, rows, self._scales)
         return rows
 
@@ -260,7 +267,7 @@ class _Session:
             query = pad(query, (0, layer.blocks.head_dim - head_dim))
             head_dim = layer.blocks.head_dim
         sequences, _ = layer.rows.locate(query.device)
-        if mask is not None:
+        if mask is not None and not layer.rows.is_recorded:
             _check_mask_once(layer.rows, mask, tokens, sequences.seq_starts, kwargs.get("sliding_window"))
         options = self._options_of(layer, kwargs, query.device)
         if tokens == 1:
@@ -290,7 +297,7 @@ def _check_mask_once(
     """Call `check_mask` once for each mask of a forward pass: layers of a type share the object."""
     if not any(mask is checked and window == size for checked, size in rows.checked_masks):
         if num_tokens == 1 and rows.defers(mask):
-            rows.note(_is_applied(mask, num_tokens, starts, window))
+            rows.note(is_applied(mask, num_tokens, starts, window))
         else:
             check_mask(mask, num_tokens, starts, window)
         rows.checked_masks.append((mask, window))
@@ -308,20 +315,5 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
     Raises:
         AttentionError: it differs, as for packed sequences, images or right padding.
     """
-    if not bool(_is_applied(mask, num_tokens, starts, window)):
+    if not bool(is_applied(mask, num_tokens, starts, window)):
         raise AttentionError(_OTHER_MASK)
-
-
-def _is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
-    length = mask.shape[-1]
-    columns = torch.arange(length, device=mask.device)
-    first = torch.zeros(1, device=mask.device) if starts is None else starts.to(mask.device)
-    if mask.dim() == 2:
-        return (mask.bool() == (columns >= first[:, None])).all()
-    visible = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
-    rows = torch.arange(length - num_tokens, length, device=mask.device)[:, None]
-    expected = (columns <= rows) & (columns >= first[:, None, None])
-    if window is not None:
-        expected &= columns > rows - window
-    matters = rows >= first[:, None, None]  # padding may attend to anything
-    return ((visible == expected) | ~matters).all()

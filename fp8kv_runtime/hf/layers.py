@@ -63,7 +63,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self._decoded: Tensor | None = None
         self._selections = -1  # of the rows, when they were last read
         self._step: LayerStep | None = None
-        rows.layers.append(self)
+        rows.add_layer(self)
 
     @property
     def blocks(self) -> KVBlocks:
@@ -175,6 +175,10 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         """Return the tokens per row, padding included."""
         return self._length
+
+    def set_length(self, length: int) -> None:
+        """Hold `length` tokens, which a recorded pass has stored, or is to store anew."""
+        self._length = length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""

@@ -1,5 +1,6 @@
 """`CacheRows`: the rows of a transformers cache as sequences of a `PagedKVCache`."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class CacheRows:
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
-        self.layers: list[Any] = []  # `Fp8CacheLayer`
+        self._layers: list[weakref.ref[Any]] = []  # of the cache, which has these rows
         self.selections = 0  # how often the rows have changed
         self._sequences = [self.cache.allocate() for _ in range(num_rows)]
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -44,8 +45,44 @@ class CacheRows:
         self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
         self.unread: list[Tensor] = []  # whether earlier masks were right, as a device knows it: one, or none
         self._is_padded: bool | None = None  # as the last prompt was
+        self.is_recorded = False  # whether the pass is recorded: its masks are not those of replays
         self._located: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def layers(self) -> list[Any]:
+        """Its layers, `Fp8CacheLayer`."""
+        return [layer for ref in self._layers if (layer := ref()) is not None]
+
+    def add_layer(self, layer: Any) -> None:
+        """Let a layer share these rows."""
+        self._layers.append(weakref.ref(layer))
+
+    def set_lengths(self, length: int) -> None:
+        """Let every layer hold `length` tokens."""
+        for layer in self.layers:
+            layer.set_length(length)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the cache."""
+        return len(self._sequences)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return len(self._sequences[0].block_ids)
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the pass is of one token after others, and it is known which rows are padded."""
+        is_known = self.padding is None or self._is_padded is not None
+        return self._slots.shape[1] == 1 and self.length > 1 and is_known
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows begin with padding."""
+        return self.padding is not None and bool(self._is_padded)
 
     def extend(self, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
@@ -63,22 +100,28 @@ class CacheRows:
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
         if device not in self._located:
-            sequences, starts = self.cache.sequences(self._sequences), None
+            (sequences, slots), starts = self.on_host(), None
             if self.padding is not None:
                 if not self.defers(self.padding):
                     self._is_padded = not bool(self.padding.all())
                 starts = left_padding(self.padding).to(device) if self._is_padded else None
             tables, lengths, slots = (
-                x.to(device, non_blocking=True)
-                for x in (sequences.block_tables, sequences.seq_lens, self._slots.flatten())
+                x.to(device, non_blocking=True) for x in (sequences.block_tables, sequences.seq_lens, slots)
             )
             self._located[device] = PagedSequences(tables, lengths, starts), slots
         return self._located[device]
 
+    def on_host(self) -> tuple[PagedSequences, Tensor]:
+        """Return the block tables and lengths of the rows, and the slots of the newest tokens [B * T]."""
+        return self.cache.sequences(self._sequences), self._slots.flatten()
+
+    def use(self, sequences: PagedSequences, slots: Tensor) -> None:
+        """Have this pass read its block tables, lengths and slots from these tensors."""
+        self._located = {slots.device: (sequences, slots)}
+
     def defers(self, mask: Tensor) -> bool:
         """Return whether a mask is not to be read now: on a GPU, of one token after others."""
-        is_step = self._slots.shape[1] == 1 and self.length > 1 and self._is_padded is not None
-        return is_step and self.waits(mask)
+        return self.is_step and self._is_padded is not None and self.waits(mask)
 
     @staticmethod
     def waits(tensor: Tensor) -> bool:
@@ -136,3 +179,19 @@ def left_padding(mask: Tensor) -> Tensor:
     Padding elsewhere is not represented; `check_mask` finds it.
     """
     return (mask.bool().cumsum(1) == 0).sum(1).to(torch.int32)
+
+
+def is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
+    """Return whether the kernels apply a mask, as the device knows it; see `check_mask`."""
+    length = mask.shape[-1]
+    columns = torch.arange(length, device=mask.device)
+    first = torch.zeros(1, device=mask.device) if starts is None else starts.to(mask.device)
+    if mask.dim() == 2:
+        return (mask.bool() == (columns >= first[:, None])).all()
+    visible = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
+    rows = torch.arange(length - num_tokens, length, device=mask.device)[:, None]
+    expected = (columns <= rows) & (columns >= first[:, None, None])
+    if window is not None:
+        expected &= columns > rows - window
+    matters = rows >= first[:, None, None]  # padding may attend to anything
+    return ((visible == expected) | ~matters).all()

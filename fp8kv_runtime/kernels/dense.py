@@ -12,13 +12,15 @@ the row's largest, as in every float16 attention; and the output, which is round
 """
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -33,6 +35,7 @@ from fp8kv_runtime.storage import BlocksLayout, KVBlocks
 # of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same
 WORKSPACE = 2**28
 _VALUES = 4096  # that a program decodes
+_STREAMS = 4  # for attention of heads with other scales
 
 
 class Prompt(NamedTuple):
@@ -98,27 +101,95 @@ def attend_densely(
     """Attend from `query` [T, H, D] with torch's attention and write the prompts' rows of `out` [T, H, D]."""
     shape = (blocks.num_kv_heads, query.shape[1] // blocks.num_kv_heads)
     by_head, rows = query.unflatten(1, shape), out.unflatten(1, shape)
-    v_scale = blocks.scales[1, 0]
+    v_scale, scale = blocks.scales[1, 0], options.scale(query.shape[2])
     for prompt in prompts:
-        for heads, k_scale in _chunks(blocks, prompt):
-            key, value = gather(blocks, sequences, prompt, heads, query.dtype)
-            q = by_head[prompt.start : prompt.stop, heads].flatten(1, 2).transpose(0, 1)
-            attended = scaled_dot_product_attention(
-                q[None], key[None], value[None],
-                attn_mask=causal_lower_right(q.shape[1], key.shape[1]),
-                scale=options.scale(query.shape[2]) * k_scale, enable_gqa=shape[1] > 1,
-            )[0].transpose(0, 1).unflatten(1, (-1, shape[1]))  # fmt: skip
-            torch.mul(attended, v_scale[heads], out=rows[prompt.start : prompt.stop, heads])
-            del key, value  # before the next chunk is decoded
+        tokens = slice(prompt.start, prompt.stop)
+        for chunk in _chunks(blocks, prompt):
+            key, value = gather(blocks, sequences, prompt, chunk, query.dtype)
+            calls = [
+                functools.partial(
+                    _attend, by_head[tokens, heads], key[at], value[at], scale * k_scale, v_scale[heads],
+                    rows[tokens, heads],
+                )
+                for heads, at, k_scale in _calls(blocks, chunk)
+            ]  # fmt: skip
+            _run_side_by_side(calls, query.device)
+            del key, value, calls  # before the next chunk is decoded
 
 
-def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[tuple[slice, float]]:
-    """Yield KV heads that have one K scale and fit the workspace, or one head, and their scale."""
-    scales, size = blocks.k_scale_values, 1
-    if len(scales) == 1:
-        size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
+def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
+    """Yield KV heads that fit the workspace, or one head."""
+    size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
     for head in range(0, blocks.num_kv_heads, size):
-        yield slice(head, min(head + size, blocks.num_kv_heads)), scales[min(head, len(scales) - 1)]
+        yield slice(head, min(head + size, blocks.num_kv_heads))
+
+
+def _calls(blocks: KVBlocks, chunk: slice) -> Iterator[tuple[slice, slice, float]]:
+    """Yield KV heads of a chunk that have one K scale, their place in the chunk, and the scale."""
+    scales = blocks.k_scale_values
+    if len(scales) == 1:
+        yield chunk, slice(None), scales[0]
+    else:
+        for head in range(chunk.start, chunk.stop):
+            at = head - chunk.start
+            yield slice(head, head + 1), slice(at, at + 1), scales[head]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, v_scale: Tensor, out: Tensor) -> None:
+    """Attend from `query` [T, K, G, D] to `key` and `value` [K, N, D]; write `out` [T, K, G, D]."""
+    q, k, v = query.flatten(1, 2).transpose(0, 1)[None], key[None], value[None]
+    before = k.shape[2] - q.shape[2]
+    if before and _is_cudnns(q, k, v):
+        attended = _attend_after(q, k, v, before, scale)
+    else:
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if before else None
+        attended = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=not before, scale=scale, enable_gqa=q.shape[1] > k.shape[1]
+        )
+    torch.mul(attended[0].transpose(0, 1).view_as(query), v_scale, out=out)
+
+
+def _is_cudnns(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether cuDNN has this attention, and is the fastest: on NVIDIA since Hopper."""
+    if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device)[0] < 9:
+        return False
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+
+
+def _attend_after(query: Tensor, key: Tensor, value: Tensor, before: int, scale: float) -> Tensor:
+    """Attend with cuDNN's kernels, which have no causal mask for the last rows alone: [1, H, T, D].
+
+    All queries see the `before` first positions. These and the others are two softmaxes, joined by their sums.
+    """
+    (all_see, sums), (own, own_sums) = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key[:, :, part], value[:, :, part], None, True, 0.0, is_causal, scale=scale
+        )[:2]
+        for part, is_causal in ((slice(before), False), (slice(before, None), True))
+    )
+    weight = torch.sigmoid(sums - own_sums).view(*own.shape[:3], 1)
+    return torch.lerp(own, all_see, weight.to(own.dtype))
+
+
+def _run_side_by_side(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Run calls, each of a head, which alone does not fill a GPU, on streams that go on at the same time."""
+    if len(calls) == 1 or device.type != "cuda":
+        for call in calls:
+            call()
+        return
+    current, streams = torch.cuda.current_stream(device), _streams(device)[: len(calls)]
+    for stream in streams:
+        stream.wait_stream(current)
+    for call, stream in zip(calls, itertools.cycle(streams), strict=False):
+        with torch.cuda.stream(stream):
+            call()
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 
 def gather(

@@ -1,0 +1,180 @@
+"""`RecordedSteps`: decode steps on a GPU as one CUDA graph, replayed, so that Python does not set their pace.
+
+A graph does again what its recording did, at the same addresses, and nothing of Python's: block tables,
+lengths and inputs lie in tensors that stay. A model may depend on more than these. So the first replay of
+a recording is compared with the model itself, bit for bit; where they differ, and where nothing can be
+recorded, every step runs the model.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.utils import ModelOutput
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.hf.rows import CacheRows, is_applied, left_padding
+
+Forward = Callable[..., Any]
+# what a model raises that waits for the GPU, or cannot do without a mask
+_CANNOT_RECORD = (RuntimeError, TypeError, AttributeError, ValueError)
+
+
+class RecordedSteps:
+    """The recording of a decoder's steps on one cache, made at the second step of a kind."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._parameters = list(decoder.parameters())
+        self._config: Any = decoder.config
+        self._can_record = _is_plain(decoder)
+        self._key: tuple[Any, ...] | None = None
+        self._step: _Step | None = None
+        self._is_checked = False
+
+    def run(self, forward: Forward, cache: Cache, rows: CacheRows, kwargs: dict[str, Any]) -> Any:
+        """Run the decoder's `forward`, or what a recording of it does."""
+        key = self._find_key(cache, rows, kwargs)
+        if key is None or key != self._key:
+            self._key, self._step = key, None
+            return forward(**kwargs)
+        if self._step is None:
+            step, self._is_checked = _Step(rows, kwargs), False
+            output = step.run(forward, rows, kwargs)
+            self._can_record = step.record(forward, cache, rows, kwargs, output)
+            self._step = step if self._can_record else None
+            return output
+        output = self._step.replay(cache, rows, kwargs)
+        if not self._is_checked:
+            replayed, output = output, self._step.run(forward, rows, kwargs)
+            self._is_checked = self._can_record = all(
+                torch.equal(x, output[name]) for name, x in replayed.items() if isinstance(x, Tensor)
+            )
+        return output
+
+    def _find_key(self, cache: Cache, rows: CacheRows, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return what a recording depends on besides the values that it reads; None: nothing is recorded."""
+        if not self._can_record or not rows.is_step or torch.is_grad_enabled() or torch.is_autocast_enabled():
+            return None
+        mask, inputs = kwargs.get("attention_mask"), _inputs(kwargs)
+        options = [(name, x) for name, x in kwargs.items() if not isinstance(x, Tensor) and x is not cache]
+        if (
+            "position_ids" not in inputs
+            or not all(map(rows.waits, inputs.values()))
+            or not all(x is None or isinstance(x, bool) for _, x in options)
+            or not (mask is None or mask.shape == (rows.num_rows, rows.length))
+            or len(rows.layers) != len(cache.layers)
+        ):
+            return None
+        return (
+            rows.cache.num_blocks, rows.num_rows, rows.is_padded, mask is None, _width(rows), options,
+            [(name, x.shape, x.dtype, x.device) for name, x in inputs.items()],
+            str(self._config._attn_implementation), [p.data_ptr() for p in self._parameters],
+        )  # fmt: skip
+
+
+class _Step:
+    """One step: tensors that stay, and the graph that reads and writes them."""
+
+    def __init__(self, rows: CacheRows, kwargs: Mapping[str, Any]) -> None:
+        device, shape = kwargs["position_ids"].device, (rows.num_rows,)
+        with torch.inference_mode(False):  # or other modes could not write to what this makes
+            self._inputs = {name: torch.zeros_like(x) for name, x in _inputs(kwargs).items()}
+            tables, lengths, starts = (
+                torch.zeros(size, dtype=torch.int32, device=device)
+                for size in ((*shape, _width(rows)), shape, shape)
+            )
+            self._slots = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._sequences = PagedSequences(tables, lengths, starts if rows.is_padded else None)
+        self._tables = torch.empty(0)  # those on the host that were copied last
+        self._kind: type[ModelOutput] = ModelOutput
+        self._output: dict[str, Tensor | None] = {}  # None: the cache, which is not to be kept alive here
+        self._replay: Callable[[], None]
+
+    def run(self, forward: Forward, rows: CacheRows, kwargs: Mapping[str, Any]) -> Any:
+        """Run the model on this step's tables: shorter ones may be split otherwise, and give other bits."""
+        self._write(rows, kwargs)
+        rows.set_lengths(rows.length - 1)
+        rows.use(self._sequences, self._slots)
+        return forward(**kwargs)
+
+    def record(
+        self, forward: Forward, cache: Cache, rows: CacheRows, kwargs: dict[str, Any], output: object
+    ) -> bool:
+        """Record what gave `output`; return whether that was possible."""
+        if not isinstance(output, ModelOutput):
+            return False
+        if not all(isinstance(x, Tensor) or x is cache for x in output.values()):
+            return False
+        arguments = kwargs | self._inputs
+        if "attention_mask" in kwargs:
+            arguments["attention_mask"] = None  # it grows; `replay` compares it with what the kernels apply
+        rows.set_lengths(rows.length - 1)
+        rows.is_recorded = True
+        try:
+            self._replay, recorded = record(lambda: forward(**arguments), self._slots.device)
+        except _CANNOT_RECORD:
+            return False
+        finally:
+            rows.is_recorded = False
+            rows.set_lengths(rows.length)
+        self._kind = type(recorded)
+        self._output = {name: None if x is cache else x for name, x in recorded.items()}
+        return True
+
+    def replay(self, cache: Cache, rows: CacheRows, kwargs: Mapping[str, Any]) -> ModelOutput:
+        """Do what was recorded with these inputs."""
+        self._write(rows, kwargs)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            rows.note(is_applied(mask, 1, self._sequences.seq_starts, None))
+        self._replay()
+        rows.set_lengths(rows.length)
+        return self._kind(**{name: cache if x is None else x.clone() for name, x in self._output.items()})
+
+    def _write(self, rows: CacheRows, kwargs: Mapping[str, Any]) -> None:
+        """Copy this step's values to the tensors that stay."""
+        on_host, slots = rows.on_host()
+        sequences = self._sequences
+        if not torch.equal(on_host.block_tables, self._tables):
+            self._tables = on_host.block_tables
+            sequences.block_tables[:, : self._tables.shape[1]].copy_(self._tables, non_blocking=True)
+        sequences.seq_lens.copy_(on_host.seq_lens, non_blocking=True)
+        self._slots.copy_(slots, non_blocking=True)
+        if sequences.seq_starts is not None:
+            sequences.seq_starts.copy_(left_padding(kwargs["attention_mask"]))
+        for name, x in self._inputs.items():
+            x.copy_(kwargs[name])
+
+
+def record(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Record what `run` launches, without doing it; return how to do it, and what `run` returned."""
+    with torch.cuda.device(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # not torch.cuda.graph, which gives all free memory back first
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                output = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay, output
+
+
+def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a step, without the mask."""
+    return {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and name != "attention_mask"}
+
+
+def _width(rows: CacheRows) -> int:
+    """Return how many blocks a row of the tables has room for: a power of two."""
+    return max(16, 1 << (rows.num_blocks - 1).bit_length())
+
+
+def _is_plain(decoder: nn.Module) -> bool:
+    """Return whether all of a decoder lies on one device, and nothing watches or moves its modules."""
+    kinds = {(type(p.data), p.device) for p in decoder.parameters()}
+    hooks = (m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in decoder.modules())
+    return len(kinds) == 1 and kinds.pop()[0] is Tensor and not any(hooks)
