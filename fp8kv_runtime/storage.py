@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 
 BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
+_ON_HOST: Any = WeakTensorKeyDictionary()  # scales by their tensors on a GPU, which are not written again
 _FORMATS = {dtype: name for name, dtype in BLOCK_DTYPES.items()}
 
 
@@ -60,7 +62,8 @@ class KVBlocks:
             if tensor is None:
                 continue
             check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
-            if not torch.isfinite(tensor).all() or (name != "k_center" and not (tensor > 0).all()):
+            values = on_host(tensor)
+            if not torch.isfinite(values).all() or (name != "k_center" and not (values > 0).all()):
                 raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
             # one that was expanded has no memory for every head, which kernels read
             object.__setattr__(self, name, tensor.contiguous())
@@ -178,7 +181,7 @@ class KVBlocks:
     @cached_property
     def k_scale_values(self) -> list[float]:
         """K's scales on the host, where they are not per channel."""
-        return self.k_scale.flatten().tolist()
+        return on_host(self.k_scale).flatten().tolist()
 
     @cached_property
     def specialization(self) -> tuple[Any, ...]:
@@ -226,6 +229,16 @@ class KVBlocks:
             new = torch.empty((2, num_blocks, *old.shape[2:]), dtype=old.dtype, device=old.device)
         new[:, : self.num_blocks] = old
         return replace(self, codes=new.view(self.codes.dtype))
+
+
+def on_host(scale: Tensor) -> Tensor:
+    """Return scales, or a centre, of any shape on the CPU: a GPU is waited for once for each tensor."""
+    if scale.is_cpu:
+        return scale
+    if scale not in _ON_HOST:
+        _ON_HOST[scale] = scale.cpu()
+    values: Tensor = _ON_HOST[scale]
+    return values
 
 
 def scale_dims(scale: Tensor) -> int:

@@ -110,6 +110,7 @@ class _Session:
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._unread: list[Tensor] = []
+        self._fitted: dict[Any, list[Any]] = {}
         self._steps: WeakKeyDictionary[CacheRows, RecordedSteps] = WeakKeyDictionary()
         self._decoder = model.get_decoder()
         self._cache_argument = cache_argument(self._decoder)
@@ -213,6 +214,7 @@ class _Session:
             use_triton=self._use_triton,
             restore=not self.swaps,
             lead=min(self._scales),
+            fitted=self._fitted,
         )
         self._steps[rows] = RecordedSteps(self._decoder)
         convert_cache(cache, rows, self._scales)

@@ -73,18 +73,25 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
         num_heads, head_dim = key_states.shape[1], max(key_states.shape[3], value_states.shape[3])
-        cache, scales, center = self.rows.cache, self.scales, self.scales.k_center
+        cache, scales, device = self.rows.cache, self.scales, key_states.device
         with torch.inference_mode(False):  # a later forward pass may run outside inference mode
+            key = (scales.layer_idx, num_heads, head_dim, device)
+            if key not in self.rows.fitted:
+                fills = ((scales.k, 1.0), (scales.v, 1.0), (scales.k_center, 0.0))
+                self.rows.fitted[key] = [
+                    None if x is None else _fit(x, num_heads, head_dim, fill).to(device) for x, fill in fills
+                ]
+            k_scale, v_scale, k_center = self.rows.fitted[key]
             blocks = KVBlocks.empty(
                 cache.num_blocks,
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=_fit(scales.k, num_heads, head_dim, 1.0),
-                v_scale=_fit(scales.v, num_heads, head_dim, 1.0),
-                k_center=None if center is None else _fit(center, num_heads, head_dim, 0.0),
+                k_scale=k_scale,
+                v_scale=v_scale,
+                k_center=k_center,
                 dtype=self.rows.dtype,
-                device=key_states.device,
+                device=device,
             )
         cache.add_layer(scales.layer_idx, blocks)
         self.values_per_token = num_heads * (key_states.shape[3] + value_states.shape[3])

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ class CacheRows:
         use_triton: bool,  # whether kernels read the blocks, not the model's own attention function
         restore: bool,  # whether layers return all of K and V in the model's own type
         lead: int,  # index of the first layer in FP8
+        fitted: dict[Any, list[Any]],  # scales of layers on devices, which other caches' rows have too
     ) -> None:
         self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=block_size, can_grow=True)
         self.dtype = dtype
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
+        self.fitted = fitted
         self._layers: list[weakref.ref[Any]] = []  # of the cache, which has these rows
         self.selections = 0  # how often the rows have changed
         self._sequences = [self.cache.allocate() for _ in range(num_rows)]
@@ -104,11 +107,14 @@ class CacheRows:
             if self.padding is not None:
                 if not self.defers(self.padding):
                     self._is_padded = not bool(self.padding.all())
-                starts = left_padding(self.padding).to(device) if self._is_padded else None
-            tables, lengths, slots = (
-                x.to(device, non_blocking=True) for x in (sequences.block_tables, sequences.seq_lens, slots)
-            )
-            self._located[device] = PagedSequences(tables, lengths, starts), slots
+                starts = left_padding(self.padding) if self._is_padded else None
+                if starts is not None and not self.is_step:
+                    starts = starts.cpu()  # once, for `spans` in every layer
+            if starts is None or starts.is_cpu:
+                located = PagedSequences(sequences.block_tables, sequences.seq_lens, starts).to(device)
+            else:
+                located = replace(sequences.to(device), seq_starts=starts.to(device))
+            self._located[device] = located, slots.to(device, non_blocking=True)
         return self._located[device]
 
     def on_host(self) -> tuple[PagedSequences, Tensor]:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.attend import decode_tile, join_halves, load_codes, row_offsets
@@ -34,8 +34,10 @@ from fp8kv_runtime.storage import BlocksLayout, KVBlocks
 
 # of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same
 WORKSPACE = 2**28
+_AFTER = 4  # times as many pairs make it worth to attend to earlier tokens
 _VALUES = 4096  # that a program decodes
 _STREAMS = 4  # for attention of heads with other scales
+_STEP = 256  # tokens that cuDNN is given are a multiple of these
 
 
 class Prompt(NamedTuple):
@@ -46,6 +48,11 @@ class Prompt(NamedTuple):
     stop: int
     first: int
     end: int
+
+    @property
+    def is_after_others(self) -> bool:
+        """Whether there are tokens before the new ones."""
+        return self.end - self.first > self.stop - self.start
 
     @property
     def pairs(self) -> int:
@@ -64,8 +71,8 @@ def find_prompts(
     that is being recorded may be replayed with others.
     """
     longest = sequences.block_tables.shape[1] * blocks.layout.block_size
-    heads = query.shape[1] // (blocks.layout.num_kv_heads if blocks.layout.k_scales else 1)
-    if query.shape[0] * longest * heads < least_pairs or not _fits(query, blocks, options):
+    least_pairs *= blocks.layout.num_kv_heads if blocks.layout.k_scales else 1  # a call each
+    if query.shape[0] * longest * query.shape[1] < least_pairs or not _fits(query, blocks, options):
         return []
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
@@ -82,8 +89,8 @@ def find_prompts(
         for seq, (first, end) in enumerate(spans)
     ]
     prompts = [prompt for prompt in prompts if prompt.start < prompt.stop]
-    enough = sum(prompt.pairs for prompt in prompts) * heads >= least_pairs * len(prompts)
-    return prompts if enough else []
+    least = sum(least_pairs * (_AFTER if prompt.is_after_others else 1) for prompt in prompts)
+    return prompts if sum(prompt.pairs for prompt in prompts) * query.shape[1] >= least else []
 
 
 def _fits(query: Tensor, blocks: KVBlocks, options: AttentionOptions) -> bool:
@@ -138,37 +145,47 @@ def _calls(blocks: KVBlocks, chunk: slice) -> Iterator[tuple[slice, slice, float
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, v_scale: Tensor, out: Tensor) -> None:
     """Attend from `query` [T, K, G, D] to `key` and `value` [K, N, D]; write `out` [T, K, G, D]."""
     q, k, v = query.flatten(1, 2).transpose(0, 1)[None], key[None], value[None]
-    before = k.shape[2] - q.shape[2]
-    if before and _is_cudnns(q, k, v):
-        attended = _attend_after(q, k, v, before, scale)
+    if _prefers_cudnn(q, k, v):
+        attended = _attend_with_cudnn(q, k, v, scale)
     else:
-        mask = causal_lower_right(q.shape[2], k.shape[2]) if before else None
-        attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=not before, scale=scale, enable_gqa=q.shape[1] > k.shape[1]
-        )
-    torch.mul(attended[0].transpose(0, 1).view_as(query), v_scale, out=out)
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    torch.mul(attended[0].transpose(0, 1).unflatten(1, query.shape[1:3]), v_scale, out=out)
 
 
-def _is_cudnns(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether cuDNN has this attention, and is the fastest: on NVIDIA since Hopper."""
+def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether cuDNN has this attention and is the fastest: on NVIDIA since Hopper."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device)[0] < 9:
         return False
-    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, True))
 
 
-def _attend_after(query: Tensor, key: Tensor, value: Tensor, before: int, scale: float) -> Tensor:
-    """Attend with cuDNN's kernels, which have no causal mask for the last rows alone: [1, H, T, D].
+def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend from `query` [1, H, T, D] to `key` and `value` [1, K, N, D].
 
-    All queries see the `before` first positions. These and the others are two softmaxes, joined by their sums.
+    cuDNN plans every new shape for tens of milliseconds, so tokens are filled up to one of few numbers.
+    Its causal mask begins at the first position: what all queries see is attended to by itself, and the
+    two softmaxes are joined.
     """
-    (all_see, sums), (own, own_sums) = (
-        torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key[:, :, part], value[:, :, part], None, True, 0.0, is_causal, scale=scale
-        )[:2]
-        for part, is_causal in ((slice(before), False), (slice(before, None), True))
-    )
-    weight = torch.sigmoid(sums - own_sums).view(*own.shape[:3], 1)
-    return torch.lerp(own, all_see, weight.to(own.dtype))
+    new, length = query.shape[2], key.shape[2]
+    step = max(_STEP, triton.next_power_of_2(length) // 16)
+    seen = (length - new) // step * step
+    front = length - new - seen  # positions that are neither: queries before them are not used
+    behind = -(front + new) % step
+    query = pad(query, (0, 0, front, behind))
+    own_key, own_value = (pad(x[:, :, seen:], (0, 0, 0, behind)) for x in (key, value))
+    own, own_sums = cudnn(query, own_key, own_value, scale, True)
+    if seen:
+        others, sums = cudnn(query, key[:, :, :seen], value[:, :, :seen], scale, False)
+        own = own * torch.sigmoid(own_sums - sums) + others * torch.sigmoid(sums - own_sums)
+    return own[:, :, front : front + new]
+
+
+def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums [1, H, T, 1]."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, sums, *_ = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return out, sums.view(*out.shape[:3], 1)
 
 
 def _run_side_by_side(calls: Sequence[Callable[[], None]], device: torch.device) -> None:

@@ -66,11 +66,34 @@ def test_what_torch_has_no_attention_for_is_ours(launched, device):
         launched.clear()
         assert_attention(replace(RAGGED, **changes), device)
         assert launched == ["decode_kernel"], changes
-    for least, name in ((6, "gather_kernel"), (7, "decode_kernel")):  # two pairs, three query heads
-        launched.clear()
-        with pinned("extend", Config(64, 4, pairs=least)):
-            assert_attention(Case((2, 2), query_lens=(1, 1), kv_heads=1, group=3), device)
-        assert {*launched} == {name}
+    # three query heads: of two tokens alone nine pairs, of one after another six, which are worth less
+    for new, most in (2, 9), (1, 1):
+        for least, name in ((most, "gather_kernel"), (most + 1, "decode_kernel")):
+            launched.clear()
+            with pinned("extend", Config(64, 4, pairs=least)):
+                assert_attention(Case((2, 2), query_lens=(new, new), kv_heads=1, group=3), device)
+            assert {*launched} == {name}
+
+
+def test_on_hopper_a_prompt_after_others_is_two_softmaxes_of_full_steps(launched, device, monkeypatch):
+    shapes = []
+
+    def attend(query, key, value, scale, is_causal):
+        shapes.append((query.shape[2], key.shape[2], is_causal))
+        scores = scale * query.float() @ key.float().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+        if is_causal:
+            scores += torch.full_like(scores, -torch.inf).triu(1)
+        out = scores.softmax(-1) @ value.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return out.to(query.dtype), scores.logsumexp(-1, keepdim=True)
+
+    monkeypatch.setattr(dense, "_prefers_cudnn", lambda *_: True)
+    monkeypatch.setattr(dense, "cudnn", attend)
+    monkeypatch.setattr(dense, "_STEP", 16)
+    assert_attention(replace(RAGGED, k_scales="tensor", dtype=torch.bfloat16), device)
+    # 20 tokens after 47, 133 of which 33 are padding, and one alone
+    assert shapes == [(48, 48, True), (48, 32, False), (112, 112, True), (16, 16, True)]
+    assert_attention(RAGGED, device)
+    assert len(shapes) == 4 + 4 * RAGGED.kv_heads
 
 
 def test_a_sequence_of_one_part_is_one_launch(launched, device):
