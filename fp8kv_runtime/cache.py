@@ -58,7 +58,9 @@ class PagedSequences:
     def to(self, device: torch.device) -> "PagedSequences":
         """Copy them to another device; lengths that are then written there are not known to `spans`."""
         tables, lengths = (x.to(device, non_blocking=True) for x in (self.block_tables, self.seq_lens))
-        moved = PagedSequences(tables, lengths, None if self.seq_starts is None else self.seq_starts.to(device))
+        moved = PagedSequences(
+            tables, lengths, None if self.seq_starts is None else self.seq_starts.to(device)
+        )
         object.__setattr__(moved, "_on_host", self if self.seq_lens.is_cpu else self._on_host)
         return moved
 

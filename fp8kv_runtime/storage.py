@@ -62,11 +62,16 @@ class KVBlocks:
             if tensor is None:
                 continue
             check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
+            tensor = (
+                tensor.contiguous()
+            )  # one that was expanded has no memory for every head, which kernels read
+            object.__setattr__(self, name, tensor)
+            if tensor in _ON_HOST:  # and was right
+                continue
             values = on_host(tensor)
             if not torch.isfinite(values).all() or (name != "k_center" and not (values > 0).all()):
+                _ON_HOST.pop(tensor, None)
                 raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
-            # one that was expanded has no memory for every head, which kernels read
-            object.__setattr__(self, name, tensor.contiguous())
         if self.counts is not None:
             check_tensor("counts", self.counts, ((2, *heads, 3),), torch.int64, codes.device)
 

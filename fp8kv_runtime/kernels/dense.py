@@ -13,7 +13,8 @@ the row's largest, as in every float16 attention; and the output, which is round
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import Launcher, block_constants
 from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.options import AttentionOptions
-from fp8kv_runtime.storage import BlocksLayout, KVBlocks
+from fp8kv_runtime.storage import BlocksLayout, KVBlocks, per_channel
 
 # of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same
 WORKSPACE = 2**28
@@ -105,22 +106,31 @@ def attend_densely(
     query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
     prompts: list[Prompt], out: Tensor,
 ) -> None:  # fmt: skip
-    """Attend from `query` [T, H, D] with torch's attention and write the prompts' rows of `out` [T, H, D]."""
-    shape = (blocks.num_kv_heads, query.shape[1] // blocks.num_kv_heads)
-    by_head, rows = query.unflatten(1, shape), out.unflatten(1, shape)
-    v_scale, scale = blocks.scales[1, 0], options.scale(query.shape[2])
+    """Attend from `query` [T, H, D] with torch's attention and write `out` [T, H, D]: 0 beside prompts."""
+    if sum(prompt.stop - prompt.start for prompt in prompts) < query.shape[0]:
+        out.zero_()
+    group, scales = query.shape[1] // blocks.num_kv_heads, blocks.k_scale_values
+    softmax_scale = options.scale(query.shape[2])
+    v_scale = per_channel(blocks.v_scale).expand(blocks.num_kv_heads, 1, -1).repeat_interleave(group, 0)
+    by_head, rows = query.transpose(0, 1)[None], out.transpose(0, 1)[None]  # [1, H, T, D]
     for prompt in prompts:
         tokens = slice(prompt.start, prompt.stop)
-        for chunk in _chunks(blocks, prompt):
-            key, value = gather(blocks, sequences, prompt, chunk, query.dtype)
-            calls = [
-                functools.partial(
-                    _attend, by_head[tokens, heads], key[at], value[at], scale * k_scale, v_scale[heads],
-                    rows[tokens, heads],
-                )
-                for heads, at, k_scale in _calls(blocks, chunk)
-            ]  # fmt: skip
-            _run_side_by_side(calls, query.device)
+        for heads in _chunks(blocks, prompt):
+            key, value = gather(blocks, sequences, prompt, heads, query.dtype)[:, None]
+            attend = _attend_with_cudnn if _prefers_cudnn(query, key, value) else _attend
+            # in one call, or in one for each KV head with a scale of its own
+            size = 1 if len(scales) > 1 else key.shape[1]
+            queries = slice(heads.start * group, heads.stop * group)
+            calls = zip(
+                by_head[:, queries, tokens].split(size * group, 1), key.split(size, 1), value.split(size, 1),
+                [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)],
+                v_scale[queries].split(size * group), rows[:, queries, tokens].split(size * group, 1),
+                strict=True,
+            )  # fmt: skip
+            with _side_by_side(query.device, num_calls=key.shape[1] // size) as streams:
+                for (q, k, v, scale, factor, part), stream in zip(calls, streams, strict=False):
+                    with torch.cuda.stream(stream):
+                        torch.mul(attend(q, k, v, scale), factor, out=part)
             del key, value, calls  # before the next chunk is decoded
 
 
@@ -131,33 +141,17 @@ def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
         yield slice(head, min(head + size, blocks.num_kv_heads))
 
 
-def _calls(blocks: KVBlocks, chunk: slice) -> Iterator[tuple[slice, slice, float]]:
-    """Yield KV heads of a chunk that have one K scale, their place in the chunk, and the scale."""
-    scales = blocks.k_scale_values
-    if len(scales) == 1:
-        yield chunk, slice(None), scales[0]
-    else:
-        for head in range(chunk.start, chunk.stop):
-            at = head - chunk.start
-            yield slice(head, head + 1), slice(at, at + 1), scales[head]
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, v_scale: Tensor, out: Tensor) -> None:
-    """Attend from `query` [T, K, G, D] to `key` and `value` [K, N, D]; write `out` [T, K, G, D]."""
-    q, k, v = query.flatten(1, 2).transpose(0, 1)[None], key[None], value[None]
-    if _prefers_cudnn(q, k, v):
-        attended = _attend_with_cudnn(q, k, v, scale)
-    else:
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    torch.mul(attended[0].transpose(0, 1).unflatten(1, query.shape[1:3]), v_scale, out=out)
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend from `query` [1, H, T, D] to `key` and `value` [1, K, N, D] with what torch chooses."""
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
 def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether cuDNN has this attention and is the fastest: on NVIDIA since Hopper."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device)[0] < 9:
         return False
-    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, True))
+    return can_use_cudnn_attention(SDPAParams(query.transpose(0, 1)[None], key, value, None, 0.0, True, True))
 
 
 def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -168,12 +162,14 @@ def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) 
     two softmaxes are joined.
     """
     new, length = query.shape[2], key.shape[2]
-    step = max(_STEP, triton.next_power_of_2(length) // 16)
+    step = max(_STEP, triton.next_power_of_2(new) // 32)
     seen = (length - new) // step * step
     front = length - new - seen  # positions that are neither: queries before them are not used
     behind = -(front + new) % step
-    query = pad(query, (0, 0, front, behind))
-    own_key, own_value = (pad(x[:, :, seen:], (0, 0, 0, behind)) for x in (key, value))
+    own_key, own_value = key[:, :, seen:], value[:, :, seen:]
+    if front or behind:
+        query = pad(query, (0, 0, front, behind))
+        own_key, own_value = (pad(x, (0, 0, 0, behind)) for x in (own_key, own_value))
     own, own_sums = cudnn(query, own_key, own_value, scale, True)
     if seen:
         others, sums = cudnn(query, key[:, :, :seen], value[:, :, :seen], scale, False)
@@ -188,20 +184,15 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bo
     return out, sums.view(*out.shape[:3], 1)
 
 
-def _run_side_by_side(calls: Sequence[Callable[[], None]], device: torch.device) -> None:
-    """Run calls, each of a head, which alone does not fill a GPU, on streams that go on at the same time."""
-    if len(calls) == 1 or device.type != "cuda":
-        for call in calls:
-            call()
-        return
-    current, streams = torch.cuda.current_stream(device), _streams(device)[: len(calls)]
+@contextmanager
+def _side_by_side(device: torch.device, num_calls: int) -> Iterator[Iterator[torch.cuda.Stream | None]]:
+    """Yield streams, without end, for calls that alone do not fill the GPU; None: the current one."""
+    streams = _streams(device) if num_calls > 1 and device.type == "cuda" else []
     for stream in streams:
-        stream.wait_stream(current)
-    for call, stream in zip(calls, itertools.cycle(streams), strict=False):
-        with torch.cuda.stream(stream):
-            call()
+        stream.wait_stream(torch.cuda.current_stream(device))
+    yield itertools.cycle(streams or [None])
     for stream in streams:
-        current.wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def extend_attention(
     check_attention(query, blocks, sequences, options)
     tables, num_seqs = sequences.block_tables, len(sequences.seq_lens)
     check_tensor("cu_seqlens", cu_seqlens, ((num_seqs + 1,),), torch.int32, query.device)
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if query.shape[0] == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -52,6 +52,7 @@ def extend_attention(
         if prompts:
             attend_densely(*batch, options, prompts, out)
             return out
+    out.zero_()  # rows that see nothing
     rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
     # no KV is longer than this: lengths are on the device
     longest = tables.shape[1] * blocks.layout.block_size
