@@ -1,6 +1,6 @@
 """What no GPU has run: scales taken two ways must be the same, and AWQ's own reader must read what we write.
 
-    python benchmarks/gpu_checks.py peft | offload | layerwise | awq
+    python benchmarks/gpu_checks.py peft | offload | layerwise | awq | graphs
     torchrun --nproc-per-node gpu benchmarks/gpu_checks.py ddp
 
 Without a GPU they run on the CPU. One GPU has no second rank: NCCL does not take two on one.
@@ -26,6 +26,7 @@ from calib.data import make_batches
 from calib.files.model_directory import open_model_directory
 from calib.models.config import load_config
 from calib.models.load import load_model
+from fp8kv_runtime.hf import fp8_attention, graph
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "quantized"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,6 +117,35 @@ def awq() -> None:
             check(baked.name, {name: weight_of(each) for name, each in modules.items()}, ours, 2e-3)
 
 
+def graphs() -> None:
+    """Compare the logits of recorded steps with those of the model, and see a model that cannot be recorded."""
+    for name in ("llama", "qwen2", "gpt_neox", "mixtral", "gemma2"):
+        model = tiny_model(name).to(DEVICE, torch.float16)
+        scales = scales_for(model, batches(), recipe=Recipe())
+        recorded, plain = (_steps(model, scales, records) for records in (True, False))
+        check(f"recorded steps of {name}", {"logits": recorded}, {"logits": plain})
+    norm = model.get_decoder().norm
+    norm.forward = lambda x, own=norm.forward: own(x) * (float(x.abs().max()) > 0)  # waits for the GPU
+    check("a model that waits", *({"logits": _steps(model, scales, records)} for records in (True, False)))
+
+
+def _steps(model: torch.nn.Module, scales: object, records: bool) -> Tensor:
+    """Return the logits of 40 steps after two rows, one of which is padded."""
+    mask = torch.ones_like(ROWS[:2, :20]).to(DEVICE)
+    mask[0, :3] = 0
+    can_record = graph._is_plain
+    graph._is_plain = can_record if records else lambda decoder: False
+    try:
+        with torch.no_grad(), fp8_attention(model, scales, block_size=16):
+            output = model.generate(
+                ROWS[:2, :20].to(DEVICE), attention_mask=mask, max_new_tokens=40, min_new_tokens=40,
+                do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+            )  # fmt: skip
+    finally:
+        graph._is_plain = can_record
+    return torch.stack(output.logits)
+
+
 def run(*arguments: object) -> None:
     """Run a command of fp8kv."""
     try:
@@ -149,7 +179,7 @@ def largest_error(found: Scales, expected: Scales) -> float:
     return float(torch.stack(errors).max())  # NaN is the largest
 
 
-CHECKS: dict[str, Callable[[], None]] = {f.__name__: f for f in (peft, ddp, offload, layerwise, awq)}
+CHECKS: dict[str, Callable[[], None]] = {f.__name__: f for f in (peft, ddp, offload, layerwise, awq, graphs)}
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in CHECKS:

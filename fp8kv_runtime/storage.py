@@ -62,16 +62,11 @@ class KVBlocks:
             if tensor is None:
                 continue
             check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
-            tensor = (
-                tensor.contiguous()
-            )  # one that was expanded has no memory for every head, which kernels read
-            object.__setattr__(self, name, tensor)
-            if tensor in _ON_HOST:  # and was right
-                continue
-            values = on_host(tensor)
-            if not torch.isfinite(values).all() or (name != "k_center" and not (values > 0).all()):
-                _ON_HOST.pop(tensor, None)
+            low, high = on_host(tensor).aminmax()  # NaN, where there is one
+            if not (low > (-torch.inf if name == "k_center" else 0) and high < torch.inf):
                 raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
+            # one that was expanded has no memory for every head, which kernels read
+            object.__setattr__(self, name, tensor.contiguous())
         if self.counts is not None:
             check_tensor("counts", self.counts, ((2, *heads, 3),), torch.int64, codes.device)
 
@@ -99,9 +94,9 @@ class KVBlocks:
         codes = torch.empty(shape, dtype=torch.uint8, device=device)
         return cls(
             codes.view(dtype),
-            k_scale.to(device),
-            v_scale.to(device),
-            None if k_center is None else k_center.to(device),
+            move_scale(k_scale, device),
+            move_scale(v_scale, device),
+            None if k_center is None else move_scale(k_center, device),
             torch.zeros(2, num_kv_heads, 3, dtype=torch.int64, device=device) if count else None,
         )
 
@@ -244,6 +239,14 @@ def on_host(scale: Tensor) -> Tensor:
         _ON_HOST[scale] = scale.cpu()
     values: Tensor = _ON_HOST[scale]
     return values
+
+
+def move_scale(scale: Tensor, device: torch.device | str) -> Tensor:
+    """Copy scales, or a centre, of any shape to a device, which is not asked for those of the CPU."""
+    moved = scale.to(device)
+    if scale.is_cpu and not moved.is_cpu:
+        _ON_HOST[moved] = scale.clone()
+    return moved
 
 
 def scale_dims(scale: Tensor) -> int:

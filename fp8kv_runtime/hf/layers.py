@@ -20,7 +20,7 @@ from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.rows import CacheRows
 from fp8kv_runtime.hf.step import LayerStep, StepTokens
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import KVBlocks, move_scale
 
 _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V beside those that are there
 
@@ -79,7 +79,8 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
             if key not in self.rows.fitted:
                 fills = ((scales.k, 1.0), (scales.v, 1.0), (scales.k_center, 0.0))
                 self.rows.fitted[key] = [
-                    None if x is None else _fit(x, num_heads, head_dim, fill).to(device) for x, fill in fills
+                    None if x is None else move_scale(_fit(x, num_heads, head_dim, fill), device)
+                    for x, fill in fills
                 ]
             k_scale, v_scale, k_center = self.rows.fitted[key]
             blocks = KVBlocks.empty(
@@ -358,7 +359,8 @@ def _fit(scale: Tensor, num_heads: int, head_dim: int, value: float) -> Tensor:
             "they are of another model"
         )
     repeats = 1 if scale.shape[0] == 1 else num_heads // scale.shape[0]
-    return _pad_channels(scale.repeat_interleave(repeats, 0), head_dim, value)
+    repeated = scale if repeats == 1 else scale.repeat_interleave(repeats, 0)
+    return _pad_channels(repeated, head_dim, value)
 
 
 def _pad_channels(x: Tensor, size: int, value: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Recorded decode steps: they are the model's own, bit for bit, and a model that cannot be recorded runs itself."""
+"""Recorded decode steps: the model's own, bit for bit, and left to a model that cannot be recorded."""
 
 import itertools
 
@@ -17,7 +17,7 @@ LAUNCH = Launcher.__call__
 
 
 class Recording(TorchDispatchMode):
-    """What stands in for a CUDA graph: it does again what was done, on the same memory, and nothing of Python's."""
+    """What stands in for a CUDA graph: it does again, on the same memory, what was done, without the model."""
 
     def __init__(self, monkeypatch):
         super().__init__()
