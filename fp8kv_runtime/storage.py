@@ -62,7 +62,7 @@ class KVBlocks:
             if tensor is None:
                 continue
             check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
-            low, high = on_host(tensor).aminmax()  # NaN, where there is one
+            low, high = host_values(tensor).aminmax()  # NaN, where there is one
             if not (low > (-torch.inf if name == "k_center" else 0) and high < torch.inf):
                 raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
             # one that was expanded has no memory for every head, which kernels read
@@ -181,7 +181,7 @@ class KVBlocks:
     @cached_property
     def k_scale_values(self) -> list[float]:
         """K's scales on the host, where they are not per channel."""
-        return on_host(self.k_scale).flatten().tolist()
+        return host_values(self.k_scale).flatten().tolist()
 
     @cached_property
     def specialization(self) -> tuple[Any, ...]:
@@ -231,7 +231,7 @@ class KVBlocks:
         return replace(self, codes=new.view(self.codes.dtype))
 
 
-def on_host(scale: Tensor) -> Tensor:
+def host_values(scale: Tensor) -> Tensor:
     """Return scales, or a centre, of any shape on the CPU: a GPU is waited for once for each tensor."""
     if scale.is_cpu:
         return scale

@@ -75,7 +75,7 @@ class RecordedSteps:
 
 
 class _Step:
-    """One step: tensors that stay, and the graph that reads and writes them."""
+    """Tensors of a step that stay, and the graph that reads and writes them."""
 
     def __init__(self, rows: CacheRows, kwargs: Mapping[str, Any]) -> None:
         device, shape = kwargs["position_ids"].device, (rows.num_rows,)
@@ -134,12 +134,12 @@ class _Step:
 
     def _write(self, rows: CacheRows, kwargs: Mapping[str, Any]) -> None:
         """Copy this step's values to the tensors that stay."""
-        on_host, slots = rows.on_host()
+        tables, slots = rows.host_tables()
         sequences = self._sequences
-        if not torch.equal(on_host.block_tables, self._tables):
-            self._tables = on_host.block_tables
+        if not torch.equal(tables.block_tables, self._tables):
+            self._tables = tables.block_tables
             sequences.block_tables[:, : self._tables.shape[1]].copy_(self._tables, non_blocking=True)
-        sequences.seq_lens.copy_(on_host.seq_lens, non_blocking=True)
+        sequences.seq_lens.copy_(tables.seq_lens, non_blocking=True)
         self._slots.copy_(slots, non_blocking=True)
         if sequences.seq_starts is not None:
             sequences.seq_starts.copy_(left_padding(kwargs["attention_mask"]))

@@ -78,13 +78,13 @@ class CacheRows:
 
     @property
     def is_step(self) -> bool:
-        """Whether the pass is of one token after others, and it is known which rows are padded."""
+        """Return whether the pass is of one token after others, and it is known which rows are padded."""
         is_known = self.padding is None or self._is_padded is not None
         return self._slots.shape[1] == 1 and self.length > 1 and is_known
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows begin with padding."""
+        """Return whether rows begin with padding."""
         return self.padding is not None and bool(self._is_padded)
 
     def extend(self, num_tokens: int) -> None:
@@ -103,7 +103,7 @@ class CacheRows:
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
         if device not in self._located:
-            (sequences, slots), starts = self.on_host(), None
+            (sequences, slots), starts = self.host_tables(), None
             if self.padding is not None:
                 if not self.defers(self.padding):
                     self._is_padded = not bool(self.padding.all())
@@ -117,7 +117,7 @@ class CacheRows:
             self._located[device] = located, slots.to(device, non_blocking=True)
         return self._located[device]
 
-    def on_host(self) -> tuple[PagedSequences, Tensor]:
+    def host_tables(self) -> tuple[PagedSequences, Tensor]:
         """Return the block tables and lengths of the rows, and the slots of the newest tokens [B * T]."""
         return self.cache.sequences(self._sequences), self._slots.flatten()
 

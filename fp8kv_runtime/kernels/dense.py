@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
 
     @property
     def is_after_others(self) -> bool:
-        """Whether there are tokens before the new ones."""
+        """Return whether there are tokens before the new ones."""
         return self.end - self.first > self.stop - self.start
 
     @property
@@ -163,17 +163,17 @@ def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) 
     """
     new, length = query.shape[2], key.shape[2]
     step = max(_STEP, triton.next_power_of_2(new) // 32)
-    seen = (length - new) // step * step
-    front = length - new - seen  # positions that are neither: queries before them are not used
+    shared = (length - new) // step * step
+    front = length - new - shared  # positions that are neither: queries before them are not used
     behind = -(front + new) % step
-    own_key, own_value = key[:, :, seen:], value[:, :, seen:]
+    own_key, own_value = key[:, :, shared:], value[:, :, shared:]
     if front or behind:
         query = pad(query, (0, 0, front, behind))
         own_key, own_value = (pad(x, (0, 0, 0, behind)) for x in (own_key, own_value))
     own, own_sums = cudnn(query, own_key, own_value, scale, True)
-    if seen:
-        others, sums = cudnn(query, key[:, :, :seen], value[:, :, :seen], scale, False)
-        own = own * torch.sigmoid(own_sums - sums) + others * torch.sigmoid(sums - own_sums)
+    if shared:
+        earlier, sums = cudnn(query, key[:, :, :shared], value[:, :, :shared], scale, False)
+        own = own * torch.sigmoid(own_sums - sums) + earlier * torch.sigmoid(sums - own_sums)
     return own[:, :, front : front + new]
 
 

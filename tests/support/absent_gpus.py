@@ -150,7 +150,7 @@ def on_devices():
         with contextlib.suppress(ValueError):
             decode_attention(query[:, :, :8], blocks, sequences)
 
-    for name in ("empty", "empty_like", "zeros_like"):
+    for name in ("empty", "empty_like"):
         setattr(torch, name, partial(recorded, getattr(torch, name)))
     torch.cuda.device = made_current
     torch.cuda.get_device_name = lambda device: "an absent GPU"

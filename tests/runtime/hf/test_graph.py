@@ -17,7 +17,7 @@ LAUNCH = Launcher.__call__
 
 
 class Recording(TorchDispatchMode):
-    """What stands in for a CUDA graph: it does again, on the same memory, what was done, without the model."""
+    """What stands in for a CUDA graph: it does again what was done, on the same memory."""
 
     def __init__(self, monkeypatch):
         super().__init__()
