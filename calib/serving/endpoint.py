@@ -1,9 +1,9 @@
 """The scales in force over HTTP: a route and metrics of a vLLM server, where VLLM_PLUGINS names fp8kv."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +42,7 @@ class ScalesEndpoint:
             return {**_numbers(report), "fingerprint": report.fingerprint, "problems": report.problems}
 
         async def watch() -> Any:
-            with suppress(Exception):  # an engine that is idle has not written its last seconds
+            with errors_to(_note):  # an engine that is idle has not written its last seconds
                 await self._call(WRITE)
             if document := _watched():
                 return document
@@ -63,7 +63,7 @@ class ScalesEndpoint:
         for name in _CHANGING:
             if hasattr(engine_client, name):
                 wrap(engine_client, name)(self._call_and_ask)
-        with suppress(Exception):
+        with errors_to(_note):
             await self._ask()
         if os.environ.get("FP8KV_WATCH"):
             REGISTRY.register(self)
@@ -72,7 +72,7 @@ class ScalesEndpoint:
         try:
             return await call(*args, **kwargs)
         finally:  # the call has done what it should, whether or not scales can be read now
-            with suppress(Exception):
+            with errors_to(_note):
                 await self._ask()
 
     async def _ask(self) -> ScalesInForce:
@@ -104,6 +104,11 @@ class ScalesEndpoint:
             for row in rows:
                 shares.add_metric([str(row.layer), row.letter.lower()], getattr(row, name))
             yield shares
+
+
+def _note(error: Exception) -> None:
+    """Log why scales or the traffic could not be asked for now; a later request asks again."""
+    logging.getLogger("vllm.fp8kv").debug(f"fp8kv: {type(error).__name__}: {error}")
 
 
 def _numbers(report: ScalesInForce) -> dict[str, int]:
