@@ -4,6 +4,7 @@ import re
 
 import families_page
 import pytest
+import transformers
 from families_page import PAGE, row_cells, rows
 
 from calib.capture.running_amax import RunningLayer
@@ -14,6 +15,8 @@ from fp8kv_runtime.hf import attention
 CHOSEN = ["llama", "falcon", "gpt_oss", "llama4", "gemma4", "gemma3n_text", "kimi_k25", "kimi_linear", "lfm2"]
 CHOSEN += ["minimax", "minimax_m3_vl_text", "inkling_text", "mllama", "zamba2", "hrm_text", "diffllama"]
 TEXT = PAGE.read_text()
+OTHER = f"transformers {transformers.__version__.rpartition('.')[0]}." not in TEXT
+pytestmark = pytest.mark.skipif(OTHER, reason="docs/models.md is of another version of transformers")
 ROWS = {name: row for row, name in re.findall(r"^(\| `(\S+)` \| `.+)$", TEXT, re.MULTILINE)}
 NAMES = [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.nightly) for n in ROWS]
 REASONS = {reason: int(number) for number, reason in re.findall(r"^(\d+)\. (.+)$", TEXT, re.MULTILINE)}

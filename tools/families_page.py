@@ -371,7 +371,8 @@ def page(table: Iterable[Row]) -> str:
     template = Environment(loader=FileSystemLoader(Path(__file__).parent)).get_template("families.md.j2")
     reasons: dict[str, int] = {}
     cells = [row_cells(row, reasons) for row in table]
-    return f"{template.render(columns=COLUMNS, rows=cells, reasons=reasons).rstrip()}\n"
+    version = transformers.__version__.rpartition(".")[0]
+    return f"{template.render(columns=COLUMNS, rows=cells, reasons=reasons, version=version).rstrip()}\n"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, Draft, map_attention, observe_qkv
 from calib.capture.running_amax import RunningLayer, count_tokens
 from calib.data import Batch, MediaSample, make_batches
-from calib.errors import CalibrationError, InputError, one_line
+from calib.errors import CalibrationError, InputError, UnsupportedModelError, one_line
 from calib.models.config import model_positions
 from calib.models.load import input_device
 from calib.recipe import Recipe
@@ -113,8 +113,15 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
 
 
 def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
-    """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text."""
+    """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text.
+
+    Refuse a class without towers, which would not look at them.
+    """
     device, arguments = input_device(model), sample.arguments() if sample else {}
+    named = inspect.signature(type(model).forward).parameters.keys() - _MODALITIES
+    if arguments and named.isdisjoint(arguments):
+        name = type(model).__name__
+        raise UnsupportedModelError(f"transformers' {name} reads text alone; calibrate it on text")
     return {n: x.to(device, model.dtype if x.is_floating_point() else None) for n, x in arguments.items()}
 
 

@@ -161,7 +161,7 @@ def model_positions(config: PreTrainedConfig) -> int | None:
 
 def takes_media(config: Mapping[str, Any]) -> bool:
     """Return whether a model of this config.json has a part that reads pictures or sound."""
-    return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
+    return any(config.get(name) for name in ("vision_config", "audio_config"))
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
@@ -203,9 +203,13 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the auto class of transformers that builds this causal language model."""
-    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
+    """Return the auto class of transformers that builds this causal language model, and its towers."""
+    autos = AutoModelForCausalLM, AutoModelForMultimodalLM
+    # the first one leaves the towers of Qwen3.5 and others out; in transformers 5.24 Llama 4 fails with them
+    if takes_media(vars(config)) and config.model_type != "llama4":
+        autos = autos[::-1]
+    for auto in autos:
+        if type(config) in auto._model_mapping or auto.__name__ in getattr(config, "auto_map", ()):
             return auto
     raise UnsupportedModelError(f"{config.model_type} is not a causal language model that transformers knows")
 

@@ -40,6 +40,7 @@ _TEXT = {"gemma3": _SLIDING, "llama4": {"intermediate_size_mlp": 96, "num_local_
 _TEXT |= {"mllama": {"head_dim": 16, "cross_attention_layers": [1]}, "paligemma": {"model_type": "gemma"}}
 _ROPE = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4]}}
 _TEXT |= {"qwen2_5_vl": _ROPE, "glm4v": _ROPE, "paddleocr_vl": _ROPE}
+_TEXT |= {"qwen3_5": _ROPE | {"layer_types": ["full_attention"] * 3}}
 # linear attention or Mamba in all layers but one
 _QWEN3_NEXT = _WIDE | _EXPERTS | {"layer_types": _MOSTLY_LINEAR, "shared_expert_intermediate_size": 32}
 _QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}

@@ -19,7 +19,7 @@ _NAMES = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 _NAMES["extra_special_tokens"] = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
 _NAMES["extra_special_tokens"]["audio_token"] = "<audio>"
 IMAGE, AUDIO = map(_SPECIAL.index, ("<image>", "<audio>"))
-PLACES = {"llava": "<image>", "gemma3": "<boi>", "idefics3": "<image>"}
+PLACES = {"llava": "<image>", "gemma3": "<boi>", "idefics3": "<image>", "qwen3_5": "<boi><image><eoi>"}
 PLACES |= {"paddleocr_vl": "<boi><image><eoi>", "qwen2_audio": "<audio>", "glmasr": "<audio>"}
 _PART = "{% if part.type != 'text' %}PLACE{% else %}{{ part.text }}{% endif %}"
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {% for part in m.content %}" + _PART
@@ -29,7 +29,7 @@ _SIZE = {"height": 28, "width": 28}
 
 def seeing_model(family):
     sizes = {"vocab_size": 272, "max_position_embeddings": 512, "sliding_window": 512}
-    if PLACES[family] == "<audio>":
+    if PLACES.get(family) == "<audio>":
         return tiny_listening_model(family, **sizes)
     model = tiny_vision_language_model(family, **sizes)
     model.config.image_token_id = IMAGE
@@ -68,9 +68,12 @@ def save_seeing(family, directory, model=None, tokenizer=None):
         sizes = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
         pictures = classes.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(**sizes)
         processor = transformers.Idefics3Processor(pictures, image_seq_len=1, **own)
-    elif family == "paddleocr_vl":  # a token for four patches
-        module = classes.paddleocr_vl.image_processing_pil_paddleocr_vl
-        pictures = module.PaddleOCRVLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 56**2})
+    elif PLACES[family] == "<boi><image><eoi>":  # a token for four patches
+        kinds = {"qwen3_5": classes.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil}
+        kinds["paddleocr_vl"] = (
+            classes.paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil
+        )
+        pictures = kinds[family](size={"shortest_edge": 28**2, "longest_edge": 56**2}, patch_size=14)
         processor = transformers.PaddleOCRVLProcessor(pictures, **own)
     elif PLACES[family] == "<audio>":
         sounds = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)

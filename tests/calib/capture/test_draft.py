@@ -155,7 +155,7 @@ def test_a_drafts_scales_are_checked_as_those_of_the_model_shown_and_compared(tm
 
 
 class Rounded(DynamicCache):  # in FP8, with a scale for K and one for V
-    def update(self, k, v, layer, *_):
+    def update(self, k, v, layer, *_, **__):
         k, v = (dequantize(quantize(x, s), s) for x, s in ((k, self.scales[0]), (v, self.scales[1])))
         return super().update(k, v, layer)
 

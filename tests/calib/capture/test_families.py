@@ -29,6 +29,8 @@ RECIPE = load_recipe(None, {"device": "cpu", "targets": "kv"})
 
 # those that docs/models.md calls right
 CALIBRATED = re.findall(r"^\| `(\S+)` \| `\w+` \| [^|]+ \| right", PAGE.read_text(), re.MULTILINE)
+if transformers.__version__.startswith("5.24."):
+    CALIBRATED.remove("llama4")  # which fails there as a whole: what it returns has no image_outputs
 CALLS_NO_INTERFACE = "call neither transformers' attention interface nor scaled_dot_product_attention"
 REFUSED = {
     "bert": "BertLMHeadModel is an encoder: its config says is_decoder false",
@@ -198,10 +200,9 @@ def test_the_decoder_reads_for_a_model_that_takes_no_text_alone(monkeypatch):
 
 
 def test_a_reader_with_a_head_computes_the_logits_of_one_token():
-    model, shapes = tiny_vision_language_model("llama4"), []
+    model, shapes = tiny_model("llama4_text", intermediate_size_mlp=96, num_local_experts=2), []
     assert map_attention(model).reader == ""
-    head = model.get_output_embeddings()
-    head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape[:2]))
+    model.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape[:2]))
     map_attention(model).read(model, torch.tensor([[3, 1, 4], [1, 5, 9]]))
     assert shapes == [(1, 1), (2, 1)]
 
