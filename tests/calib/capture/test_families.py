@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LATENT, SHARED_KV, tiny_model, tiny_vision_language_model
+from families import FAMILIES, LATENT, tiny_model, tiny_vision_language_model
 from families_page import PAGE, known_families, read_caches
 from processes import assert_as_before, held
 from torch.nn import functional
@@ -19,7 +19,6 @@ from calib.capture.loop import calibrate
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 from calib.recipe import load_recipe
-from calib.scales.scales import SharedAttention
 from calib.scales.stats import derive_scales
 
 MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
@@ -159,13 +158,6 @@ def test_what_cannot_be_observed_is_refused(family):
     with pytest.raises(UnsupportedModelError) as refused:
         map_attention(tiny_model(family))
     assert REFUSED[family] in str(refused.value)
-
-
-def test_a_layer_that_shares_kv_is_left_out_and_its_owner_named():
-    mapped = map_attention(tiny_model("gemma3n_text", **SHARED_KV))
-    assert [*mapped.cached] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    owner = SharedAttention(layer_idx=2, owner="model.layers.1.self_attn")
-    assert mapped.shared == {"model.layers.2.self_attn": owner}
 
 
 def test_latents_of_another_kind_and_a_model_that_takes_its_head_for_its_decoder_are_refused():
