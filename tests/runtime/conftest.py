@@ -6,8 +6,6 @@ from kernel_setting import nan_in_new_memory, table_of_small_tiles  # noqa: F401
 
 from fp8kv_runtime.kernels import tuning
 
-torch.set_float32_matmul_precision("highest")  # some machines turn TF32 on, and references would be none
-
 
 @pytest.fixture(scope="session")
 def device():
