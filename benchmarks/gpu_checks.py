@@ -10,7 +10,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import fake_quant
 import torch
@@ -27,7 +29,8 @@ from calib.data import make_batches
 from calib.files.model_directory import open_model_directory
 from calib.models.config import load_config
 from calib.models.load import load_model
-from fp8kv_runtime.hf import fp8_attention, graph
+from fp8kv_runtime.hf import fp8_attention
+from fp8kv_runtime.hf.graph import RecordedSteps
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "quantized"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,16 +137,12 @@ def _steps(model: torch.nn.Module, scales: object, records: bool) -> Tensor:
     """Return the logits of 40 steps after two rows, one of which is padded."""
     mask = torch.ones_like(ROWS[:2, :20]).to(DEVICE)
     mask[0, :3] = 0
-    can_record = graph._is_plain
-    graph._is_plain = can_record if records else lambda decoder: False
-    try:
-        with torch.no_grad(), fp8_attention(model, scales, block_size=16):
-            output = model.generate(
-                ROWS[:2, :20].to(DEVICE), attention_mask=mask, max_new_tokens=40, min_new_tokens=40,
-                do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
-            )  # fmt: skip
-    finally:
-        graph._is_plain = can_record
+    plain = nullcontext() if records else mock.patch.object(RecordedSteps, "_parameters", [])
+    with plain, torch.no_grad(), fp8_attention(model, scales, block_size=16):
+        output = model.generate(
+            ROWS[:2, :20].to(DEVICE), attention_mask=mask, max_new_tokens=40, min_new_tokens=40,
+            do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
     return torch.stack(output.logits)
 
 

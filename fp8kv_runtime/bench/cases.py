@@ -118,14 +118,15 @@ def build(case: Case, device: torch.device) -> Inputs:
     )
 
 
-def call(case: Case, inputs: Inputs, launchers: Launchers) -> Callable[[], Tensor | None]:
+def call(case: Case, inputs: Inputs, launchers: Launchers, **options: int) -> Callable[[], Tensor | None]:
     """Bind the launcher to its inputs; the call can be repeated, and attention returns [T, H, D]."""
     run, blocks = launchers[case.kernel], inputs.blocks
     if case.kernel == "append_kv":
         return lambda: run(inputs.key, inputs.value, blocks, inputs.slots)
     if case.kernel == "decode_attention":
         return lambda: run(inputs.query, blocks, inputs.sequences, inputs.options)
-    return lambda: run(inputs.query, blocks, inputs.sequences, inputs.cu_seqlens, case.new, inputs.options)
+    arguments = (inputs.query, blocks, inputs.sequences, inputs.cu_seqlens, case.new, inputs.options)
+    return lambda: run(*arguments, **options)
 
 
 def _dtype(case: Case, device: torch.device) -> torch.dtype:

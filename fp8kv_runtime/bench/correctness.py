@@ -27,9 +27,10 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
     inputs = build(case, device)
     if case.kernel == "append_kv":
         return _check_append(case, inputs, launchers)
-    out = call(case, inputs, launchers)()
-    assert out is not None
-    error = output_error(out, case, inputs)
+    # prompts go to torch's attention, but ours is to be right too
+    ways: list[dict[str, int]] = [{}, {"num_splits": 1}] if case.kernel == "extend_attention" else [{}]
+    outputs = [call(case, inputs, launchers, **options)() for options in ways]
+    error = max(output_error(out, case, inputs) for out in outputs if out is not None)
     ok = error <= TOLERANCE  # NaN is not
     return Verdict(ok, f"relative error {error:.1e}" + ("" if ok else f", allowed {TOLERANCE:.0e}"))
 

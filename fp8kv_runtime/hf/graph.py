@@ -6,6 +6,7 @@ a recording is compared with the model itself, bit for bit; where they differ, a
 recorded, every step runs the model.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +27,8 @@ class RecordedSteps:
     """The recording of a decoder's steps on one cache, made at the second step of a kind."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._parameters = list(decoder.parameters())
-        self._config: Any = decoder.config
-        self._can_record = _is_plain(decoder)
+        self._decoder: Any = decoder
+        self._can_record = True
         self._key: tuple[Any, ...] | None = None
         self._step: _Step | None = None
         self._is_checked = False
@@ -53,6 +53,14 @@ class RecordedSteps:
             )
         return output
 
+    @functools.cached_property
+    def _parameters(self) -> list[Tensor]:
+        """The decoder's parameters; none where they lie on two devices, or a module is watched or moved."""
+        modules, parameters = self._decoder.modules(), list(self._decoder.parameters())
+        is_watched = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in modules)
+        kinds = {(type(p.data), p.device) for p in parameters}
+        return [] if is_watched or len(kinds) != 1 or kinds.pop()[0] is not Tensor else parameters
+
     def _find_key(self, cache: Cache, rows: CacheRows, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return what a recording depends on besides the values that it reads; None: nothing is recorded."""
         if not self._can_record or not rows.is_step or torch.is_grad_enabled() or torch.is_autocast_enabled():
@@ -65,12 +73,13 @@ class RecordedSteps:
             or not all(x is None or isinstance(x, bool) for _, x in options)
             or not (mask is None or mask.shape == (rows.num_rows, rows.length))
             or len(rows.layers) != len(cache.layers)
+            or not self._parameters
         ):
             return None
         return (
             rows.cache.num_blocks, rows.num_rows, rows.is_padded, mask is None, _width(rows), options,
             [(name, x.shape, x.dtype, x.device) for name, x in inputs.items()],
-            str(self._config._attn_implementation), [p.data_ptr() for p in self._parameters],
+            str(self._decoder.config._attn_implementation), [p.data_ptr() for p in self._parameters],
         )  # fmt: skip
 
 
@@ -171,10 +180,3 @@ def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
 def _width(rows: CacheRows) -> int:
     """Return how many blocks a row of the tables has room for: a power of two."""
     return max(16, 1 << (rows.num_blocks - 1).bit_length())
-
-
-def _is_plain(decoder: nn.Module) -> bool:
-    """Return whether all of a decoder lies on one device, and nothing watches or moves its modules."""
-    kinds = {(type(p.data), p.device) for p in decoder.parameters()}
-    hooks = (m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in decoder.modules())
-    return len(kinds) == 1 and kinds.pop()[0] is Tensor and not any(hooks)
