@@ -88,7 +88,7 @@ def _print_counts(engine: Engine, scales: KVScales, rows: list[list[int]]) -> No
     }
     variant = Variant("watched", "", "given", replace(scales, layers=layers))
     setup = Setup(_model(engine.directory, torch.bfloat16), engine.llm.get_tokenizer())
-    read, _ = read_layers(setup, [torch.tensor(row) for row in rows], [variant], with_errors=False)
+    read, _ = read_layers(setup, [(torch.tensor(row), None) for row in rows], [variant], with_errors=False)
     pairs = [*_pairs(engine, read["watched"])]
     outside = [pair for pair in pairs if not _is_inside(*pair)]
     print(f"code, {watch.tokens} tokens: {len(pairs) - len(outside)} of {len(pairs)} in the 95 % interval")

@@ -73,11 +73,6 @@ class Draft:
     module: CachedAttention  # the same, by its name and number in the checkpoint
     layers: tuple[int, ...] = ()  # whose inputs it reads; none: the model's last hidden states
 
-    def hidden_states(self, output: Any) -> Tensor:
-        """Return what it reads of a model's output [B, T, D], with the `hidden_states` of its `layers`."""
-        states = [output.hidden_states[i] for i in self.layers] or [output.last_hidden_state]
-        return torch.cat([state.to(output.last_hidden_state.device) for state in states], -1)
-
     def read(self, token_ids: Tensor, hidden: Tensor) -> None:
         """Run the layer on token ids [B, T] and hidden states [B, T, D] of the model, as engines do.
 
@@ -239,15 +234,12 @@ def _cached_attention(
     index = next((i for i in stored if f".{i}." in name and _are_kept(qkv, stored[i])), module.layer_idx)
     if index not in stored and index is not None and index >= 0:
         return None
-    is_own = index in stored and _are_kept(qkv, stored[index])
-    if not is_own and (
-        index not in stored or any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != index)
-    ):
-        raise UnsupportedModelError(
-            f"{name} is of a block that several layers share, and does not know whose cache it fills, so "
-            "scales have no place: such models are not supported"
-        )
-    if not is_own:
+    if index not in stored or not _are_kept(qkv, stored[index]):
+        if index not in stored or any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != index):
+            raise UnsupportedModelError(
+                f"{name} is of a block that several layers share, and does not know whose cache it fills, so "
+                "scales have no place: such models are not supported"
+            )
         raise UnsupportedModelError(
             f"{name} caches {list(stored[index][0].shape)} but attends to {list(key.shape)}: it changes K "
             "or V after they are cached, so what engines cache is not known"

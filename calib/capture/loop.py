@@ -98,11 +98,13 @@ def _observe(
     draft = attention.draft
     last = None if is_offloaded or draft else [*layers][-1]
     with observing(model, batch, layers, last=last):
-        options: dict[str, Any] = {**media_arguments(model, batch.media)}
-        options |= {"output_hidden_states": True} if draft and draft.layers else {}
-        output = attention.read(model, batch.input_ids, batch.attention_mask, **options)
+        options = {"output_hidden_states": True} if draft and draft.layers else {}
+        media = media_arguments(model, batch.media)
+        output = attention.read(model, batch.input_ids, batch.attention_mask, **media, **options)
     if draft:
-        observe_draft(draft, batch, draft.hidden_states(output), layers)
+        states = [output.hidden_states[i] for i in draft.layers] or [output.last_hidden_state]
+        hidden = torch.cat([state.to(output.last_hidden_state.device) for state in states], -1)
+        observe_draft(draft, batch, hidden, layers)
 
 
 def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, RunningLayer]) -> None:
@@ -113,15 +115,13 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
 
 
 def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
-    """Return the arguments of `model` that hold the pictures of `sample`, on its device; none for text.
-
-    Refuse a class without towers, which would not look at them.
-    """
+    """Return the arguments of `model` that hold the pictures of `sample`; refuse a class of text alone."""
     device, arguments = input_device(model), sample.arguments() if sample else {}
     named = inspect.signature(type(model).forward).parameters.keys() - _MODALITIES
     if arguments and named.isdisjoint(arguments):
-        name = type(model).__name__
-        raise UnsupportedModelError(f"transformers' {name} reads text alone; calibrate it on text")
+        raise UnsupportedModelError(
+            f"transformers' {type(model).__name__} reads text alone; calibrate on text"
+        )
     return {n: x.to(device, model.dtype if x.is_floating_point() else None) for n, x in arguments.items()}
 
 

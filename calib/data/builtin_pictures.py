@@ -35,8 +35,7 @@ def _chart(generator: Generator, width: int, height: int, passage: str) -> Pictu
 
 def _page(generator: Generator, width: int, height: int, passage: str) -> Picture:
     picture = Image.new("RGB", (width, height), "ivory")
-    lines = passage.splitlines()[: height // 12]
-    printable = "\n".join(line.encode("ascii", "replace").decode() for line in lines)
+    printable = "\n".join(passage.splitlines()[: height // 12]).encode("ascii", "replace").decode()
     ImageDraw.Draw(picture).multiline_text((8, 4), printable, fill="black", spacing=2)
     return picture
 

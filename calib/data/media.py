@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,6 @@ _KINDS = {
 }
 # what processors raise for text and pictures that do not fit each other
 _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, OSError, EOFError)
-
-
 Media = dict[str, list[Any]]  # the pictures and sounds of a prompt, of each kind in their order
 
 
@@ -76,23 +75,20 @@ class MediaReader:
 
         Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut.
         """
-        pieces, skipped = list[Piece](), SkippedRows()
-        words = tokens = 0
-        for piece, own_words, own_tokens in skipped.others(rows, lambda row: self._read(row, recipe, folder)):
-            skipped.only_skipped = False
-            pieces.append(piece._replace(document=len(pieces)))
-            words, tokens = words + own_words, tokens + own_tokens
-            if len(pieces) == recipe.samples:
-                break
+        skipped = SkippedRows()
+        readable = skipped.others(rows, lambda row: self._read(row, recipe, folder))
+        samples = [*islice(readable, recipe.samples)]
+        pieces = [piece._replace(document=i) for i, (piece, *_) in enumerate(samples)]
+        words = sum(x for _, x, _ in samples), sum(x for *_, x in samples)
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
             reason = next(iter([*skipped.unusable, *skipped.refusals]), "no row has one")
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
-        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), (words, tokens))
+        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), words)
 
     def _read(self, row: Row, recipe: DataRecipe, folder: Path | None) -> tuple[Piece, int, int]:
         """Return what is read of a row, and the numbers of its words and tokens before it was cut."""
         document = find_document(row, recipe.column, media=True)
-        prompt, media = self._prompt(document, row, {"image": recipe.images, "audio": recipe.audio})
+        prompt, media = self._prompt(document, row, recipe)
         ids, arguments = self._process(prompt, media, folder)
         modalities = self._modalities(ids, media)
         last = int(modalities.nonzero().max()) + 1 if modalities.any() else 0
@@ -112,9 +108,7 @@ class MediaReader:
         )
         return Piece(0, length, ids[:length].tolist(), sample), count_words(document), len(ids)
 
-    def _prompt(
-        self, document: Document, row: Row, columns: Mapping[str, str | None]
-    ) -> tuple[dict[str, Any], Media]:
+    def _prompt(self, document: Document, row: Row, recipe: DataRecipe) -> tuple[dict[str, Any], Media]:
         """Write a row's prompt: a chat by the processor's template, text with places for media as it is."""
         kinds = {kind for kind, (*_, part) in _KINDS.items() if getattr(self.processor, part, None)}
         tokens = {x: str(getattr(self.processor, f"{x}_token", None) or f"<{x}>") for x in _KINDS}
@@ -124,7 +118,7 @@ class MediaReader:
         has_places = any("text" not in part for parts in contents for part in parts)
         first = next((i for i, message in enumerate(chat) if message.get("role") == "user"), 0)
         media, named = dict[str, list[Any]](), row if isinstance(row, Mapping) else {}
-        for kind, column in columns.items():
+        for kind, column in (("image", recipe.images), ("audio", recipe.audio)):
             name, usual, _ = _KINDS[kind]
             own = (column,) if column else usual if kind in kinds else ()
             value = next((named[x] for x in own if x in named), None)
@@ -226,10 +220,9 @@ def _parts(content: Any, places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     pattern = f"({'|'.join(map(re.escape, places))})"
     for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
         for text in re.split(pattern, part["text"]) if "text" in part else ():
-            if kind := places.get(text):
-                yield {"type": kind, kind: None}
-            elif text:
-                yield {"type": "text", "text": text}
+            if text:
+                kind = places.get(text, "text")
+                yield {"type": kind, kind: text if kind == "text" else None}
         if "text" not in part:
             yield part
 

@@ -18,7 +18,7 @@ from calib.recipe import DataRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-T = TypeVar("T")
+T = TypeVar("T", bound=tuple[Any, ...])
 Message = dict[str, Any]
 Document = str | list[Message]
 Row = str | Mapping[str, Any]  # a bare string is a document of its own
@@ -29,9 +29,7 @@ TEXT_COLUMNS = ("text", "content", "document")
 OPENING_COLUMNS = ("prompt", "instruction", "question")
 CONTINUING_COLUMNS = ("input", "completion", "response", "output", "answer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# types of parts of a message, and what they hold
-MEDIA_PARTS = {"image": "image", "image_url": "image"}
-MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "audio")
+MEDIA_PARTS = ("image", "image_url", "audio", "audio_url", "input_audio")  # types of parts of a message
 
 MAX_REFUSALS = 100  # rows without text at the start, after which no row is expected to have some
 MAX_TURNS = 256  # places looked for in a long chat; each takes rendering it once
@@ -69,10 +67,10 @@ class SkippedRows:
 
     refusals: list[str] = field(default_factory=list)  # the template's reasons
     unusable: list[str] = field(default_factory=list)  # places and reasons
-    only_skipped: bool = True  # until a row has tokens
 
     def others(self, rows: Iterable[LocatedRow], read: Callable[[Row], T]) -> Iterator[T]:
-        """Yield what `read` returns of other rows; end early where none of the first ones can be read."""
+        """Yield what `read` returns of other rows, tokens last; end early where the first ones have none."""
+        has_tokens = False
         for where, row in rows:
             try:
                 result = read(row)
@@ -83,8 +81,9 @@ class SkippedRows:
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
             else:
+                has_tokens = has_tokens or bool(result[-1])
                 yield result
-            if self.only_skipped and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
+            if not has_tokens and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
                 return
 
     def warnings(self, recipe: DataRecipe, count: int) -> tuple[str, ...]:
@@ -137,7 +136,6 @@ def tokenize_rows(
     for document, ids in skipped.others(rows, read):
         words, word_tokens = words + count_words(document), word_tokens + len(ids)
         if ids:
-            skipped.only_skipped = False
             number = pieces.add(ids)
             if isinstance(document, str):
                 pieces.cut(number, ids)
@@ -241,7 +239,7 @@ def _message(message: Mapping[str, Any], where: str, media: bool) -> Message:
 def _part(part: Mapping[str, Any], where: str, media: bool) -> dict[str, Any]:
     kind = part.get("type")
     if media and kind in MEDIA_PARTS:
-        name = MEDIA_PARTS[kind]
+        name = "audio" if "audio" in kind else "image"
         value = next((part[key] for key in (kind, name, "url", "path") if part.get(key) is not None), None)
         is_link = kind.endswith("_url") and isinstance(value, Mapping)
         return {"type": name, name: value.get("url") if is_link and value else value}

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -73,13 +72,12 @@ class LayerValues:
 @torch.inference_mode()
 def read_layers(
     setup: Setup,
-    documents: Sequence[Tensor],
+    documents: Sequence[tuple[Tensor, MediaSample | None]],
     variants: Sequence[Variant],
-    media: Sequence[MediaSample | None] = (),
     *,
     with_errors: bool = True,
 ) -> tuple[dict[str, dict[int, Any]], dict[int, LayerValues]]:
-    """Read `documents` [T] and their `media` with the reference, and round its K and V as variants do.
+    """Read `documents` [T] and their media with the reference, and round its K and V as variants do.
 
     Return a `LayerError` by variant and layer_idx, and K and V by layer_idx; without errors, a `Clipping` and
     nothing. Each layer is given the reference's input; those that read another's cache are left out.
@@ -115,7 +113,7 @@ def read_layers(
 
     stage = "per-layer errors" if with_errors else "clipped values"
     with swap_attention(model, attend):
-        for token_ids, sample in setup.progress.each(stage, [*zip_longest(documents, media)], "documents"):
+        for token_ids, sample in setup.progress.each(stage, documents, "documents"):
             attention.read(model, token_ids[None].to(model.device), **media_arguments(model, sample))
     joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _join(parts) for idx, parts in values.items()}

@@ -56,7 +56,8 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     for document in setup.progress.each("long documents", text.long_documents, "documents"):
         for name, divergence in compare_variants(setup, document.token_ids, served, long=document).items():
             measured[name].long_documents.append(divergence)
-    errors, measured[REFERENCE].values = read_layers(setup, text.layer_documents, variants)
+    documents = [(token_ids, None) for token_ids in text.layer_documents]
+    errors, measured[REFERENCE].values = read_layers(setup, documents, variants)
     for name, layers in errors.items():
         measured[name].layers = layers
     writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.is_whole_cache]
@@ -83,7 +84,7 @@ def compare_variants(
     `token_ids` are from, if they ask questions.
     """
     forget_positions(setup.model)
-    arguments = media_arguments(setup.model, media)
+    arguments, name = media_arguments(setup.model, media), cache_argument(setup.model)
     config = setup.model.config
     caches = [(variant, new_cache(setup.model)) for variant in (UNCHANGED, *variants)]
     parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
@@ -91,7 +92,7 @@ def compare_variants(
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
         reference = None
         for variant, cache in caches:
-            logits = _read(setup, variant, chunk, cache, arguments)
+            logits = _read(setup, variant, chunk, {**arguments, name: cache})
             reference = reference or ReferenceLogits(logits)
             part = compare(reference, logits, following)
             if long is not None:
@@ -107,13 +108,12 @@ def _tokens_at_once(config: PreTrainedConfig) -> int:
 
 
 def _read(
-    setup: Setup, variant: Variant, token_ids: Tensor, cache: Cache, arguments: Mapping[str, Tensor]
+    setup: Setup, variant: Variant, token_ids: Tensor, arguments: Mapping[str, Tensor | Cache]
 ) -> Tensor:
-    """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in `cache`."""
+    """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in a cache."""
     ids = token_ids[None].to(setup.model.device)
     with variant.apply(setup):
-        before = {cache_argument(setup.model): cache}
-        logits: Tensor = setup.model(input_ids=ids, use_cache=True, **before, **arguments).logits
+        logits: Tensor = setup.model(input_ids=ids, use_cache=True, **arguments).logits
     return logits[0]
 
 

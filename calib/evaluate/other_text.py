@@ -137,8 +137,8 @@ def measure_other_texts(
             compared = compare_variants(setup, torch.tensor(piece.ids), variants, piece.media)
             for name, divergence in compared.items():
                 divergences.setdefault(name, []).append(divergence)
-        documents, media = [torch.tensor(x.ids) for x in text.pieces], [x.media for x in text.pieces]
-        clipped, _ = read_layers(setup, documents, variants, media, with_errors=False)
+        documents = [(torch.tensor(piece.ids), piece.media) for piece in text.pieces]
+        clipped, _ = read_layers(setup, documents, variants, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 

@@ -50,12 +50,8 @@ from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
+from calib.scales.summary import TEXT_ALONE
 from fp8kv_runtime.errors import AttentionError
-
-_TEXT_ALONE = (
-    "this model takes more than text, and is measured on text alone here: figures say nothing of pictures or "
-    "sound; measure these, too, such as with --also builtin:more-pictures"
-)
 
 
 def evaluate(
@@ -135,7 +131,7 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
         for name, scales_for in evaluation.scales.items()
     ]
     is_text = not any(text.data.media for text in evaluation.other_documents)
-    other_warnings += [_TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
+    other_warnings += [TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
     model = setup.model
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, [*evaluation.layers.shapes.values()])

@@ -137,8 +137,7 @@ class ModelDirectory:
     @cached_property
     def tensors(self) -> list[ScaleTensor]:
         """The scale tensors of the indexed files, but those of drafts."""
-        tensors = self._scale_tensors(self.indexed_shards)
-        return [tensor for tensor in tensors if not self.is_of_draft(tensor.name)]
+        return [x for x in self._scale_tensors(self.indexed_shards) if not self.is_of_draft(x.name)]
 
     @cached_property
     def draft_tensors(self) -> list[ScaleTensor]:

@@ -121,18 +121,14 @@ def _add_draft(built: Export, draft: ScaledModel) -> Export:
     config = built.config or {}
     quantization, engine = find_quantization_config(config) or {}, draft.engine
     kind = f"{quantization.get('quant_method')}{' attn_head' * (draft.scales.strategy == 'attn_head')}"
-    names, modules = engine.draft_names(config, kind), " and ".join(draft.layers)
+    names, ((module, layer),) = engine.draft_names(config, kind), draft.layers.items()
     if not names or quantization.get("kv_cache_quant_algo") == "NVFP4":
         note = (
-            f"{engine.engine} is not known to load scales of {modules}, which drafts tokens: it works at 1.0"
+            f"{engine.engine} is not known to load scales of {module}, which drafts tokens: it works at 1.0"
         )
         return replace(built, notes=(*built.notes, note))
     shape = (1,) if draft.scales.strategy == "tensor" else (-1, 1, 1)
-    tensors = {
-        names[0].format(module=module, x=letter): getattr(layer, letter).view(shape)
-        for module, layer in draft.layers.items()
-        for letter in "kv"
-    }
+    tensors = {names[0].format(module=module, x=x): getattr(layer, x).view(shape) for x in "kv"}
     return replace(built, tensors=built.tensors | tensors)
 
 

@@ -56,8 +56,7 @@ _NONSENSE = (
 def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
     if "fc.weight" in checkpoint.entries and "Eagle" in str(checkpoint.config.get("architectures")):
-        path = checkpoint.path
-        raise InputError(f"'{path}' is a drafter (EAGLE): give its model, and --draft '{path}' to calibrate")
+        raise InputError(f"'{checkpoint.path}' is a drafter (EAGLE): give its model, and --draft with this")
     label, coded, plain = split_weights(checkpoint)
     config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust_remote_code)
     check_cacheable(config, checkpoint.config)
@@ -204,11 +203,9 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the auto class of transformers that builds this causal language model, and its towers."""
-    autos = AutoModelForCausalLM, AutoModelForMultimodalLM
     # the first one leaves the towers of Qwen3.5 and others out; in transformers 5.24 Llama 4 fails with them
-    if takes_media(vars(config)) and config.model_type != "llama4":
-        autos = autos[::-1]
-    for auto in autos:
+    step = -1 if takes_media(vars(config)) and config.model_type != "llama4" else 1
+    for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)[::step]:
         if type(config) in auto._model_mapping or auto.__name__ in getattr(config, "auto_map", ()):
             return auto
     raise UnsupportedModelError(f"{config.model_type} is not a causal language model that transformers knows")

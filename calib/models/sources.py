@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,8 +44,8 @@ def find_model(model: str, kind: str = "model") -> ModelDirectory:
     least = int(kind == "drafter")  # slashes: ids of old models lack one
     if path.is_absolute() or model.startswith((".", "~")) or not least <= model.count("/") <= 1:
         raise InputError(f"{kind} '{model}' does not exist; give a local directory{ids}")
-    download = partial(snapshot_download, model, allow_patterns=_FILES)
-    return open_model_directory(Path(ask_hub(kind, model, download, way_out)))
+    snapshot = ask_hub(kind, model, lambda: snapshot_download(model, allow_patterns=_FILES), way_out)
+    return open_model_directory(Path(snapshot))
 
 
 def short_name(model: str) -> str:

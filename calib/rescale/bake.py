@@ -174,7 +174,7 @@ def baked_factors(
             f"rows on weights baked for {purpose} leave out that `bake` rounds {len(rounded)} weights of "
             f"norms: a KL of {kl:.2g} on a few random tokens"
         ]
-    layers = {name: layer for owner, layer in plan.factors.items() for name in source.cache_users(owner)}
+    layers = {x: layer for name, layer in plan.factors.items() for x in (name, *source.modules[name].readers)}
     return {model.get_submodule(name).layer_idx: layer for name, layer in layers.items()}, warnings
 
 

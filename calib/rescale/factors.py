@@ -128,11 +128,8 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
     For integers only the differences between channels matter, so all may shift together. For FP8 no
     channel may exceed the amax that the ideal factors give the largest channel.
     """
-    heads = {
-        name: module
-        for name, module in source.modules.items()
-        if not (module.latent or source.attention(name).normalises("k"))
-    }
+    keys = (name for name in source.modules if not source.attention(name).normalises("k"))
+    heads = {name: source.modules[name] for name in keys if not source.modules[name].latent}
     doubled = uniform_factors(heads, 2.0, 1.0)
     norms = {name: source.one_plus_norms(source.list_changes({name: doubled[name]})) for name in heads}
     pairs = find_pairs(source.model, {name: heads[name] for name in heads if norms[name]})

@@ -77,10 +77,6 @@ class StoredModel:
         """Return the weights of the attention module `name`."""
         return AttentionWeights(self.modules[name], self.model.get_submodule(name))
 
-    def cache_users(self, name: str) -> list[str]:
-        """Return an attention module and those that attend to its cache."""
-        return [name, *self.modules[name].readers]
-
     def list_changes(self, factors: Factors) -> list[WeightChange]:
         """List the parameters to multiply, so that K and V of some modules get `factors`."""
         return list_changes(self.model, self.modules, factors)

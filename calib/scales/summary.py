@@ -24,8 +24,9 @@ TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
 TEXT_ALONE = (
-    "this model takes more than text, and its scales are of text alone, beyond which pictures and sound may "
-    "raise K and V: read them, too, with --images or --audio COLUMN, or --dataset builtin:pictures"
+    "this model takes more than text, and was measured on text alone, beyond which pictures and sound may "
+    "raise K and V: read them, too, with --images or --audio COLUMN, --dataset builtin:pictures, or in an "
+    "evaluation --also builtin:more-pictures"
 )
 _RAISED = 1.01  # times that of text
 
@@ -159,9 +160,8 @@ def modality_line(stats: KVStats, strategy: Strategy, name: str) -> str | None:
         place = f"{row['tensor'].upper()} of layer {row['layer']} {factor:.3g} times"
         factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, "")), (factor, place))
     places = [place for factor, place in sorted(factors.values(), reverse=True) if factor >= _RAISED]
-    of_head = "" if strategy == "tensor" else " in a head"
     raised = f"{'raises' if name == 'audio' else 'raise'} {' and '.join(places) or 'K and V of no layer'}"
-    return f"{name} {raised} beyond text{of_head}" if factors else None
+    return f"{name} {raised} beyond text{' in a head' * (strategy != 'tensor')}" if factors else None
 
 
 def name_layers(indices: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
 
     refused(save_model(tiny_model("llama"), tmp_path / "llama"), "and this model takes none")
     towerless = save_seeing("llava", tmp_path / "towerless", seeing_model("llama4"))
-    refused(towerless, "transformers' Llama4ForCausalLM reads text alone; calibrate it on text")
+    refused(towerless, "transformers' Llama4ForCausalLM reads text alone; calibrate on text")
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")
     refused(llava / "model", "takes no sound", **{"data.images": None, "data.audio": "shown"})
     refused(llava / "model", "and this dataset has none", **{"data.dataset": "random"})

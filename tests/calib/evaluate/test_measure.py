@@ -256,7 +256,7 @@ def test_heads_that_transformers_repeats_are_counted_once():
     model, one = tiny_model("falcon", **FAMILIES["falcon"]), torch.ones(1)
     layers = {f"layers.{idx}": LayerScales(idx, one, one) for idx in range(3)}
     variant = Variant("one", "one", "fp8", KVScales("tensor", "e4m3fn", layers, {}))
-    errors, values = layer_errors.read_layers(Setup(model, None), [torch.arange(9)], [variant])
+    errors, values = layer_errors.read_layers(Setup(model, None), [(torch.arange(9), None)], [variant])
     counted = [(layer.amax.shape, int(layer.histogram[0, 0].sum())) for layer in values.values()]
     assert counted == [((1, 2, 2), 2 * 9 * 16)] * 3
     # of its own attention, which hands out [B, H, T, D]
@@ -287,13 +287,13 @@ def test_an_error_is_over_all_heads_and_scales_are_those_of_the_variant(small_ev
 @pytest.mark.parametrize("tensors", ["kv", "k"])
 def test_clipped_tokens_are_counted_one_by_one(tensors):
     documents = [torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 9)]
-    model = tiny_model("mistral", **FAMILIES["mistral"]).eval()
+    model, texts = tiny_model("mistral", **FAMILIES["mistral"]).eval(), [(x, None) for x in documents]
     seen = seen_by(model, documents)
     # scales per head with 0.8 of what would hold every value
     amax = {idx: [x.abs().amax((1, 2)) for x in pair] for idx, pair in seen.items()}
     tight = {f"layers.{idx}": LayerScales(idx, *(0.8 * x / 448 for x in pair)) for idx, pair in amax.items()}
     variant = Variant("tight", "", "fp8", KVScales("attn_head", "e4m3fn", tight, {}), tensors)
-    read = partial(layer_errors.read_layers, Setup(model, None, "torch"), documents, [variant])
+    read = partial(layer_errors.read_layers, Setup(model, None, "torch"), texts, [variant])
     counted, errors = (read(with_errors=each)[0]["tight"] for each in (False, True))
     everywhere = set()
     for idx, pair in seen.items():
