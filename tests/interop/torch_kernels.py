@@ -5,22 +5,20 @@ they hold, as they do their kernels. Where vLLM has kernels (AVX-512, AMX) nothi
 """
 
 import inspect
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
-def is_needed() -> bool:
+def is_needed():
     """Whether vLLM has no kernel for an FP8 cache on this CPU."""
     return not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def install() -> None:
+def install():
     """Replace what vLLM's CPU backend calls, for FP8 caches only."""
     from vllm import _custom_ops
     from vllm.v1.attention.backends import cpu_attn
@@ -34,11 +32,11 @@ def install() -> None:
         setattr(module, name, _for_fp8(getattr(module, name), ours))
 
 
-def _for_fp8(theirs: Any, ours: Any) -> Any:
+def _for_fp8(theirs, ours):
     """`ours` where the cache is FP8; without one, `theirs` asked as for a 16-bit cache."""
     signature = inspect.signature(theirs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
         if not str(given.get("kv_cache_dtype")).startswith("fp8"):
             return theirs(**given)
@@ -47,17 +45,7 @@ def _for_fp8(theirs: Any, ours: Any) -> Any:
     return call
 
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    isa: str,
-    k_scale: float,
-    v_scale: float,
-    kv_cache_dtype: str,
-) -> None:
+def reshape_and_cache(*, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, **unused):
     """Divide by the scale, clamp, round to FP8 and write to the slots; -1 is padding.
 
     key, value: [tokens, KV heads, head_dim]; caches: [blocks, KV heads, block size, head_dim].
@@ -70,19 +58,9 @@ def reshape_and_cache(
 
 
 def attention_with_kv_cache(
-    *,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    output: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    **unused: Any,
-) -> None:
+    *, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table, scale, k_scale, v_scale,
+    **unused,
+):  # fmt: skip
     """Attend to every sequence's blocks, causally; query, output: [tokens, heads, head_dim]."""
     starts = query_start_loc.tolist()
     for i, length in enumerate(seq_lens.tolist()):
@@ -98,6 +76,6 @@ def attention_with_kv_cache(
         output[rows] = made[0].transpose(0, 1).to(output.dtype).view_as(output[rows])
 
 
-def _read(blocks: Tensor, length: int) -> Tensor:
+def _read(blocks, length):
     """[blocks, KV heads, block size, head_dim] of bytes as [KV heads, length, head_dim]."""
     return blocks.view(FP8).float().transpose(0, 1).flatten(1, 2)[:, :length]

@@ -33,18 +33,8 @@ ARCHITECTURES = Path(__file__).parents[2] / "tools/engine_classes/architectures"
 _CAUSAL = "Mixtral Llama Mistral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Gemma2 Gemma3 Phi3 GptOss Glm4 Granite"
 FAMILIES = [f"{name}ForCausalLM" for name in f"{_CAUSAL} Olmo2 Starcoder2 Cohere2 GPTBigCode".split()]
 FAMILIES += ["GPT2LMHeadModel", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"]
-VARIED = (
-    "Mixtral",
-    "Llama",
-    "Mistral",
-    "Qwen2",
-    "Qwen3Moe",
-    "Gemma2",
-    "Phi3",
-    "GptOss",
-    "Granite",
-    "Starcoder2",
-)
+VARIED = ["Mixtral", "Llama", "Mistral", "Qwen2", "Qwen3Moe", "Gemma2", "Phi3", "GptOss", "Granite"]
+VARIED += ["Starcoder2"]
 CLEAN = {"tensor": [], "modelopt": ["--format", "modelopt"], "queries": ["--targets", "qkv"]}
 CLEAN |= {"heads": ["--strategy", "attn_head", "--targets", "qkv"]}  # and `baked`, for FP8
 TOKENS = [1, *torch.randint(3, 110, (47,), generator=torch.Generator().manual_seed(5)).tolist()]

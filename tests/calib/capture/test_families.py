@@ -155,9 +155,8 @@ def test_of_latent_attention_what_is_cached_is_measured_and_no_bit_changed(famil
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_observed_is_refused(family):
-    with pytest.raises(UnsupportedModelError) as refused:
+    with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[family])):
         map_attention(tiny_model(family))
-    assert REFUSED[family] in str(refused.value)
 
 
 def test_latents_of_another_kind_and_a_model_that_takes_its_head_for_its_decoder_are_refused():

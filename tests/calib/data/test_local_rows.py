@@ -1,5 +1,6 @@
 """Every kind of local file gives its rows in order, or an error that names the place."""
 
+import re
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -77,9 +78,8 @@ def test_a_broken_file_is_named_with_its_place(tmp_path):
         ("a.txt", b"caf\xe9", "a.txt: not UTF-8 text (byte 3); convert it first"),
     ):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=re.escape(message)):
             rows_of(tmp_path / name)
-        assert message in str(caught.value)
 
 
 def test_paths_look_local_and_hub_ids_do_not(tmp_path, monkeypatch):

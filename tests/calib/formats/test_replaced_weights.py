@@ -46,13 +46,6 @@ def after(monkeypatch):
     return arrange
 
 
-def refuse(out, *command):
-    done = fp8kv(*command, "-o", out, *(SMALL if command[0] == "calibrate" else ()))
-    one_line_error(done, "model", "has changed since", "nothing was written")
-    assert not out.exists()
-    assert not [*out.parent.glob(".*partial")]
-
-
 @pytest.mark.parametrize(
     ("module", "name", "change", "command"),
     [
@@ -76,7 +69,10 @@ def test_nothing_is_written(after, module, name, change, command, tiny_directory
     for seed, name_of_output in enumerate(places.keys() & {*command.split()} - {"MODEL"}):
         calibrate(tiny_directory, "-o", places[name_of_output], "--set", f"data.seed={seed}")
     after(module, name, places["OLD"] if "OLD" in command and module is not merge else tiny_directory, change)
-    refuse(tmp_path / "out", *(places.get(word, word) for word in command.split()))
+    small = SMALL if command.startswith("calibrate") else ()
+    done = fp8kv(*(places.get(word, word) for word in command.split()), "-o", tmp_path / "out", *small)
+    one_line_error(done, "model", "has changed since", "nothing was written")
+    assert not [*tmp_path.glob("out"), *tmp_path.glob(".*partial")]
 
 
 def test_nothing_is_written_in_place(after, tiny_directory, tmp_path):

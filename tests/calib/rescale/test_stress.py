@@ -122,8 +122,7 @@ def test_other_factors_and_what_is_printed_and_replaced(tmp_path):
     assert isinstance(stress("./gone", twin, "--debug").exception, InputError)
 
 
-def without_output(*args):
-    return (each for each in head_changes(*args) if "o_proj" not in each.name)
+WITHOUT_OUTPUT = {"head_changes": lambda *args: (x for x in head_changes(*args) if "o_proj" not in x.name)}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def without_output(*args):
         ("phi3", {"_STACKED": "none", "_GROUPED": "qkv_proj"}, "is not the source's times its factor"),
         # a norm behind the projection, not seen
         ("qwen3", {"_NORMS": {}}, "is not the source's times its factor"),
-        ("llama", {"head_changes": without_output}, "its logits are not the source's"),
+        ("llama", WITHOUT_OUTPUT, "its logits are not the source's"),
     ],
 )
 def test_a_wrong_guess_is_found(model_type, wrong, said, tmp_path, monkeypatch):

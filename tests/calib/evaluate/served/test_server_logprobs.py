@@ -240,10 +240,6 @@ def test_nodes_that_store_with_other_scales_are_told_apart(fake, tmp_path):
     assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 4
 
 
-def no_logprobs(path, answer):
-    return {"choices": [{"text": ""}]} if "completions" in path else answer
-
-
 def other_tokens(path, answer):
     for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[5:]:
         row["999"] = row.pop(next(iter(row)))
@@ -258,12 +254,13 @@ def sending(content, status=200, where="/v1"):
     return lambda path, answer: (status, content) if where in path else answer
 
 
+NO_LOGPROBS = sending({"choices": [{"text": ""}]}, where="completions")
 STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
 
 
 def test_wrong_answers_are_one_line(fake):
     for fake.change, phrases in (
-        (no_logprobs, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
+        (NO_LOGPROBS, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
         (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
         (other_tokens, ["read 5 tokens where 8 were sent"]),
         (counting("8"), [STRANGE]),
