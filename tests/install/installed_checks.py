@@ -11,7 +11,7 @@ CALIBRATE = (
 )
 EVALUATE = ("fp8kv-eval", "builtin:smollm2", "-o", "report")
 TESTS = ("tests/calib/test_recipe.py", "tests/calib/data/test_local_rows.py")
-TESTS += ("tests/calib/scales/test_places.py", "tests/runtime/test_codec.py")
+TESTS += ("tests/calib/scales/test_stats_file.py", "tests/runtime/test_codec.py")
 NEEDS_REPORT = "needs matplotlib: pip install 'fp8kv[report]'"
 
 

@@ -1,10 +1,16 @@
-"""Cache types by name: their bytes, the layers they hold, and how they round K and V."""
+"""Cache types by name: their bytes, the layers they hold; how they round K and V, as recorded, in numpy."""
 
+from functools import partial
+from hashlib import sha256
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
+from number_grids import E2M1, E4M3, nearest
 
+from calib.caches import per_token_head
+from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, Layers, Shape, cache_type
 from calib.errors import InputError
@@ -89,3 +95,109 @@ def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
         rounding("turboquant_k8v4", five._replace(total=7))
     for layer in range(5):
         assert all(map(torch.equal, rounded(layer, key, value), (key, value))) == (layer != 2)
+
+
+lmdeploy_int8 = partial(per_token_head.lmdeploy, steps=255)
+# of float32, and of bfloat16, when check_caches.py found that engines store the same
+RECORDED = {
+    "fp8_e5m2": ("423e6f161a9c", "c506f7e76b1a"),
+    "fp8_per_token_head": ("cf026a96588d", "aedb10721671"),
+    "int8_per_token_head": ("962b33ed85ec", "73297accc4af"),
+    "int4_per_token_head": ("e8b86d3090a7", "bc11eff0ac26"),
+    "turboquant_k8v4": ("1590c5301b28", "e514b3e51357"),
+    "ultraquant_4bit": ("ecf2d4d38f9b", "bc2e79ff37d8"),
+    "fp8_k_nvfp4_v": ("2bf9f3d40472", "cd1b9e89bc2c"),
+    "mxfp8": ("f550c3363f22", "d7fabccc9fa8"),
+    "fp4_mx_block16": ("fb5862921b13", "27b7d1c40eae"),
+    "lmdeploy_int8": ("4f7f27280aa8", "433a88adb408"),
+    "lmdeploy_int4": ("170f641c84fb", "6005404b6ae6"),
+    "fp8_ds_mla": ("6f565e972643", "4b8839a1b467"),
+    "nvfp4_ds_mla": ("bce7c9432fcb", "dc035d98962b"),
+}
+
+
+def numbers(size):
+    """Rows of eleven kinds; each value is computed alone, so that every processor finds the same."""
+    column = torch.arange(size)
+    x = (torch.arange(11 * size) * 7919 % 2003 - 1001).view(11, size) / 7
+    x[0] *= 2.0 ** -(column // 8 % 24)  # over many octaves
+    x[1:4] *= torch.tensor([2.0**-20, 2.0**-14, 2.0**9])[:, None]
+    x[4] = x[4].abs() + 100  # of one sign
+    x[5] = 0
+    # halves of a step of E2M1, of INT8, of E4M3
+    ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    x[6] = torch.cat([ties, -ties]).repeat(size // 16)
+    x[7:9] = column % 127 - 31.5
+    x[7:9, 0] = torch.tensor([127, 448])
+    x[9:] = 49 * x[7:9]  # 49 times 1 / 49 is not 1
+    return x[None, None]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_types_read_what_they_read_when_it_was_compared(name):
+    sizes = (576, 64) if name.endswith("mla") else (64, 96)
+    layers = Layers({0: Shape(1, *sizes, "latents" if name.endswith("mla") else "heads")}, 1)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = rounding(name, layers)(0, *(numbers(size).to(dtype) for size in sizes))
+        # what LMDeploy divides by 0 has no sign that every processor agrees on
+        values = [x.float().nan_to_num(-1.0).contiguous().view(torch.uint8) for x in pair]
+        found.append(sha256(torch.cat([x.flatten() for x in values]).numpy()).hexdigest()[:12])
+    assert tuple(found) == RECORDED[name]
+
+
+def test_halves_are_rounded_as_each_engine_rounds_them():
+    # a step of 1 and a zero point of 7: the codes are the values and 7
+    codes, scale, zero = per_token_head.int4_codes(torch.tensor([-7.0, 8.0, 0.5, 1.5, -0.5, -1.5]))
+    assert (scale.item(), zero.item(), codes.tolist()) == (1, 7, [0, 15, 8, 9, 7, 6])
+    codes, scale, zero = per_token_head.zero_point_codes(torch.tensor([0.0, 15.0, 0.5, 1.5, 14.5]), 15)
+    assert (scale.item(), zero.item(), codes.tolist()) == (1, 0, [0, 15, 1, 2, 15])
+    assert lmdeploy_int8(torch.full((2, 8), 3.0)).isnan().all()  # as in the engine
+
+
+def test_scale_and_zero_point_are_kept_in_16_bits():
+    # 8 bits of mantissa hold 100.5 no better than 100.5 +- 0.25: the step is 1
+    x = torch.tensor([-100.3, 154.7, 0.0])
+    assert lmdeploy_int8(x, dtype=torch.float16)[2].item() == pytest.approx(-0.3125, abs=1e-6)
+    assert lmdeploy_int8(x, dtype=torch.bfloat16)[2].item() == -0.5
+    assert torch.equal(lmdeploy_int8(x), lmdeploy_int8(x, dtype=torch.float16))
+    of_bfloat16 = lmdeploy_int8(x.bfloat16())
+    assert torch.equal(of_bfloat16.float(), lmdeploy_int8(x.bfloat16().float(), dtype=torch.bfloat16))
+
+
+def blocks_of_16(x, largest=6):
+    """NVFP4 in float32 steps: E2M1 over an E4M3 scale for each 16 values."""
+    blocks = x.reshape(-1, 16)
+    scale = nearest(np.abs(blocks).max(-1, keepdims=True) / np.float32(largest), E4M3).astype("f4")
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return (nearest(blocks * inverse, E2M1).astype("f4") * scale).reshape(x.shape)
+
+
+def test_nvfp4_recomputed_block_by_block_and_ties_go_to_even_codes():
+    x = torch.randn(6, 2, 48, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1, 500, 1e-2, 1e-4, 1e4, 0])[:, None, None]  # 1e4: beyond 6 times 448
+    assert np.array_equal(nvfp4(x).numpy(), blocks_of_16(x.numpy()))
+    six, four = (blocks_of_16(x.numpy(), largest).reshape(-1, 16) for largest in (6, 4))
+    errors = [((found - x.reshape(-1, 16).numpy()) ** 2).sum(-1) for found in (six, four)]
+    takes_four = errors[1] < errors[0]
+    assert 0 < takes_four.sum() < len(takes_four)  # both are chosen
+    expected = np.where(takes_four[:, None], four, six).reshape(x.shape)
+    assert np.array_equal(nvfp4_four_over_six(x).numpy(), expected)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert e2m1(ties).tolist() == [0, 1, 1, 2, 2, 4, 4]
+    x = torch.cat([-ties, torch.linspace(-9, 9, 4001), torch.tensor([100.0])])
+    assert e2m1(x).tolist() == nearest(x.numpy(), E2M1).tolist()
+
+
+def test_sizes_that_do_not_fit():
+    one, odd = Layers({0: Shape(1, 7, 7)}, 1), torch.zeros(1, 1, 2, 7)
+    assert rounding("lmdeploy_int8", one)(0, odd, odd)[0].shape == odd.shape
+    for name, problem in (
+        ("int4_per_token_head", "int4_per_token_head: head size 7 is not a multiple of 2"),
+        ("lmdeploy_int4", "lmdeploy_int4: head size 7 is not a multiple of 2"),
+        ("nvfp4", "blocks of 16: head size 7 is not a multiple of 16"),
+        ("turboquant_4bit_nc", "turboquant: head size 7 is not a power of two"),
+        ("ultraquant_4bit", "ultraquant: head size 7 is not a power of two"),
+    ):
+        with pytest.raises(InputError, match=f"^{problem}$"):
+            rounding(name, one)(0, odd, odd)
