@@ -129,7 +129,7 @@ def make_small(monkeypatch):
 
     monkeypatch.setattr(loading, "builtin_rows", few_rows)
     for name in inputs.SUITES:
-        monkeypatch.setitem(inputs.SUITES, name, Suite(4, 2, 32, 1, 2, (), (), 1))
+        monkeypatch.setitem(inputs.SUITES, name, Suite(4, 8, 32, 1, 2, (), (), 1))
 
 
 def fake_hub(monkeypatch, names, home):
