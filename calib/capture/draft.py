@@ -59,6 +59,8 @@ def add_draft_layer(
         reason = f"there are {len(modules)}, and what the second reads is not known"
     elif is_quantized(model.config):
         reason = "their weights are quantised in a way that only transformers reads"
+    elif not hasattr(MtpModel, "get_weight_conversions"):
+        reason = "transformers loads them from version 5.20 on"
     elif is_cut:
         reason = "a pass layer by layer ends at the last layer that caches K and V; use --offload none"
     elif isinstance(draft := _load(model, checkpoint, attention, device), Draft):

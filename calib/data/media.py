@@ -76,8 +76,7 @@ class MediaReader:
         Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut.
         """
         skipped = SkippedRows()
-        readable = skipped.others(rows, lambda row: self._read(row, recipe, folder))
-        samples = [*islice(readable, recipe.samples)]
+        samples = [*islice(skipped.others(rows, lambda row: self._read(row, recipe, folder)), recipe.samples)]
         pieces = [piece._replace(document=i) for i, (piece, *_) in enumerate(samples)]
         words = sum(x for _, x, _ in samples), sum(x for *_, x in samples)
         if not any(any(piece.media.counts) for piece in pieces if piece.media):

@@ -181,8 +181,7 @@ def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, Modalit
     pairs = zip(elsewhere.text.pieces, elsewhere.divergences[name], strict=True)
     samples = [(piece.media.modalities, each) for piece, each in pairs if piece.media]
     for number, modality in enumerate(MODALITIES):
-        places = [(each, is_it) for x, each in samples if (is_it := x == number).any()]
-        if places:
+        if places := [(each, is_it) for x, each in samples if (is_it := x == number).any()]:
             kl, top1 = ([getattr(each, x)[is_it] for each, is_it in places] for x in ("kl", "agrees"))
             figures = {"kl": estimate(to_numpy(kl)), "top1": estimate(to_numpy(top1))}
             rows[modality] = ModalityRow(tokens=sum(map(len, kl)), **figures)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from calib.capture.attention import map_attention
-from calib.capture.draft import add_draft_layer, layers_read, read_by_drafter
+from calib.capture.draft import MtpModel, add_draft_layer, layers_read, read_by_drafter
 from calib.capture.loop import calibrate
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
@@ -48,8 +48,7 @@ class Drafting:
         *others, self.layer = model.model.layers
         count, place = len(others), f"model.layers.{len(others)}"
         size, norm = model.config.hidden_size, type(model.model.norm)
-        parts = [norm(size, model.config.rms_norm_eps) for _ in "eh"]
-        parts += [nn.Linear(2 * size, size, bias=False)]
+        parts = [*(norm(size, model.config.rms_norm_eps) for _ in "eh"), nn.Linear(2 * size, size, False)]
         self.joining = nn.ModuleDict(zip(JOINING, parts, strict=True))
         for i, part in enumerate(parts):
             nn.init.normal_(part.weight, 0.5, 0.5, generator=torch.Generator().manual_seed(i))
@@ -109,7 +108,7 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
     assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stdout.split())
 
 
-def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(tmp_path):
+def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(tmp_path, monkeypatch):
     file = Drafting("glm4_moe", tmp_path / "model").directory / "model.safetensors"
     one, two = tmp_path / "1", tmp_path / "2"
     for out in (one, two):
@@ -131,6 +130,8 @@ def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(
             assert f"at scale 1.0: {why}" in said
             assert "num_nextn_predict_layers 2, and the files hold 1" in said
             assert len(load_file(one / SCALES_SHARD)) == 6
+    monkeypatch.delattr(MtpModel, "get_weight_conversions")  # as before transformers 5.20
+    assert " 5.20 on" in ran("calibrate", file.parent, "-o", one, *SMALL, "--overwrite").stdout
     edit_json(config, num_nextn_predict_layers=0)
     one_line_error(fp8kv("calibrate", file.parent, *SMALL), "mend the config (num_nextn_predict_layers")
 
