@@ -40,7 +40,6 @@ def test_the_guide_lists_every_exit_status():
 
 
 def commands(text):
-    """Commands of its ```bash blocks, without their comments."""
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
     return [re.sub(r"\s+# .*", "", line) for line in lines if line.strip()]
 

@@ -112,7 +112,6 @@ SAME = [
 
 
 def comparable(value):
-    """`value`, or its tensors."""
     if isinstance(value, calib.KVScales):
         tensors = {f"{name} {w}": x for name, lay in value.layers.items() for w, x in lay.items()}
     elif isinstance(value, calib.KVStats):

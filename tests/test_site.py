@@ -25,7 +25,6 @@ LOOKED_AT = ("", "explanation/what-fp8-does/", "howto/how-much-text/", "referenc
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site."""
     directory = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(directory)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -53,7 +53,6 @@ def test_the_wheel_takes_the_names_of_our_two_packages_and_the_sdist_makes_the_s
 
 
 def printed(work, *command, path=None):
-    """Standard output of a command that is run in a user's directory."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"PYTHONPATH": str(path)} if path else {}
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)

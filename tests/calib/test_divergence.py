@@ -19,7 +19,6 @@ LARGEST = float(torch.finfo(torch.float32).max)
 
 
 def exact(expected, found):
-    """KL of two rows, by its definition."""
     with mpmath.workdps(400):
         logs = []
         for row in (expected, found):

@@ -36,7 +36,6 @@ OF_STATISTICS = {
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A model and two calibrations of it."""
     root = tmp_path_factory.mktemp("stale")
     model = save_model(tiny_model("llama", num_hidden_layers=2), root / "model")
     for name, seed in (("good", 1), ("other", 7)):

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for L
 
 
 def compile_kernels(root, *arguments):
-    """Run the script on the kernels under `root`."""
     command = [sys.executable, str(root / "benchmarks" / "compile_kernels.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)

@@ -126,7 +126,6 @@ def test_ranks_of_a_trainer_share_what_they_saw(model):
 
 
 def bits(stats):
-    """Everything that was measured, by place."""
     return {name: tensor.numpy().tobytes() for name, tensor in stats.tensors().items()} | {"n": stats.tokens}
 
 

@@ -34,7 +34,6 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
 
 
 def fingerprint(*samples):
-    """The sha256 of the length and the ids of each."""
     words = (word for ids in samples for word in (len(ids), *ids))
     return hashlib.sha256(b"".join(word.to_bytes(8, "little") for word in words)).hexdigest()
 

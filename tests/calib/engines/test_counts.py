@@ -29,7 +29,6 @@ KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
 
 
 def with_tensors(made, values, *names):
-    """Add tensors of these names to each module."""
     more = {f"{module}.{name}": tensor(values) for module in MODULES for name in names}
     edit_tensors(made, lambda tensors: tensors.update(more))
     return made
@@ -99,7 +98,6 @@ def test_heads_are_those_that_the_config_names(tmp_path):
         # where the key is absent, Mistral has 8 and GLM-4 has 2: not known
         ({"num_key_value_heads": None, "model_type": "mistral"}, {1, 2, 3, 4}),
         ({"num_key_value_heads": None, "model_type": "falcon", "multi_query": False}, {1, 4}),
-        # nothing is known of its heads
         ({"num_key_value_heads": None, "num_attention_heads": None}, {1, 2, 3, 4}),
     ):
         for count in range(1, 5):

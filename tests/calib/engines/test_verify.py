@@ -255,7 +255,6 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
     crossed = [f"{m}.{a}_proj.{b}_scale" for m in MODULES for a, b in ("kv", "vk")]
     directory = write(tmp_path, WEIGHTS, crossed, MODELOPT)
     assert said(directory, "vllm") == said(directory, "sglang") == "not known"
-    # names of several fates
     scales = scales_of(MODULES[:1]) + scales_of(MODULES[1:], "{module}.qkv_proj.{x}_scale")
     found = simulated(write(tmp_path, WEIGHTS, scales), "sglang")
     assert (found.fate, found.is_good) == ("partly", False)

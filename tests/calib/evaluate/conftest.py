@@ -93,5 +93,4 @@ def caches_report(caches_evaluation):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    """Let commands measure little."""
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 24, 2, 5, (), (), 2))

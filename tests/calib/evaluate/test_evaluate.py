@@ -338,7 +338,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def held_out(place, monkeypatch):
-    """Evaluate in this place."""
     monkeypatch.chdir(place)
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(4, 4, 40, 0, 0, (), (), 1))
 

@@ -49,7 +49,6 @@ def test_scales_without_weights_are_told_from_no_model(several, model, tmp_path)
     for command in (("convert", out, "--to", "vllm"), ("repair", out, "--stats", out), ("strip", out)):
         said = f"fp8kv calibrate MODEL --recipe {recipe} --format"
         one_line_error(fp8kv(*command, "-o", new), f"'{out}' holds a calibration and no model", said)
-    # and so it is
     ran("calibrate", model, "--recipe", recipe, "--format", "vllm", "--device", "cpu", "-o", new)
     empty.mkdir()
     done = fp8kv("convert", empty, "--to", "tgi", "-o", tmp_path / "out")

@@ -332,7 +332,6 @@ FP8 = {"quant_algo": "FP8"}
 
 
 def modelopt(layers, schema=1):
-    """ModelOpt's config with a map of layers."""
     map_of_layers = {"kv_cache_quantized_layers": layers, "kv_cache_schema_version": schema}
     return MODELOPT | {"kv_cache_quant_algo": "MIXED_PRECISION"} | map_of_layers
 

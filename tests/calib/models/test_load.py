@@ -207,7 +207,6 @@ SIZES = (
 
 @pytest.fixture
 def edit(saved_llama, tmp_path):
-    """Give the tiny model other values in its config.json."""
     directory = tmp_path / "model"
 
     def changed(**values):

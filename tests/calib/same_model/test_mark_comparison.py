@@ -34,7 +34,6 @@ def marks(model):
 
 
 def changed(name, change):
-    """An edit of one weight."""
     return lambda tensors: change(tensors[f"model.{name}.weight"])
 
 

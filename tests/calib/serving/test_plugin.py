@@ -33,7 +33,6 @@ AT_1 = [(1.0,)] * 3
 
 
 def files(k=K, v=V, q=()):
-    """The scales of every layer in the files."""
     layers = [StoredLayer(i, *scales) for i, scales in enumerate(zip_longest(k, v, q))]
     return StoredScales(ModelDirectory(Path(), {}, {}), layers)
 

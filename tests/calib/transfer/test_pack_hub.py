@@ -10,8 +10,6 @@ from apply_cases import PACK_FILES, copy, refused, report_of, rescale_values, sc
 from command_line import fp8kv, one_line_error, ran, succeeded
 from fake_hub import on, running_hub
 from huggingface_hub import constants
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from calib.errors import InputError
 from calib.files.pack import read_pack
@@ -176,23 +174,13 @@ def rewrite(pack, edit):
     (pack / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(CHECKED), place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_any_changed_byte_is_refused(name, pack, tmp_path, place, flip):
-    broken = tmp_path / "broken"
-    shutil.rmtree(broken, ignore_errors=True)
-    shutil.copytree(pack, broken)
-    content = bytearray((broken / name).read_bytes())
-    content[int(place * len(content))] ^= flip
-    (broken / name).write_bytes(content)
-    refuses(broken)
-
-
 @pytest.mark.parametrize("name", CHECKED)
-def test_a_damaged_file_is_refused(name, broken):
+def test_a_damaged_file_or_a_byte_that_was_changed_is_refused(name, broken):
     file = broken / name
     content = file.read_bytes()
-    for damaged in (content[:-1], b"", content + b"\n"):
+    places = range(0, len(content), len(content) // 20)
+    flipped = (content[:i] + bytes([content[i] ^ 1 + i % 255]) + content[i + 1 :] for i in places)
+    for damaged in (content[:-1], b"", content + b"\n", *flipped):
         file.write_bytes(damaged)
         refuses(broken, str(file))
     file.unlink()

@@ -44,7 +44,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def twin(made):
-    """The twin, served with its scales."""
     return serving(made, "twin", "scales")
 
 
