@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+# what engines call things that have another name here
+_OUR_NAMES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8"}
+
+
 class Fp8kvError(Exception):
     """Base of everything this package raises on purpose; the CLI prints it as one line, exit 2."""
 
@@ -40,13 +44,16 @@ class CalibrationError(Fp8kvError):
 def did_you_mean(word: str, legal: Iterable[str]) -> str:
     """Return a question with the legal word closest to `word`, or "" if none is close."""
     cutoff = 0.55 if len(word) > 3 else 0.7  # 'gpu' does not mean 'cpu'
-    close = difflib.get_close_matches(word, [*legal], n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(_OUR_NAMES.get(word, word), [*legal], n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """Return the message of `error`, or any text, in one line of at most `limit` characters."""
-    text = " ".join(str(error).split())[:limit]
+    """Return the message of `error`, or any text, in one line of at most `limit` characters, or its start."""
+    text = " ".join(str(error).split())
+    if len(text) > limit:
+        text = text[: limit - 4]
+        text = f"{text.rpartition('. ')[0] or text.rpartition(' ')[0] or text} ..."
     # Python's own sentence names a function of sys
     return "a number has too many digits" if "set_int_max_str_digits" in text else text
 

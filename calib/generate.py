@@ -73,6 +73,7 @@ class GenerationResult:
     simulated: str = ""  # how it is known what the cache computes
     values_per_token: int | None = None  # None: one in each byte
     bytes_per_token_in_blocks: int | None = None  # more, where heads of K and V differ in size
+    keeps_decoded: bool = False  # K and V are kept in float32 too, which no figure counts
 
     @property
     def bytes_per_token_16bit(self) -> int:
@@ -165,6 +166,7 @@ def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[st
         "cache_bytes": blocks.num_bytes_used + in_16_bits * cached_tokens,
         "bytes_per_token_in_blocks": blocks.bytes_per_token + in_16_bits,
         "values_per_token": all_values,
+        "keeps_decoded": model.device.type == "cpu",
     }
 
 

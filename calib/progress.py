@@ -21,7 +21,6 @@ class Progress:
     on_advance: Callable[[float], None] = lambda amount: None
     on_detail: Callable[[str], None] = lambda text: None
     on_end: Callable[[], None] = lambda: None
-    on_warning: Callable[[str], None] = lambda text: None
 
     def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
         """Begin a stage of `total` units, None if that is unknown; the next stage ends it."""
@@ -38,10 +37,6 @@ class Progress:
     def end(self) -> None:
         """End the stage; nothing is shown until another begins."""
         self.on_end()
-
-    def warn(self, text: str) -> None:
-        """Say before long work what its result will warn of as well."""
-        self.on_warning(text)
 
     def each(self, name: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
         """Yield the `items`, as a stage of so many units; an empty sequence makes no stage."""

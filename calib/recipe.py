@@ -16,7 +16,7 @@ from calib.strict_yaml import StrictModel, explain, read_yaml
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 # settings that older calibrations name, with the values at which they did not change scales
 _TAKEN_OUT = {"clip_chance": "1e-06", "scale_rounding": "none"}
-Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
+Headroom = Annotated[float, Field(ge=1 / 16, le=16, allow_inf_nan=False)]
 
 
 def _legal(parse: Callable[[str], Any]) -> AfterValidator:

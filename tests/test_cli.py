@@ -32,7 +32,7 @@ def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp
         assert heading in done.stdout
     assert "128 tokens in" in done.stdout
     assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
-    assert "random token ids" in done.stdout.lower()  # the warning about the data
+    assert "random token ids" in done.stderr.lower()  # the warning about the data
     assert len(load_file(out / "model-fp8kv-scales.safetensors")) == 6
     next_command = done.stdout.splitlines()[-1].partition("fp8kv ")[2]
     assert next_command == f'generate {out} "The capital of France is" --compare'
@@ -155,6 +155,7 @@ def test_recipes_facts_of_the_machine_and_versions_are_shown():
     assert fp8kv("recipes", "tgi-kv_scale").stdout.startswith("# Text Generation Inference")
     assert json_of("recipes", "tgi-kv_scale")["export"]["formats"] == ["tgi"]
     one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'")
+    assert "for '--dtype': 'x' is not one of 'auto'" in fp8kv("calibrate", "m", "--dtype", "x").stderr
     # the facts of doctor, and the version of every command line
     printed, found = fp8kv("doctor").stdout, json_of("doctor")
     for what in ("Python", "torch", "triton", "GPU", "builtin:smollm2"):

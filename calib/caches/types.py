@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from calib.errors import InputError
+from calib.errors import InputError, did_you_mean
 
 # a layer caches K and V of heads, or one latent for all heads (MLA), of which a sparse layer's indexer
 # chooses the tokens to attend to (DSA)
@@ -141,8 +141,8 @@ class CacheType(Facts):
 def cache_type(name: str) -> CacheType:
     """Return the cache type called `name`, of ALL_CACHES or UNSIMULATED."""
     if name not in _TYPES:
-        note = " (its name here is fp8)" * (name == "fp8_e4m3")
-        raise InputError(f"cache '{name[:40]}'{note} is not one of {', '.join(ALL_CACHES)}")
+        hint = did_you_mean(name[:40], ALL_CACHES)
+        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(ALL_CACHES)}{hint}")
     return _TYPES[name]
 
 

@@ -117,11 +117,13 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
 def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
     """Return the arguments of `model` that hold the pictures of `sample`; refuse a class of text alone."""
     device, arguments = input_device(model), sample.arguments() if sample else {}
-    named = inspect.signature(type(model).forward).parameters.keys() - _MODALITIES
-    if arguments and named.isdisjoint(arguments):
+    named = inspect.signature(type(model).forward).parameters.keys()
+    if arguments and (named - _MODALITIES).isdisjoint(arguments):
         raise UnsupportedModelError(
             f"transformers' {type(model).__name__} reads text alone; calibrate on text"
         )
+    if sample and any(sample.counts) and "mm_token_type_ids" in named - arguments.keys():
+        raise InputError("the model needs mm_token_type_ids, which its processor does not make; use text")
     return {n: x.to(device, model.dtype if x.is_floating_point() else None) for n, x in arguments.items()}
 
 

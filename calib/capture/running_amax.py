@@ -52,8 +52,7 @@ def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str,
     heads = magnitudes.amax(-1).t()  # [H, N]
 
     def largest_by_bucket(buckets: Tensor, count: int) -> Tensor:
-        table = heads.new_zeros(len(heads), count)
-        return table.scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
+        return heads.new_zeros(len(heads), count).scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
 
     modalities = tokens.modalities
     return {

@@ -6,8 +6,10 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 import shutil
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from calib.commands import flags
 from calib.commands.calibrate import calibrate, recipes
@@ -34,24 +36,34 @@ app = _Program(
 )
 
 
+class _Command(TyperCommand):
+    def parse_args(self, *arguments: Any) -> list[str]:
+        """Leave out what pydantic puts before the words of an error."""
+        try:
+            return super().parse_args(*arguments)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 @app.callback()
 def _options(version: bool = flags.VERSION) -> None:
     pass
 
 
-app.command()(calibrate)
-app.command("eval")(evaluate)
+app.command(cls=_Command)(calibrate)
+app.command("eval", cls=_Command)(evaluate)
 for command in (
     *(inspect, verify, watch, apply, pack, bake, convert, strip, repair),
     *(compare, recommend, merge, generate, stress, bench, recipes, doctor),
 ):
-    app.command()(command)
+    app.command(cls=_Command)(command)
 
 
 def _program(command: Callable[..., None]) -> typer.Typer:
     """Return a program that is one command."""
     program = _Program()
-    program.command()(command)
+    program.command(cls=_Command)(command)
     return program
 
 

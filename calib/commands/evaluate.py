@@ -9,7 +9,7 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.running import Answer, job_command
-from calib.commands.terminal import Block, TextTable
+from calib.commands.terminal import Block, TextTable, print_errors
 from calib.files.text import show_interval, show_number
 from calib.progress import Progress
 
@@ -34,8 +34,7 @@ def evaluate(
         "Measure only these variants, such as none,tensor. Default: all.", metavar="NAME,..."
     ),
     caches: str | None = flags.option(
-        f"Also measure these cache types, or `all`: {', '.join(choices.CACHES[1:])}.",
-        metavar="NAME,...",
+        f"Also measure these cache types, or `all`: {', '.join(choices.CACHES[1:])}.", metavar="NAME,..."
     ),
     recipe: str | None = flags.option(
         "Take settings from this recipe's `evaluation` section. Flags override it."
@@ -87,11 +86,15 @@ def evaluate(
     progress: Progress,
 ) -> Answer:
     """Measure how an FP8 KV cache changes a model's output, on text that was not used for calibration."""
+    from calib.capture.directory_scales import weight_warnings
     from calib.evaluate.run import run_evaluation
+    from calib.models.sources import find_model
     from calib.recipe import load_recipe
 
     defaults = {} if recipe else {"data.dataset": _DATASET}
     resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
+    if scales:  # the report says it too, after all the work
+        print_errors("warning", weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(model, resolved, scales=scales or [], output=output, progress=progress)
     return Answer(report.to_json(), report_blocks(report), failures=failures)
 

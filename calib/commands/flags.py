@@ -5,6 +5,7 @@ function that makes it; what matters most is an `option`, without a panel.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -96,16 +97,23 @@ def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data",
     keys |= _KEYS
     # 0 is a value, and equals False
     values = {name: x for name, x in parameters.items() if x is not False and x not in (None, [], ())}
-    values |= {name: values[name].split(",") for name in _COMMA_SEPARATED if name in values}
+    values |= {name: _split(values[name]) for name in _COMMA_SEPARATED if name in values}
     values = {name: value for name, value in values.items() if name in keys}
     for name, value in values.items():
         try:
             load_recipe(None, {keys[name]: value})
         except InputError as error:  # what depends on other settings is for the whole recipe
-            _, is_of_value, problem = str(error).partition(": Input ")
-            if is_of_value:
-                raise InputError(f"--{name.replace('_', '-')} {problem}") from None
+            flag = f"--{name.replace('_', '-')}"
+            for separator in (": Input ", f": {flag} "):
+                _, is_of_value, problem = str(error).partition(separator)
+                if is_of_value:
+                    raise InputError(f"{flag} {problem}") from None
     return {keys[name]: value for name, value in values.items()}
+
+
+def _split(names: str) -> list[str]:
+    """Return names that commas separate; the name of a file may hold one."""
+    return [names] if Path(names).exists() else [name.strip() for name in names.split(",")]
 
 
 def parse_assignments(pairs: list[str]) -> dict[str, Any]:

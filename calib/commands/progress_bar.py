@@ -9,9 +9,8 @@ from threading import Event, RLock, Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 from calib.choices import ProgressForm
-from calib.commands.terminal import print_errors
 from calib.files.strict_json import json_text
-from calib.files.text import plain, show_duration
+from calib.files.text import plain, show_duration, show_size
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class StageReporter:
 
     def progress(self) -> Progress:
         """Return the callbacks through which a job reports."""
-        return Progress(self._begin, self._advance, self._set_detail, self.end, self._warn)
+        return Progress(self._begin, self._advance, self._set_detail, self.end)
 
     def look(self) -> None:
         """Show the stage if that is due."""
@@ -102,11 +101,6 @@ class StageReporter:
     def _set_detail(self, text: str) -> None:
         for task in self._bar.tasks:
             task.fields["detail"] = text
-
-    def _warn(self, text: str) -> None:
-        if self._line is not json_line:
-            self.end()
-            print_errors("warning", [text])
 
     def _show(self, event: str) -> None:
         for task in self._bar.tasks:
@@ -185,14 +179,12 @@ def log_line(task: "Task", event: str) -> str:
 
 def figures(task: "Task") -> str:
     """Return how far a stage is: `12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left`; else its time."""
-    from rich.filesize import decimal
-
     unit, rate, left = task.fields["unit"], _rate(task), _seconds_left(task)
     counts = [count for count in (task.completed, task.total) if count is not None]
     parts = []
     if unit == "bytes":
-        parts = [" of ".join(decimal(round(count)) for count in counts)]
-        parts += [f"{decimal(round(rate))}/s"] if rate else []
+        parts = [" of ".join(show_size(round(count)) for count in counts)]
+        parts += [f"{show_size(round(rate))}/s"] if rate else []
     elif unit:
         parts = [" of ".join(f"{count:,.0f}" for count in counts) + f" {unit}"]
         parts += [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"] if rate else []

@@ -65,7 +65,7 @@ def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in baked.warnings)
     for name, reason in [*plan.unchanged_layers.items()][:1]:
         count = len(plan.unchanged_layers)
-        yield f"note: {count} layers stay as they are, the first of them {name}: {reason}"
+        yield f"note: layers that stay as they are: {count}, the first of them {name}: {reason}"
     parts = ("the latent of", "k_pe of") if baked.latent else ("K of", "V of")
     units = "layers" if baked.latent else "heads"
     for part, octaves in zip(parts, plan.missing_octaves("fp8") if purpose == "fp8" else (0, 0), strict=True):

@@ -55,8 +55,7 @@ def job_command(work: Callable[..., Answer | None], *, has_json: bool = True) ->
     @wraps(work)
     def command(**values: Any) -> None:
         flags = {x.name: values.pop(x.name) for x in shared}
-        job = partial(_do_job, partial(work, **values), flags, keywords)
-        run(job, debug=flags["debug"])
+        run(partial(_do_job, partial(work, **values), flags, keywords), debug=flags["debug"])
 
     command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {x.name: x.annotation for x in (*own, *shared)}

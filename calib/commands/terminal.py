@@ -30,12 +30,14 @@ Block = str | TextTable
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
-    """Print lines and tables."""
+    """Print lines and tables; warnings on stderr."""
     for block in blocks:
         if isinstance(block, TextTable):
             print(table_text(block).removesuffix("\n"))
+        elif isinstance(block, ModelText):
+            print(block)
         else:
-            print(block if isinstance(block, ModelText) else plain(block))
+            print(plain(block), file=sys.stderr if block.startswith("warning: ") else sys.stdout)
 
 
 def print_errors(kind: str, messages: Iterable[str]) -> None:

@@ -206,8 +206,7 @@ def pack(
     result = write_pack(calibration, output, report=report, base_model=base_model, overwrite=overwrite)
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     document = {"output": str(output), "files": result.sizes, "pushed": pushed, "warnings": result.warnings}
-    lines = _pack_lines(result, output, pushed, push_to_hub or str(output))
-    return Answer(document, lines, result.warnings)
+    return Answer(document, _pack_lines(result, output, pushed, push_to_hub or str(output)), result.warnings)
 
 
 def _pack_lines(result: "WrittenPack", output: Path, pushed: str | None, name: str) -> Iterator[str]:

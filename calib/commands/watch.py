@@ -31,8 +31,7 @@ def watch(
         metavar="CONDITION",
     ),
     model: Path | None = flags.option(
-        "Read what was expected in this calibration. Default with DIR: the engine's model.",
-        metavar="MODEL",
+        "Read what was expected in this calibration. Default with DIR: the engine's model.", metavar="MODEL"
     ),
     follow: bool = flags.option(
         "Show it live, until it fails or you press Ctrl-C.", "--follow", default=False

@@ -175,8 +175,7 @@ def open_source(recipe: DataRecipe) -> RowSource:
         return RowSource(dataset, rows, warnings, path if path.is_dir() else path.parent)
     split = find_split(recipe)
     config = f" ({recipe.config})" if recipe.config else ""
-    streamed = enumerate(stream_rows(recipe, split), 1)
-    rows = ((f"row {number} as shuffled", row) for number, row in streamed)
+    rows = ((f"row {number} as shuffled", row) for number, row in enumerate(stream_rows(recipe, split), 1))
     return RowSource(f"{dataset}{config} [{split}]", rows)
 
 
@@ -190,8 +189,7 @@ def check_dataset(dataset: str) -> None:
 
 def dataset_key(dataset: str) -> str:
     """Return what two names of one dataset share: the path of local files, links followed."""
-    is_local = dataset not in GENERATED and looks_local(dataset)
-    return str(to_path(dataset).resolve()) if is_local else dataset
+    return str(to_path(dataset).resolve()) if dataset not in GENERATED and looks_local(dataset) else dataset
 
 
 def _unused(recipe: DataRecipe, *names: str) -> tuple[str, ...]:

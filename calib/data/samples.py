@@ -285,8 +285,7 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the special tokens that `tokenizer` puts in front of every text."""
     ids, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    starts = (i for i in range(len(ids)) if ids[i : i + len(bare)] == bare)
-    return [int(i) for i in ids[: next(starts, 0)]]
+    return [int(i) for i in ids[: next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)]]
 
 
 def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -394,8 +393,7 @@ class Pieces:
 
     def all(self) -> list[Piece]:
         """Return all pieces, in their order."""
-        ranked = sorted(self._ranked)[: self._limit - len(self.first)]
-        return [*self.first, *(piece for _, piece in ranked)]
+        return [*self.first, *(piece for _, piece in sorted(self._ranked)[: self._limit - len(self.first)])]
 
     def _spans(self, length: int, opening: int, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield where consecutive pieces begin and end; a rest too short for one is left out."""

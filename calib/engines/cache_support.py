@@ -67,8 +67,7 @@ def find_offer(
 
     `strategy` is that of FP8 scales which a checkpoint brings; without one FP8 has scale 1.0.
     """
-    shapes = [Shape(*layer) for layer in layers]
-    support = _fitting_support(cache, shapes, engine, gpu, model_type)
+    support = _fitting_support(cache, [Shape(*layer) for layer in layers], engine, gpu, model_type)
     if isinstance(support, str):
         return support
     owner = support[0].engine

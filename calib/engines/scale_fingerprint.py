@@ -43,8 +43,7 @@ def join_ranks(ranks: Sequence[Stored], tensor_parallel_size: int, kv_heads: int
         group = ranks[first : first + tensor_parallel_size]
         for index, (cache, *_) in group[0].items():
             k = _join([rank[index][1] for rank in group], kv_heads)
-            v = _join([rank[index][2] for rank in group], kv_heads)
-            whole[index] = (cache, k, v)
+            whole[index] = (cache, k, _join([rank[index][2] for rank in group], kv_heads))
     return whole
 
 

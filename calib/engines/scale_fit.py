@@ -157,8 +157,7 @@ def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[F
         least = {letter: min(filter(None, values), default=1.0) for letter, values in ranges.items()}
         # half a step is rounded to its even neighbour, 0
         zero = [x for x in least if least[x] * limits.largest <= limits.smallest / 2]
-        used = {letter: max(values) for letter, values in ranges.items()}
-        fits.append(Fit(layer.layer, used, least, zero))
+        fits.append(Fit(layer.layer, {letter: max(values) for letter, values in ranges.items()}, least, zero))
     return fits
 
 

@@ -45,8 +45,7 @@ class Verification:
     @property
     def is_good(self) -> bool:
         """True where nothing is wrong, and at least one of the engines loads all scales, if any."""
-        served = (s.is_known if self.baked else s.is_good for s in self.simulations)
-        return not self.problems and any(served)
+        return not self.problems and any(s.is_known if self.baked else s.is_good for s in self.simulations)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from calib.choices import REFERENCE
 from calib.errors import InputError, first_problem
-from calib.evaluate.report import REPORT_FILE, SCHEMA, ComparedFigures, ReportHead
+from calib.evaluate.report import REPORT_FILE, SCHEMA, ComparedFigures, NullableFloat, ReportHead
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
 _HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
@@ -35,7 +35,8 @@ class ComparedReport(ReportHead):
     """A `report.json` of any version of schema 1, as far as it is compared."""
 
     suite: dict[str, Any] = Field({})
-    variants: dict[str, ComparedFigures]
+    noise_floor: NullableFloat  # that `measurable` rests on
+    variants: dict[str, ComparedFigures] = Field(min_length=1)
 
 
 class Pair(NamedTuple):

@@ -107,8 +107,7 @@ def read_layers(
         for name, layers, dtype, attend_rounded in probes:
             if idx in layers:
                 outputs = (out, attend_rounded(original, *call, **kw)) if with_errors else None
-                error = _layer_error(stored, layers[idx], dtype, outputs)
-                errors[name].setdefault(idx, []).append(error)
+                errors[name].setdefault(idx, []).append(_layer_error(stored, layers[idx], dtype, outputs))
         return out
 
     stage = "per-layer errors" if with_errors else "clipped values"
@@ -238,11 +237,7 @@ def _letter_lists(pair: Tensor) -> dict[Tensors, list[Any]]:
 
 
 def layer_row(
-    layer_idx: int,
-    layer: LayerError,
-    scales: LayerScales,
-    tensors: str = "kv",
-    chance: float | None = None,
+    layer_idx: int, layer: LayerError, scales: LayerScales, tensors: str = "kv", chance: float | None = None
 ) -> LayerRow:
     """Return errors of one layer, shares of its values, and its scales; `tensors` are those in FP8."""
     error, power = (x.sum(1).clamp(min=1e-30).numpy() for x in (layer.error, layer.power))

@@ -136,8 +136,7 @@ def _continue_greedily(setup: Setup, prompts: Sequence[Tensor], count: int) -> l
 
 def _count_same(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the tokens before the two first differ."""
-    pairs = zip(first, second, strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
 
 
 def _retrieve(setup: Setup, passkeys: Sequence[Passkey]) -> list[bool]:

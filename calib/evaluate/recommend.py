@@ -152,8 +152,7 @@ def _why_not(cache: ServedCache, chosen: ServedCache, wish: Wish, judgement: Jud
     if judgement.is_worse(cache.cache, chosen.cache):
         return "measurably worse"
     comparison = _BETTER if judgement.is_worse(chosen.cache, cache.cache) else f"not {_BETTER}"
-    is_harder = _effort(cache) > _effort(chosen)
-    return f"{comparison}, needs {cache.needs}" if is_harder else comparison
+    return f"{comparison}, needs {cache.needs}" if _effort(cache) > _effort(chosen) else comparison
 
 
 def answer_lines(answer: Recommendation) -> list[str]:

@@ -12,27 +12,16 @@ from calib.data import MediaReader
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
-from calib.evaluate.cache_variants import (
-    STATIC,
-    cache_names,
-    cache_variants,
-    count_bytes,
-    select_types,
-)
+from calib.evaluate.cache_variants import STATIC, cache_names, cache_variants, count_bytes, select_types
 from calib.evaluate.held_out import add_own_samples, find_readers
 from calib.evaluate.measure import choose_searched, measure, search_layers, written_texts
-from calib.evaluate.other_text import (
-    check_other_texts,
-    load_other_texts,
-    measure_other_texts,
-    other_datasets,
-)
+from calib.evaluate.other_text import check_other_texts, load_other_texts, measure_other_texts, other_datasets
 from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
 from calib.evaluate.report import Report, Suite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
-from calib.evaluate.tasks import find_tasks, name_tasks, run_tasks, task_variants
+from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
 from calib.evaluate.variants import (
     ONE_ATTENTION,
     Setup,
@@ -68,9 +57,6 @@ def evaluate(
     With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
     """
     evaluation = open_inputs(model_name, recipe, scales, suite, wish)
-    for warning in (mismatches := weight_warnings(scales, evaluation.checkpoint)):
-        progress.warn(warning)
-    evaluation.warnings += mismatches
     _load_model_and_text(evaluation, progress)
     _calibrate(evaluation)
     _choose_variants(evaluation)
@@ -79,12 +65,9 @@ def evaluate(
 
 
 def open_inputs(
-    model_name: str,
-    recipe: Recipe,
-    scales: Sequence[Path] = (),
-    suite: Suite | None = None,
+    model_name: str, recipe: Recipe, scales: Sequence[Path] = (), suite: Suite | None = None,
     wish: Wish | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Find everything by its name, and refuse what cannot be evaluated before the model is loaded."""
     check_backend(recipe.evaluation.backend, recipe.device)
     checkpoint = find_model(model_name)
@@ -110,7 +93,7 @@ def open_inputs(
         tasks=tasks,
         scales=opened_scales,
         readers=readers,
-        warnings=[*warnings, *quantization_notes(checkpoint), *unknown],
+        warnings=[*warnings, *quantization_notes(checkpoint), *weight_warnings(scales, checkpoint), *unknown],
     )
 
 
@@ -224,14 +207,12 @@ def _measure_variants(evaluation: Evaluation) -> None:
 
 
 def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
-    """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
+    """Read the conditions; refuse unknown variants. `scales` may not be there yet."""
     settings = recipe.evaluation
     conditions = [parse_condition(text) for text in settings.fail_if]
     names = [*_built_in_names(settings), *cache_names(settings.caches), *inputs.name_scales(scales)]
     for condition in conditions:
         check_variant(condition, names)
-    if settings.tasks:
-        name_tasks(settings.tasks)
     other_datasets(recipe)
     return conditions
 

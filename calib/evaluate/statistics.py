@@ -66,8 +66,7 @@ def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: i
 @_quietly
 def ratio(numerators: Values, denominators: Values) -> Figure:
     """Estimate the sum of `numerators` [documents] over that of `denominators`, resampled by document."""
-    rng = np.random.default_rng(0)
-    chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
+    chosen = np.random.default_rng(0).integers(len(numerators), size=(_RESAMPLES, len(numerators)))
     draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
     return _figure(float(numerators.sum() / denominators.sum()), draws)
 
@@ -82,8 +81,7 @@ def difference(first: list[Values], second: list[Values]) -> Figure:
         sums = np.array([document.sum() for document in documents])
         counts = np.array([float(len(document)) for document in documents])
         draws.append(sums[chosen].sum(1) / counts[chosen].sum(1))
-    value = float(np.concatenate(first).mean() - np.concatenate(second).mean())
-    return _figure(value, draws[0] - draws[1])
+    return _figure(float(np.concatenate(first).mean() - np.concatenate(second).mean()), draws[0] - draws[1])
 
 
 def _figure(value: float, draws: Sequence[float] | Values) -> Figure:

@@ -66,8 +66,7 @@ class Judgement:
             return False
         pairs = zip(own.documents, its.documents, strict=True)
         sums = np.array([float((a.kl - b.kl).double().sum()) for a, b in pairs])
-        counts = np.array([float(len(document.kl)) for document in own.documents])
-        return ratio(sums, counts).low > self.floor
+        return ratio(sums, np.array([float(len(document.kl)) for document in own.documents])).low > self.floor
 
     def simplest(self, names: Sequence[str]) -> str:
         """Return the first of `names`, which begin with the simplest, that none of them beats."""

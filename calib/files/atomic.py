@@ -70,7 +70,9 @@ def claimed(
         raise InputError(f"{problem} {way_out}") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise InputError(f"cannot write '{out}': {error.strerror}; {way_out}") from None
+            is_name = isinstance(error, FileExistsError)  # of a folder that is to hold it
+            reason = f"'{error.filename}' is not a folder" if is_name else error.strerror
+            raise InputError(f"cannot write '{out}': {reason}; {way_out}") from None
     try:
         _remove_abandoned(path)
         yield Claim(path, _identity(path) if overwrite else None, way_out)
@@ -206,8 +208,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     With those of safetensors 0.8 a server that runs as another user could not read it. Tensors are
     copied: it refuses shared memory, and layers that share a cache share their scales.
     """
-    copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, path, metadata)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, metadata)
     share_file(path)
 
 

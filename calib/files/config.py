@@ -31,8 +31,7 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the quantization configs of a config.json, each with the key that it is under."""
     places = [("quantization_config", config.get("quantization_config"))]
     if text_config(config) is not config:
-        nested = config["text_config"].get("quantization_config")
-        places.append(("text_config.quantization_config", nested))
+        places.append(("text_config.quantization_config", config["text_config"].get("quantization_config")))
     places.append(("compression_config", config.get("compression_config")))
     return [(place, value) for place, value in places if value is not None]
 

@@ -74,5 +74,4 @@ def read_scales_json(path: Path) -> ScalesJson:
     try:
         return ScalesJson.model_validate(read_object(path))
     except ValidationError as error:
-        problem = first_problem(error)
-        raise InputError(f"'{path}': {problem}; scales lie by rank and layer") from None
+        raise InputError(f"'{path}': {first_problem(error)}; scales lie by rank and layer") from None

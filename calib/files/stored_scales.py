@@ -291,7 +291,7 @@ def _value_problems(layers: list[StoredLayer]) -> list[str]:
             problems.append(f"{name} scales are all 1.0: nothing was measured")
     for letter, partner in ("kv", "vk"):
         if count := sum(bool(x.values(letter)) and not x.values(partner) for x in layers):
-            problems.append(f"{count} layers have a {letter.upper()} scale and no {partner.upper()} scale")
+            problems.append(f"layers with a {letter.upper()} scale and no {partner.upper()} scale: {count}")
     return problems
 
 

@@ -60,16 +60,12 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """
     try:
         document = json.loads(
-            text.decode(),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
         )
     except RecursionError:
         raise InputError(f"{where} is nested too deeply") from None
     except ValueError as error:
-        reason = one_line(error, 200)
-        raise InputError(f"{where} is not JSON as every program reads it: {reason}") from None
+        raise InputError(f"{where} is not JSON as every program reads it: {one_line(error, 200)}") from None
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold a JSON object, got {type(document).__name__}")
     return document

@@ -29,8 +29,7 @@ def show_number(value: float, form: str = "{:.2g}") -> str:
 
 def show_interval(low: float, high: float, form: str = "{:.2g}") -> str:
     """Format both ends in brackets; return nothing where neither is finite."""
-    is_known = isfinite(low) or isfinite(high)
-    return f"[{show_number(low, form)}, {show_number(high, form)}]" if is_known else ""
+    return f"[{show_number(low, form)}, {show_number(high, form)}]" if isfinite(low) or isfinite(high) else ""
 
 
 def show_layers(indices: Sequence[int | str]) -> str:

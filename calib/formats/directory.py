@@ -51,10 +51,10 @@ def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model
         is_ours = any(any(out.glob(pattern)) for pattern in _OUR_FILES)
     except OSError as error:
         raise InputError(f"cannot write '{out}': {error.strerror}; choose another {flag}") from None
+    if is_taken and not is_ours:
+        raise InputError(f"output '{out}' was not written by fp8kv, and is left alone; choose another {flag}")
     if is_taken and not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another {flag}")
-    if is_taken and not is_ours:
-        raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 
 def write_checkpoint(
@@ -114,8 +114,7 @@ def place_weights(
     for shard in checkpoint.shards if weights != "none" else ():
         tensors = {name for name, file in checkpoint.weight_map.items() if file == shard}
         if tensors - stale:
-            path = checkpoint.path / shard
-            place_shard(path, out / names[shard], tensors & stale, weights, on_copied)
+            place_shard(checkpoint.path / shard, out / names[shard], tensors & stale, weights, on_copied)
     return {name: names[shard] for name, shard in checkpoint.weight_map.items() if name not in stale}
 
 
@@ -142,8 +141,7 @@ def other_weights(checkpoint: ModelDirectory) -> list[str]:
 def write_documents(export: Export, out: Path) -> None:
     """Write the JSON documents of `export`."""
     for name, document in export.documents.items():
-        text = exact_json_text(document, f"'{name}'", indent=2, ensure_ascii=False)
-        (out / name).write_text(text + "\n")
+        (out / name).write_text(exact_json_text(document, f"'{name}'", indent=2, ensure_ascii=False) + "\n")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

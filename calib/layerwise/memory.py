@@ -59,8 +59,7 @@ def resolve_offload(
                 f"the weights take {show_size(needed)}, too much for --max-memory "
                 f"{recipe.max_memory} with --offload none; use --offload layerwise"
             )
-        stays = offload == "none" or is_quantized(config) or fits
-        offload = "none" if stays else "layerwise"
+        offload = "none" if offload == "none" or is_quantized(config) or fits else "layerwise"
     problem = ""
     if offload == "layerwise" and recipe.data.dataset == "self":
         problem = (

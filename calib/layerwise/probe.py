@@ -125,8 +125,7 @@ def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batc
             # for the next one would have left that of the last probe
             with _unloaded(find_embeddings(model.get_decoder(), parts.layers)):
                 for index, (i, probe) in product(range(len(parts.layers)), enumerate(probes)):
-                    sees_embeddings = parts.keeps_embeddings or index == 0
-                    embeddings = embedded[i] if sees_embeddings else to_meta(embedded[i])
+                    embeddings = embedded[i] if parts.keeps_embeddings or index == 0 else to_meta(embedded[i])
                     outputs[i] = replay.run_layer(index, probe, outputs[i], embeddings)
         except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):
             # a layer misses what another would have left for it; the comparison will say so

@@ -49,8 +49,7 @@ def load_skeleton(
         )
     sources = weight_sources(checkpoint, config, dtype)
     weights = {name: _MetaWeight(source) for name, source in sources.items()}
-    device_map = {"": execution_device(device)}
-    return load_from(weights, checkpoint, config, dtype, device_map, trust_remote_code)
+    return load_from(weights, checkpoint, config, dtype, {"": execution_device(device)}, trust_remote_code)
 
 
 def execution_device(device: Device) -> torch.device:

@@ -140,8 +140,7 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
         if purpose == "int8":
             shifts = sorted(range(-16, 17), key=abs)
         else:
-            amax = stats.layers[name].k.amax.amax(0)
-            table = table & stay_below_largest(fold_pairs(amax, pair), powers)
+            table = table & stay_below_largest(fold_pairs(stats.layers[name].k.amax.amax(0), pair), powers)
         choices = [nearest_powers(table, powers + shift) for shift in shifts]
         distance, k = min(choices, key=lambda choice: choice[0])
         if distance < float("inf"):

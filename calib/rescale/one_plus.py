@@ -40,8 +40,7 @@ def try_powers(norms: Norms) -> Tensor:
     """Return whether each channel holds each of the powers of its factors [powers, D]."""
 
     def try_power(power: Tensor) -> Tensor:
-        factors = [(change.factor.log2() * power).exp2() for change, _ in norms]
-        pairs = zip(norms, factors, strict=True)
+        pairs = zip(norms, [(change.factor.log2() * power).exp2() for change, _ in norms], strict=True)
         return is_held([(replace(change, factor=factor), weight) for (change, weight), factor in pairs])
 
     return torch.stack([try_power(power) for power in _POWERS])
@@ -49,8 +48,7 @@ def try_powers(norms: Norms) -> Tensor:
 
 def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:
     """Return the distance (inf: none) to the nearest of `powers` [D] in `table` [powers, D], and these."""
-    distances = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf)
-    least, index = distances.min(0)
+    least, index = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf).min(0)
     return least.sum().item(), _POWERS[index]
 
 

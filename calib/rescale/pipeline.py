@@ -68,8 +68,7 @@ class RescalePlan:
         """Return K's and V's factors by module: [K] where a head has one, else [K, D]."""
 
         def plain(heads: Tensor) -> Any:
-            is_one_per_head = bool((heads == heads[:, :1]).all())
-            return (heads[:, 0] if is_one_per_head else heads).tolist()
+            return (heads[:, 0] if bool((heads == heads[:, :1]).all()) else heads).tolist()
 
         return {name: {"k": plain(layer.k), "v": plain(layer.v)} for name, layer in self.factors.items()}
 

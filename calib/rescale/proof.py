@@ -96,8 +96,7 @@ def probe_tokens(model: PreTrainedModel) -> Tensor:
     """Return random tokens [1, PROBE_TOKENS] to run, always the same ones."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
-    return tokens.to(input_device(model))
+    return torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator).to(input_device(model))
 
 
 def prove(

@@ -162,8 +162,7 @@ def config_difference(one: Config, two: Config) -> tuple[str, str] | None:
 def _model_types(config: Config) -> list[str]:
     """Return the model's type and, where it has more parts, its language model's."""
     configs = [config] if config is text_config(config) else [config, text_config(config)]
-    types = (each.get("model_type") for each in configs)
-    return [name[:80] for name in types if isinstance(name, str)]
+    return [name[:80] for name in (each.get("model_type") for each in configs) if isinstance(name, str)]
 
 
 def _compare_baking(scales: ModelFacts, model: ModelFacts) -> str | None:

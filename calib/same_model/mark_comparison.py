@@ -77,8 +77,7 @@ def compare_marks(base: Marks, target: Marks) -> Likeness:
             factors += [factor] * is_cached(name)
         elif is_behind:
             raise OtherWeightsError(f"{because}'{name}', which reads one, cannot be compared")
-    layers = {".".join(norm.split(".")[:2]) for norm in moved}
-    return Likeness(len(layers), max(errors), max(factors))
+    return Likeness(len({".".join(norm.split(".")[:2]) for norm in moved}), max(errors), max(factors))
 
 
 def _check_shapes(base: Mapping[str, Mark], target: Mapping[str, Mark]) -> None:

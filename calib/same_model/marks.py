@@ -345,8 +345,7 @@ def norm_before(name: str, names: Collection[str]) -> str | None:
 def settings_of(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the language model in `document`, a config.json, that change K and V."""
     try:
-        config = read_config(directory, document, trust_remote_code=False)
-        text = config.get_text_config(decoder=True)
+        text = read_config(directory, document, trust_remote_code=False).get_text_config(decoder=True)
         # transformers names what files of its older versions call otherwise
         settings = json.loads(text.to_json_string(use_diff=False))
     except (AttributeError, Fp8kvError, TypeError, ValueError):

@@ -165,8 +165,7 @@ def _count(x: Tensor, size: int) -> Tensor:
         rows = [torch.bincount(row.reshape(-1), minlength=size) for row in x.flatten(1, 2).unbind(1)]
         return torch.stack(rows).view(parts, heads, size)
     offsets = size * torch.arange(parts * heads, device=x.device).view(1, parts, heads, 1)
-    counts = torch.bincount((x + offsets).flatten(), minlength=size * parts * heads)
-    return counts.view(parts, heads, size)
+    return torch.bincount((x + offsets).flatten(), minlength=size * parts * heads).view(parts, heads, size)
 
 
 def join_heads(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
@@ -185,8 +184,7 @@ def join_watched(ranks: Sequence[WatchedLayer], kv_heads: int) -> WatchedLayer:
     scales = None
     if first.scales is not None:
         scales = join_heads([rank.scales for rank in ranks if rank.scales is not None], kv_heads)
-    tokens = min(count.tokens for count in counts)
-    joined = CacheCounts(tokens, join("amax"), join("codes"), join("largest"))
+    joined = CacheCounts(min(count.tokens for count in counts), join("amax"), join("codes"), join("largest"))
     return replace(first, counts=joined, scales=scales)
 
 

@@ -338,7 +338,6 @@ def shift_curve(curve: Tensor, offset: int, count: int) -> Tensor:
     """
     shifted = torch.zeros_like(curve)
     for bucket in range(bucket_of(count - 1) + 1):
-        last = min(first_of(bucket + 1), count) - 1
-        column = bucket_of(offset + last)
+        column = bucket_of(offset + min(first_of(bucket + 1), count) - 1)
         shifted[:, column] = torch.maximum(shifted[:, column], curve[:, bucket])
     return shifted

@@ -70,8 +70,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe, takes_media: 
     """Return one line for everything the user should know before trusting the scales."""
     warnings = [LATENT_NOTE] if stats.latent else []
     warnings += text_warnings(stats.text, stats.tokens)
-    is_text = bool(stats.places()) and not stats.amax_by_modality()
-    warnings += [TEXT_ALONE] * (is_text and takes_media)
+    warnings += [TEXT_ALONE] * (bool(stats.places()) and not stats.amax_by_modality() and takes_media)
     if few := {x.layer_idx: x.tokens for x in stats.layers.values() if x.tokens < stats.tokens}:
         warnings.append(
             f"only {min(few.values()):,} of {stats.tokens:,} tokens were counted in "

@@ -85,8 +85,7 @@ class Tail:
     def chance(self) -> Tensor:
         """The chance that a new token is above the largest seen, [G]."""
         slope = (TAIL - 1) / self.tokens * _share_beyond(self.largest - self.threshold, self.decay)
-        ties = (self.top >= self.largest[:, None] * _TIE).sum(-1)
-        return (slope / self.tokens / ties).sqrt()
+        return (slope / self.tokens / (self.top >= self.largest[:, None] * _TIE).sum(-1)).sqrt()
 
     def chance_above(self, level: Tensor) -> Tensor:
         """Return the chance [G] that a new token is above `level` [G], at least the threshold."""

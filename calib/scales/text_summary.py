@@ -201,8 +201,7 @@ class TextSummary:
         # sorted, a sample shares its longest beginning with a neighbour
         for one, two in pairwise(sorted(samples, key=tuple)):
             shortest = min(len(one), len(two))
-            shared = next((i for i in range(shortest) if one[i] != two[i]), shortest)
-            repeated += max(0, shared - skip_first)
+            repeated += max(0, next((i for i in range(shortest) if one[i] != two[i]), shortest) - skip_first)
         sketch = 0
         for token in distinct:
             digest = blake2b(str(token).encode(), digest_size=4).digest()
@@ -299,8 +298,7 @@ def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
 
 def _estimate(sketch: int) -> int:
     """Estimate how many tokens set these bits (linear counting; Whang et al. 1990)."""
-    free = max(1, SKETCH_BITS - sketch.bit_count())
-    return round(SKETCH_BITS * log(SKETCH_BITS / free))
+    return round(SKETCH_BITS * log(SKETCH_BITS / max(1, SKETCH_BITS - sketch.bit_count())))
 
 
 def _hash_runs(tokens: Sequence[int], salt: int) -> Hashes:

@@ -19,8 +19,7 @@ def check_loaded(runner: Any) -> ScalesInForce:
     stored = read_files(model.model_path, model.revision, runner.load_config)
     is_draft = bool(getattr(runner, "is_draft_worker", False))
     is_in_checkpoint = is_draft and stored is not None and bool(stored.directory.draft_modules)
-    numbers = [layer.layer for layer in layers]
-    files = layers_of_files(stored, numbers, is_draft=is_in_checkpoint)
+    files = layers_of_files(stored, [layer.layer for layer in layers], is_draft=is_in_checkpoint)
     place = Place(parallel.tp_size, is_fp8_fnuz())
     report = compare(layers, files, place, parallel.tp_rank, parallel.pp_size)
     report.fingerprint = fingerprint(stored_scales(layers))

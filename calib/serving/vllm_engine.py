@@ -141,8 +141,7 @@ def watch_arguments(module: ModuleType) -> None:
     @wrap(module.EngineArgs, "create_engine_config")
     def create_and_skip(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         config = create(self, *args, **kwargs)
-        task = "leave layers in 16 bits as the checkpoint's config says"
-        guard("vllm", lambda: skip_layers(config), task)
+        guard("vllm", lambda: skip_layers(config), "leave layers in 16 bits as the checkpoint's config says")
         return config
 
 

@@ -76,8 +76,7 @@ def pack(
             write_json(scratch / JSON_FILE, scales_document(scales, model_type, marks.layers))
         origin = _origin(facts, base_model)
         manifest = write_manifest(scratch, origin | {"evaluation": hide_paths(figures, paths)})
-        card = pack_card(public, recipe, layers, manifest, license_of(source))
-        (scratch / CARD_FILE).write_text(card)
+        (scratch / CARD_FILE).write_text(pack_card(public, recipe, layers, manifest, license_of(source)))
         sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
     return WrittenPack(manifest, sizes, warnings)
 

@@ -82,8 +82,7 @@ def repair(
         replace(model_facts(checkpoint, stats.layers), layers=_shapes(layers, layer_stats, checkpoint)),
         "give statistics of this model",
     )
-    measured = measured_amax(calibration, [*layers.values()])
-    replacements = _replace_wrong(stored, layers, measured, layer_stats)
+    replacements = _replace_wrong(stored, layers, measured_amax(calibration, [*layers.values()]), layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)

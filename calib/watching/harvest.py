@@ -163,8 +163,7 @@ class Harvest:
         start, slots = time.monotonic(), self._slots.take()
         for group, of_group in zip(self._groups, slots, strict=True):
             if self._is_fp8 and len(of_group) > MOST_COUNTED:
-                chosen = torch.randperm(len(of_group), generator=self._random)[:MOST_COUNTED]
-                of_group = of_group[chosen]
+                of_group = of_group[torch.randperm(len(of_group), generator=self._random)[:MOST_COUNTED]]
             for part in torch.split(of_group, MOST_COUNTED):
                 for index, module in group if len(part) else ():
                     counts = CacheCounts.of(self._map(index, module).read(layer_cache(module), part))

@@ -36,7 +36,7 @@ def assert_said_everywhere(done, out, *phrases):
     """Each phrase is in one line of the terminal, of the card and of the report."""
     report = json.loads((out / "fp8kv_calibration.json").read_text())
     places = [
-        [line for line in succeeded(done).stdout.splitlines() if line.startswith("warning: ")],
+        [line for line in succeeded(done).stderr.splitlines() if line.startswith("warning: ")],
         [line for line in (out / "README.md").read_text().splitlines() if line.startswith("- ")],
         report["warnings"],
     ]

@@ -88,7 +88,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((model, PROMPT, "--scales", tmp_path / "longer"), "has a layer 3, and"),
         ((calibrated, PROMPT, "--backend", "triton"), "--backend triton: its kernels need a GPU"),
         ((calibrated, PROMPT, "--chat"), "no chat template; leave out --chat"),
-        ((model, PROMPT, "--cache", "fp8_e4m3"), "(its name here is fp8) is not one of fp8, fp8_e5m2, fp8_"),
+        ((model, PROMPT, "--cache", "fp8_e4m3"), "nvfp4_ds_mla (did you mean 'fp8'?)"),
         ((model, PROMPT, "--cache", "octave_k3v4"), "cache octave_k3v4 is not simulated: its writer is HIP"),
         ((model, PROMPT, *nvfp4, "--scales", "none"), "--scales is for --cache fp8, not for nvfp4; leave it"),
         ((model, PROMPT, *nvfp4, "--backend", "triton"), "--backend triton is for --cache fp8"),

@@ -19,8 +19,10 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from calib import Recipe, load_recipe, load_stats, run
 from calib.capture.attention import map_attention
+from calib.capture.loop import media_arguments
 from calib.data.builtin import MORE_PICTURES, PICTURES, PYTHON_DOCS
 from calib.data.media import open_sound
+from calib.data.samples import MediaSample
 from calib.errors import Fp8kvError
 from calib.evaluate.inputs import SUITES, complete_recipe
 from calib.evaluate.report import Suite
@@ -206,6 +208,8 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     refused(llava / "model", "takes no sound", **{"data.images": None, "data.audio": "shown"})
     refused(llava / "model", "and this dataset has none", **{"data.dataset": "random"})
     refused(save_model(seeing_model("llava"), tmp_path / "own"), "has no processor|cannot load the processor")
+    with pytest.raises(Fp8kvError, match="needs mm_token_type_ids, which its processor does not make"):
+        media_arguments(seeing_model("paddleocr_vl"), MediaSample((1, 0), torch.ones(1), b"", dict))
     monkeypatch.setattr(load, "find_spec", lambda name: None)
     message = "^pictures need Pillow, which is not installed: pip install pillow"
     refused(llava / "model", message, **{"data.dataset": PICTURES})  # before any is drawn

@@ -118,7 +118,7 @@ def test_what_later_commands_cannot_do_is_said_at_once(reason, tmp_path, monkeyp
     (said,) = (each for each in warnings if each.startswith(start))
     assert reason in said
     assert said.endswith("; its scales are not affected")
-    assert said in " ".join(done.stdout.split())
+    assert said in " ".join(done.stderr.split())
     one_line_error(fp8kv("eval", model, *TEXT), said)
     one_line_error(fp8kv("generate", model, *GENERATE, "--scales", out), said)
     if not options:  # transformers' own cache: six tokens of the prompt, and two that were read again

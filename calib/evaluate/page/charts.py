@@ -164,8 +164,7 @@ def draw_kl_by_bytes(points: Sequence[Point], floor: float, *, by_tokens: bool =
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlabel("bytes per token, beside a 16-bit cache")
     if by_tokens:
-        times = (4, 3, 2.5, 2, 1.5, 1.2, 1)
-        axes.xaxis.set_major_locator(ticker.FixedLocator([1 / x for x in times]))
+        axes.xaxis.set_major_locator(ticker.FixedLocator([1 / x for x in (4, 3, 2.5, 2, 1.5, 1.2, 1)]))
         axes.xaxis.set_major_formatter(lambda share, _: f"{1 / share:.3g}x")
         axes.set_xlabel("tokens that fit, beside a 16-bit cache")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")

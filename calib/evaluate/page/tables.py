@@ -131,8 +131,7 @@ def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:
     """Return KL, how it differs, tokens clipped, and the layer and head with most of these."""
     kl, clipped = Cell(show_number(row.kl.value), show_interval(row.kl.low, row.kl.high)), Cell()
     if row.clipped:
-        interval = show_interval(row.clipped.low, row.clipped.high, "{:.2%}")
-        clipped = Cell(f"{row.clipped.share:.2%}", interval)
+        clipped = Cell(f"{row.clipped.share:.2%}", show_interval(row.clipped.low, row.clipped.high, "{:.2%}"))
     layers = {layer.layer_idx: layer.exceedance for layer in row.layers if layer.exceedance}
     return kl, Cell(differs), clipped, _worst_head(layers)
 

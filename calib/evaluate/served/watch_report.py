@@ -5,13 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from calib.errors import Fp8kvError, InputError, first_problem
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, WATCH_FILE
@@ -213,8 +207,7 @@ def expected_shares(stats: KVStats, scales: KVScales) -> Expected:
             scale = getattr(scales.layers[name], letter.lower())
             if part.tail is None or scale.dim() > 1:
                 continue
-            ends = (scale * table.upper[table.top - 1]).view(-1, 1)
-            most = int((part.tail >= ends).sum(-1).max())
+            most = int((part.tail >= (scale * table.upper[table.top - 1]).view(-1, 1)).sum(-1).max())
             # of more tokens than are kept nothing is known: then most of the traffic has to clip
             shares[layer.layer_idx, letter] = most / layer.tokens if most < TAIL else 0.5 / _TIMES
     return shares

@@ -265,8 +265,7 @@ def unpack_words(
     begin = torch.arange(codes.start, codes.stop) * bits
     word, shift = begin // 32, begin % 32 if dim else (begin % 32)[:, None]
     wide = words.long() & 0xFFFFFFFF
-    following = (word + 1).clamp(max=words.shape[dim] - 1)
-    upper = wide.index_select(dim, following) << (32 - shift)
+    upper = wide.index_select(dim, (word + 1).clamp(max=words.shape[dim] - 1)) << (32 - shift)
     return (((wide.index_select(dim, word) >> shift) | upper) & mask).int()
 
 
@@ -283,5 +282,4 @@ def scales_to_float(scales: Tensor) -> Tensor:
 def unpack_fp4(packed: Tensor) -> Tensor:
     """Unpack FP4 E2M1, the first of two in the lower half of a byte: uint8 [..., n] to float32 [..., 2n]."""
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
+    return table[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).int()]

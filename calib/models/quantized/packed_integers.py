@@ -91,8 +91,7 @@ def read_awq(config: QuantizationConfig) -> WeightFormat:
     config.choice("bits", (4,))
     for key in ("version", "checkpoint_format"):  # AutoAWQ's, GPTQModel's
         config.choice(key, ("gemm", "GEMM"), "gemm")
-    block = (1, config.group_size(128))
-    scheme = AwqScheme(block, codes="qweight", zeros="qzeros", scales=("scales",))
+    scheme = AwqScheme((1, config.group_size(128)), codes="qweight", zeros="qzeros", scales=("scales",))
     return WeightFormat("AWQ", scheme, codes=("qweight",))
 
 

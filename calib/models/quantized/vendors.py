@@ -66,8 +66,7 @@ class ExpertsScheme(WeightScheme):
     def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
         """Decode `rows`, each of which is an expert [in, out]."""
         values = unpack_fp4(tensors["codes"][rows])  # [experts, out, groups, 32]
-        scales = scales_to_float(tensors["scale"][rows])
-        return (values * scales.unsqueeze(-1)).flatten(-2).transpose(1, 2)
+        return (values * scales_to_float(tensors["scale"][rows]).unsqueeze(-1)).flatten(-2).transpose(1, 2)
 
 
 class ExpertsFormat(WeightFormat):

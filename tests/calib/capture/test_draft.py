@@ -105,7 +105,7 @@ def test_amax_is_that_of_the_layers_own_cache_and_its_scales_are_written_where_e
         assert loads in " ".join(fp8kv("verify", out, "--engine", engine).stdout.split())
     edit_json(tmp_path / "model" / "config.json", architectures=["MyForCausalLM"])
     done = ran("calibrate", tmp_path / "model", "-o", tmp_path / "mine", *SMALL, "--format", "fp8kv")
-    assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stdout.split())
+    assert "were not measured, and work at scale 1.0: under which names" in " ".join(done.stderr.split())
 
 
 def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(tmp_path, monkeypatch):

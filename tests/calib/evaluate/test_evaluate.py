@@ -104,8 +104,8 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
     succeeded(calibrate(llama, "-o", tmp_path / "scales", "--format", "fp8kv"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for flags, *phrases in (
-        (("--variants", "tensr"), "--variants should be 'bf16'", "got 'tensr'"),
-        (("--fail-if", "speed>1"), "is not a condition"),
+        (("--variants", "none, tensr"), "--variants should be 'bf16'", "got 'tensr'"),
+        (("--fail-if", "speed>1"), "fp8kv: --fail-if 'speed>1' is not a condition"),
         (("--scales", "own", "--fail-if", "x:kl>1"), "no variant 'x'; there are bf16, eager, none", ", own"),
         (("--fail-if", "tensor:kl>1", "--variants", "none"), "no variant 'tensor'; there are none, bf"),
         (("--fail-if", "reference:kl>1"), "no variant 'reference'"),

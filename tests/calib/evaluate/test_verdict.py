@@ -251,7 +251,7 @@ DATA = {"source": "mine", "fingerprint": "12", "documents": 8, "tokens": 4096, "
 ROWS = {"reference": row(0.0, measurable=False), "tensor": row(0.02, passkey=figure(1.0))}
 ROWS |= {"attn_head": row(0.01), "only here": row(0.5)}
 REPORT = {"schema": 1, "model": "org/model", "backend": "torch", "dtype": "float32", "data": DATA}
-REPORT |= {"variants": ROWS, "texts": {"not": ["compared"]}}
+REPORT |= {"noise_floor": 0.001, "variants": ROWS, "texts": {"not": ["compared"]}}
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_other_conditions_are_warned_of(report):
         changes = {"data": DATA | change} if change.keys() <= DATA.keys() else change
         (found,) = compared(a, b := report(f"b{number}", **changes))["warnings"]
         assert warning in found
-    assert f"warning: {found}" in fp8kv("compare", a, b).stdout
+    assert f"warning: {found}" in fp8kv("compare", a, b).stderr
 
 
 def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
@@ -356,6 +356,8 @@ def test_what_is_no_report_is_refused(report, tmp_path):
         ('{"schema": 2}', "is of schema 2; this version reads 1"),
         ('{"schema": 1}', "is damaged: model: Field required"),
         (json.dumps(REPORT | {"variants": {"x": {}}}), "is damaged: variants.x.kl: "),
+        (json.dumps(REPORT | {"variants": {}}), "is damaged: variants: Dictionary should have at lea"),
+        (json.dumps({x: REPORT[x] for x in REPORT if x != "noise_floor"}), "noise_floor: Field required"),
         (json.dumps(REPORT).replace("0.95", '"0.95"'), "top1.value: Input should be a valid num"),
     ):
         file.write_text(text, encoding="latin-1")

@@ -138,9 +138,10 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
     out.mkdir()
     check_output(out, source, overwrite=False)
     (out / "thesis.txt").write_text("x")
-    refused(out, False, "exists; add --overwrite")
-    refused(out, True, "was not written by fp8kv")
+    for overwrite in (True, False):
+        refused(out, overwrite, "was not written by fp8kv, and is left alone; choose another -o")
     (out / CALIBRATION_FILE).write_text("{}")
+    refused(out, False, "exists; add --overwrite")
     check_output(out, source, overwrite=True)
     for near in (source, source / "sub", tmp_path):
         refused(near, True, "would mix with the model")

@@ -172,9 +172,10 @@ def test_every_command_knows_at_once_where_it_cannot_write(tiny_directory, tmp_p
     (tmp_path / "dangling").symlink_to("gone")
     monkeypatch.setattr("calib.transfer.convert.existing_scales", lambda *_: (make_scales(), ()))
     commands = "calibrate -o, eval -o, stress -o, convert --to json -o, strip -o, recommend --write"
-    for command, name in product(commands.split(", "), ("file/out", "dangling")):
+    said = {"file/out": "file' is not a folder", "dangling": "it is a file, or a link to nothing"}
+    for command, (name, problem) in product(commands.split(", "), said.items()):
         done = fp8kv(*command.replace(" ", f" {tiny_directory} ", 1).split(), out := tmp_path / name)
-        one_line_error(done, f"cannot write '{out}'", "choose another output")
+        one_line_error(done, f"cannot write '{out}': ", f"{problem}; choose another output")
     assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
     one_line_error(fp8kv("calibrate", tiny_directory, "--format", "json", "--tp-size", "3"), "evenly over 3")
 

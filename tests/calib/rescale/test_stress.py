@@ -115,7 +115,7 @@ def test_other_factors_and_what_is_printed_and_replaced(tmp_path):
     assert {name.split("self_attn.")[1] for name in changed} == wanted
     assert changed == set(printed["changed"])
     one_line_error(stress(source, twin, *flags), "exists; add --overwrite")
-    shown = succeeded(stress(source, twin, "--overwrite", *flags)).stdout
+    shown = succeeded(stress(source, twin, "--overwrite", *flags)).output
     for line in ("bit for bit", "warning: K reaches", "warning: V reaches"):
         assert line in shown
     one_line_error(stress(source, source, "--overwrite"), "would mix with")
@@ -216,6 +216,6 @@ def test_factors_of_latents_that_are_given(deepseek, tmp_path):
         assert (said["k_factor"], said["v_factor"], said["latent"]) == (2**20, 2**20, True)
     source = bf16_directory(tmp_path / "source", "deepseek_v3", **LATENT["deepseek_v3"])
     # which no scale serves, and which FP8 holds
-    shown = " ".join(stress(source, tmp_path / "twin", "--k-factor", "4", "--v-factor", "2").stdout.split())
+    shown = " ".join(stress(source, tmp_path / "twin", "--k-factor", "4", "--v-factor", "2").output.split())
     assert "which FP8 holds: use a smaller factor" in shown
     assert "one scale serves the latent and k_pe" in shown

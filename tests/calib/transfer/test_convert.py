@@ -98,7 +98,7 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
     source = damage(measured, tmp_path / "ones", ones)
     done = ran("convert", source, "--to", "modelopt", "-o", tmp_path / "of-ones")
-    assert "warning: K scales are all 1.0: nothing was measured" in done.stdout
+    assert "warning: K scales are all 1.0: nothing was measured" in done.stderr
 
 
 def test_a_refusal_names_flags_that_the_command_has(per_head, tmp_path):
@@ -138,7 +138,7 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     # they stay so in vLLM's next format; SGLang has no such choice, and a checkpoint without scales no need
     assert config_of(convert(out, "vllm", tmp_path / "same"))["kv_cache_dtype_skip_layers"] == [0, 2]
     done = ran("convert", out, "--to", "sglang", "-o", tmp_path / "sglang")
-    assert "layers 0, 2 of the checkpoint: 16 bits in vLLM, FP8 as all others in SGLang" in done.stdout
+    assert "layers 0, 2 of the checkpoint: 16 bits in vLLM, FP8 as all others in SGLang" in done.stderr
     size = json_of("generate", out, "Hi", "--max-new-tokens", 1)
     assert size["bytes_per_token"] / size["bytes_per_token_16bit"] == pytest.approx((1 + 2 * 2) / 6)
     edit_json(out / "config.json", kv_cache_dtype_skip_layers=["1"])
@@ -149,7 +149,7 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
         assert "kv_cache_dtype_skip_layers" not in config_of(tmp_path / name)
     edit_json(measured / "config.json", layer_types=[*["sliding_attention"] * 2, "full_attention"])
     done = ran("convert", measured, "--to", "vllm", "--skip-layers", "1,2", "-o", tmp_path / "full")
-    assert "does not start with layer 2 in 16 bits" in done.stdout
+    assert "does not start with layer 2 in 16 bits" in done.stderr
     for to, layers, words in (
         ("vllm", "3", "--skip-layers is [3]; it is a list of layer indices, 0 to 2"),
         ("vllm", "all", "--skip-layers is ['all']"),
@@ -167,7 +167,7 @@ def test_what_is_known_or_not_of_the_engine_is_said(command, measured, tmp_path)
     other = shutil.copytree(measured, tmp_path / "other")
     edit_json(other / "config.json", architectures=["OwnForCausalLM"])
     done = command_line(command, other, measured, tmp_path / "vllm")
-    assert "warning: whether vLLM loads these scales is not known" in done.stdout
+    assert "warning: whether vLLM loads these scales is not known" in done.stderr
     assert "whether vLLM loads these scales" in (tmp_path / "vllm" / "README.md").read_text()
     edit_json(other / "config.json", architectures=["Qwen3ForCausalLM"])
     done = command_line(command, other, measured, tmp_path / "out", "sglang")

@@ -291,7 +291,7 @@ def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
     # the same share in both adds up, and is said
     twin = edited(odd, tmp_path / "twin", dataset=report_of(odd)["dataset"] | {"fingerprint": "0" * 64})
     done = ran("merge", odd, twin, "-o", tmp_path / "merged")
-    assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
+    assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stderr
 
 
 def test_another_number_of_threads_and_warnings_of_the_data_are_named(halves, tmp_path):
