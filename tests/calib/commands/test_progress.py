@@ -167,8 +167,7 @@ FORM = ("--progress", "json")
 def stages(done):
     """The names of the stages, each of which ended with all of it done."""
     assert done.exit_code == 0, done.stderr
-    lines = (line for line in done.stderr.splitlines() if not line.startswith("warning: "))
-    objects = [*map(json.loads, lines)]
+    objects = [json.loads(line) for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     for each in objects:
         if each["event"] == "end" and each["total"] is not None:
             assert each["done"] == each["total"], each

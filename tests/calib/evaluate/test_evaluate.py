@@ -138,8 +138,7 @@ def test_calibrate_refuses_at_once_what_its_evaluation_refuses(small_directory, 
 
 
 def test_the_suites_length_is_cut_to_the_models_positions():
-    config = LlamaConfig(max_position_embeddings=64)
-    suite, (warning,) = fit_suite(config, EvaluationRecipe(), None)
+    suite, (warning,) = fit_suite(LlamaConfig(max_position_embeddings=64), EvaluationRecipe(), None)
     assert (suite.documents, suite.seq_len) == (8, 64)
     assert "cut to the model's 64 positions; the default is 256 tokens" in warning
 

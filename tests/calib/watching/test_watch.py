@@ -439,8 +439,7 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     assert "failed: recalibrate layer 7; scales for this traffic: fp8kv repair" in done.stderr
     assert f"fp8kv repair {tmp_path} --stats {tmp_path} -o NEW" in done.stderr
     assert json.loads(fp8kv("watch", tmp_path, "--json").stdout)["alarm"] == [7]
-    done = fp8kv("watch", tmp_path, "--follow", "--every", "0.1")
-    assert done.exit_code == 1
+    assert fp8kv("watch", tmp_path, "--follow", "--every", "0.1").exit_code == 1
     assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
     one_line_error(fp8kv("watch", tmp_path, "--fail-if", "kl>1"), "METRIC one of clipped, zero")
     one_line_error(
