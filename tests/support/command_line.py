@@ -1,7 +1,6 @@
 """The command line, as tests call it."""
 
 import json
-import subprocess
 import sys
 from functools import cache
 
@@ -38,11 +37,6 @@ def json_of(*arguments, status=0):
     done = fp8kv(*arguments, "--json")
     assert done.exit_code == status, done.stderr
     return json.loads(done.stdout)
-
-
-def process(*arguments, **options):
-    command = [*CLI, "calibrate", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def one_line_error(done, *phrases, status=2):

@@ -1,15 +1,22 @@
-"""What tells two models apart: configs, marks of rows of weights; and the scales of two beside each other."""
+"""What tells two models apart: configs, marks of weights, quantised ones too; scales beside each other."""
 
 import json
 from base64 import b64encode
+from pathlib import Path
 
 import pytest
+import torch
+from apply_cases import copy, rescale_values, smooth
+from coded_forms import FORMS
 from command_line import fp8kv, json_of, one_line_error, ran
+from families import LATENT, save_model, tiny_model
 from scale_directories import NVFP4, PROJ, lines_of, model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.same_model.check import ModelFacts, check_same_model, config_summary, directory_facts, known_config
+from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 from calib.same_model.marks import Marks, sample_head_rows, sample_rows, settings_of, take_marks
 from calib.same_model.scale_ratios import compare_scales, ratio
 
@@ -155,3 +162,175 @@ def test_what_is_missing_wrong_or_of_another_model_is_said(tmp_path):
     said = lines_of(ran("compare", whole, values))
     assert "note: A holds scales of e4m3fn, B values of an NVFP4 cache, absmax / 448" in said
     assert compare_scales(values, whole).notes[0].startswith("A holds values of an NVFP4 cache")
+
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "quantized"
+# as benchmarks/peers/tiny_llama.py makes them
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+FITTING = [
+    *("compressed-fp8-channel", "compressed-fp8-block", "compressed-int8-asymmetric", "compressed-nvfp4"),
+    *("compressed-w4-asymmetric", "compressed-w4-ordered", "compressed-w3", "compressed-w8-channel"),
+]
+
+
+def marks_of(directory, layers=3, name="model.layers.{}.self_attn"):
+    return take_marks(open_model_directory(directory), [name.format(i) for i in range(layers)])
+
+
+@pytest.fixture(scope="module")
+def marks(model):
+    return marks_of(model)
+
+
+def changed(name, change):
+    return lambda tensors: change(tensors[f"model.{name}.weight"])
+
+
+def scaled(name, factor, rows=slice(None)):
+    return changed(name, lambda weight: weight[rows].mul_(factor))
+
+
+def blended(name, share):
+    """Each row with a little of the one before it."""
+    return changed(name, lambda weight: weight.add_(share * weight.roll(1, 0)))
+
+
+def norm_and_all_but_queries(tensors):
+    scaled("layers.1.input_layernorm", 1 / 100)(tensors)
+    for letter in "kv":
+        scaled(f"{SELF}.{letter}_proj", 100)(tensors)
+
+
+HALF, SELF, BIAS = slice(None, None, 2), "layers.1.self_attn", "model.layers.0.self_attn.v_proj.bias"
+EDITS = [
+    (scaled("layers.1.input_layernorm", 1.5, HALF), "^norms differ, and 'layers.1.self_attn"),
+    (scaled("layers.1.post_attention_layernorm", 100), "^norms differ, and a row of 'layers.1.mlp.gate_proj"),
+    (norm_and_all_but_queries, f"^norms differ, and a row of '{SELF}.q_proj.weight' is 0.01 times"),
+    (scaled(f"{SELF}.q_proj", 10), f"^a row of '{SELF}.q_proj.weight' is .* times what it was$"),
+    (scaled(f"{SELF}.k_proj", 1.1), "k_proj.weight' is 1.10 times what it was$"),
+    (scaled(f"{SELF}.v_proj", 0.8), "v_proj.weight' is 0.80 times .*, as where AWQ moves factors"),
+    (scaled(f"{SELF}.o_proj", 1.35), f"'{SELF}.o_proj.weight' is 1.35 times"),
+    (changed(f"{SELF}.o_proj", lambda x: x.copy_(x.flip(0))), f"^'{SELF}.o_proj.weight' is .* from"),
+    (blended(f"{SELF}.k_proj", 0.02), rf"^'{SELF}.k_proj.weight' is \d+% from what it was, more than round"),
+    (blended("embed_tokens", 0.1), "'embed_tokens.weight' differs, which quantisation leaves alone$"),
+    (lambda x: x.update({BIAS: torch.ones(32)}), "'layers.0.self_attn.v_proj.bias' is only in the second"),
+    (scaled("norm", 1.1), "'norm.weight' differs"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS)
+def test_another_model_of_the_same_sizes_is_refused(edit, message, model, marks, tmp_path):
+    with pytest.raises(OtherWeightsError, match=message):
+        compare_marks(marks, marks_of(copy(model, tmp_path / "other", edit)))
+
+
+def test_tensors_that_one_side_lacks_or_that_have_another_shape_are_refused(model, marks, tmp_path):
+    other = marks_of(copy(model, tmp_path / "other", lambda x: x.update({BIAS: torch.zeros(32)})))
+    assert compare_marks(marks, other) == compare_marks(other, marks)
+    del other.tensors["norm.weight"]
+    with pytest.raises(OtherWeightsError, match="'norm.weight' is only in the model that was measured"):
+        compare_marks(marks, other)
+    name = f"{SELF}.k_proj.weight"
+    narrow = marks.tensors | {name: marks.tensors[name].model_copy(update={"shape": [32, 32]})}
+    with pytest.raises(OtherWeightsError, match=r"k_proj.weight' is \[32, 64\] there and \[32, 32\] here"):
+        compare_marks(marks, marks.model_copy(update={"tensors": narrow}))
+    with pytest.raises(InputError, match="a weight holds NaN or Inf; download the model again"):
+        marks_of(copy(model, tmp_path / "broken", scaled(f"{SELF}.k_proj", float("nan"))))
+
+
+@pytest.mark.parametrize("form", [None, *FITTING])
+def test_quantised_weights_fit_behind_smoothed_norms_but_no_rescaled_values(form, model, marks, tmp_path):
+    def edited(name, edit):
+        directory = copy(model, tmp_path / name, edit)
+        return marks_of(FORMS[form].quantise(directory, tmp_path / f"{name}-plain") if form else directory)
+
+    same = compare_marks(marks, edited("same", lambda tensors: None))
+    assert same.layers_with_moved_factors == 0
+    assert same.largest_error > 0 if form else same.largest_error == 0
+    assert compare_marks(marks, edited("smooth", smooth)).layers_with_moved_factors == 3
+    for name, edit in (
+        ("halved", lambda tensors: rescale_values(tensors, 0.5)),
+        ("smooth, too", lambda tensors: (rescale_values(tensors, 1.2), smooth(tensors))),
+    ):
+        with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
+            compare_marks(marks, edited(name, edit))
+
+
+@pytest.mark.parametrize("form", ["compressed-fp8-channel", "compressed-int8"])
+def test_another_model_behind_codes_of_eight_bits(form, model, marks, tmp_path):
+    other = copy(model, tmp_path / "other", blended("layers.1.self_attn.k_proj", 0.1))
+    with pytest.raises(OtherWeightsError, match=r"^'layers.1.self_attn.k_proj.weight' .* more than"):
+        compare_marks(marks, marks_of(FORMS[form].quantise(other, tmp_path / "plain")))
+
+
+def test_each_head_of_many_is_looked_at(tmp_path):
+    options = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8, "num_hidden_layers": 1}
+    many = save_model(tiny_model("llama", **options), tmp_path / "many")
+    for head in (1, 6, 15):
+        rows = slice(8 * head, 8 * head + 8)
+        other = copy(many, tmp_path / f"{head}", scaled("layers.0.self_attn.v_proj", 4, rows))
+        with pytest.raises(OtherWeightsError, match=r"a row of 'layers.0.self_attn.v_proj.weight' is 4.00"):
+            compare_marks(marks_of(many, 1), marks_of(other, 1))
+
+
+# the weight that makes V, or the latent and k_pe; and rows of it
+CACHED = {
+    "phi3": ("self_attn.qkv_proj", slice(96, None)),
+    "olmo2": ("self_attn.v_proj", HALF),
+    "mixtral": ("self_attn.v_proj", HALF),
+    "starcoder2": ("self_attn.v_proj", HALF),
+    "gpt_neox": ("attention.query_key_value", HALF),
+    "qwen3": ("self_attn.k_norm", HALF),
+    "minicpm3": ("self_attn.kv_a_proj_with_mqa", slice(0, 16)),
+    "deepseek_v3": ("self_attn.kv_a_proj_with_mqa", slice(16, 24)),
+}
+
+
+@pytest.mark.parametrize("family", CACHED)
+def test_every_family_has_marks_of_what_makes_k_and_v(family, tmp_path):
+    model = save_model(tiny_model(family, **LATENT.get(family, {})), tmp_path / "model")
+    above = "gpt_neox" if family == "gpt_neox" else "model"
+    weight, rows = CACHED[family]
+    module = f"{above}.layers.{{}}.{weight.partition('.')[0]}"
+    marks = marks_of(model, name=module)
+    assert compare_marks(marks, marks_of(copy(model, tmp_path / "copy"), name=module)).largest_error == 0
+    name = f"layers.1.{weight}.weight"
+    other = copy(model, tmp_path / "other", lambda tensors: tensors[f"{above}.{name}"][rows].mul_(1.2))
+    with pytest.raises(OtherWeightsError, match=f"'{name}'"):
+        compare_marks(marks, marks_of(other, name=module))
+
+
+def test_a_vocabulary_may_have_grown(tmp_path):
+    def grow(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:20]])
+
+    model = save_model(tiny_model("llama", vocab_size=300), tmp_path / "model")
+    grown = copy(model, tmp_path / "grown", grow, {"vocab_size": 320})
+    assert compare_marks(marks_of(model), marks_of(grown)).largest_error == 0
+
+
+def began_with(directory, **shape):
+    torch.manual_seed(0)
+    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 64}
+    shape |= {"tie_word_embeddings": True, "max_position_embeddings": 256, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(directory)
+    return marks_of(directory, 2)
+
+
+def written(package, case):
+    (directory,) = GOLDEN.glob(f"{package}-*/{case}")
+    return marks_of(directory, 2)
+
+
+def test_checkpoints_of_quantisation_tools_beside_the_model_they_began_with(tmp_path):
+    base = began_with(tmp_path / "narrow", **SHAPE)
+    cases = (("fp8", 0, 0.03), ("w4a16", 0, 0.1), ("w4a16-awq", 2, 0.1), ("w8a8-smoothquant", 2, 0.02))
+    for case, moved, error in cases:
+        found = compare_marks(base, written("llmcompressor", case))
+        assert found.layers_with_moved_factors == moved, case
+        assert 0.005 < found.largest_error < error, case
+        assert found.largest_factor < 0.05, case
+    with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
+        compare_marks(began_with(tmp_path / "wide", **WIDE), written("gptqmodel", "awq-w4"))
