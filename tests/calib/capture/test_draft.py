@@ -126,12 +126,12 @@ def test_a_draft_is_left_out_in_words_also_one_that_lacks_a_weight_or_holds_nan(
         save_file(weights | rest, file, {"format": "pt"})
         for way in (("--offload", "none"), ("--offload", "layerwise"), ("--until", 1)):
             options = (*SMALL, "--samples", 64, "--overwrite", *way)
-            said = " ".join(ran("calibrate", file.parent, "-o", one, *options).stdout.split())
+            said = " ".join(ran("calibrate", file.parent, "-o", one, *options).output.split())
             assert f"at scale 1.0: {why}" in said
             assert "num_nextn_predict_layers 2, and the files hold 1" in said
             assert len(load_file(one / SCALES_SHARD)) == 6
     monkeypatch.delattr(MtpModel, "get_weight_conversions")  # as before transformers 5.20
-    assert " 5.20 on" in ran("calibrate", file.parent, "-o", one, *SMALL, "--overwrite").stdout
+    assert " 5.20 on" in ran("calibrate", file.parent, "-o", one, *SMALL, "--overwrite").output
     edit_json(config, num_nextn_predict_layers=0)
     one_line_error(fp8kv("calibrate", file.parent, *SMALL), "mend the config (num_nextn_predict_layers")
 

@@ -24,4 +24,4 @@ def deepseek(tmp_path_factory):
 def baked_fixture(root, source, *flags):
     scales, baked = calibrated(source, root / "scales", *flags), root / "baked"
     done = succeeded(bake(source, scales, baked, "--for", "fp8"))
-    return SimpleNamespace(source=source, scales=scales, baked=baked, shown=done.stdout)
+    return SimpleNamespace(source=source, scales=scales, baked=baked, shown=done.output)
