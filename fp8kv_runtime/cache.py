@@ -57,7 +57,10 @@ class PagedSequences:
 
     def to(self, device: torch.device) -> "PagedSequences":
         """Copy them to another device; lengths that are then written there are not known to `spans`."""
-        tables, lengths = (x.to(device, non_blocking=True) for x in (self.block_tables, self.seq_lens))
+        tables, lengths = (
+            x.to(device, non_blocking=x.is_cpu)  # the CPU could read before a copy to it is done
+            for x in (self.block_tables, self.seq_lens)
+        )
         moved = PagedSequences(
             tables, lengths, None if self.seq_starts is None else self.seq_starts.to(device)
         )

@@ -232,21 +232,26 @@ class KVBlocks:
 
 
 def host_values(scale: Tensor) -> Tensor:
-    """Return scales, or a centre, of any shape on the CPU: a GPU is waited for once for each tensor."""
-    if scale.is_cpu:
-        return scale
-    if scale not in _ON_HOST:
-        _ON_HOST[scale] = scale.cpu()
-    values: Tensor = _ON_HOST[scale]
+    """Return scales, or a centre, of any shape on the CPU; a GPU is waited for again if they were changed."""
+    if scale.is_cpu or scale.is_inference():
+        return scale.cpu()
+    if scale not in _ON_HOST or _ON_HOST[scale][0] != version(scale):
+        _ON_HOST[scale] = version(scale), scale.cpu()
+    values: Tensor = _ON_HOST[scale][1]
     return values
 
 
 def move_scale(scale: Tensor, device: torch.device | str) -> Tensor:
     """Copy scales, or a centre, of any shape to a device, which is not asked for those of the CPU."""
     moved = scale.to(device)
-    if scale.is_cpu and not moved.is_cpu:
-        _ON_HOST[moved] = scale.clone()
+    if scale.is_cpu and not moved.is_cpu and not moved.is_inference():
+        _ON_HOST[moved] = version(moved), scale.clone()
     return moved
+
+
+def version(tensor: Tensor | None) -> int:
+    """Return how often a tensor, of any shape, was written to; -1 where torch does not count."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def scale_dims(scale: Tensor) -> int:

@@ -206,7 +206,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     # the first one leaves the towers of Qwen3.5 and others out; in transformers 5.24 Llama 4 fails with them
     step = -1 if takes_media(vars(config)) and config.model_type != "llama4" else 1
     for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)[::step]:
-        if type(config) in auto._model_mapping or auto.__name__ in getattr(config, "auto_map", ()):
+        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or ()):
             return auto
     raise UnsupportedModelError(f"{config.model_type} is not a causal language model that transformers knows")
 

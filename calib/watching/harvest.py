@@ -236,7 +236,6 @@ def watch_engine(core: Any, directory: str) -> None:
         def write_and_shut_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
             if sys.exc_info()[0] in (None, SystemExit):  # after a failure workers may not answer
                 files.write(_PATIENCE)
-                files.write(_PATIENCE)
             return shutdown(*args, **kwargs)
 
 

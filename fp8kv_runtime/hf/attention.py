@@ -110,7 +110,7 @@ class _Session:
         self._block_size = block_size
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._unread: list[Tensor] = []
-        self._fitted: dict[Any, list[Any]] = {}
+        self._moved_scales: dict[Any, list[Any]] = {}
         self._steps: WeakKeyDictionary[CacheRows, RecordedSteps] = WeakKeyDictionary()
         self._decoder = model.get_decoder()
         self._cache_argument = cache_argument(self._decoder)
@@ -163,7 +163,7 @@ class _Session:
         if args:
             output = forward(*args, **kwargs)
         else:
-            output = self._steps[rows].run(forward, kwargs[self._cache_argument], rows, kwargs)
+            output = self._recorded_steps(rows).run(forward, kwargs[self._cache_argument], rows, kwargs)
         if not rows.layers or rows.layers[0].get_seq_length() != rows.length:
             raise AttentionError(
                 "the model stored nothing in the FP8 cache, so its results are not those of one: turn off "
@@ -183,6 +183,7 @@ class _Session:
         if inputs.shape[1] > 1:
             self.read_masks()
         rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")
+        rows.set_layers(cache.layers)
         rows.unread = self._unread
         rows.padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         lengths = {layer.get_seq_length() for layer in rows.layers}
@@ -196,6 +197,11 @@ class _Session:
         rows.truncate(lengths.pop())  # what a forward pass reserved that failed
         rows.extend(inputs.shape[1])
         return cache, rows
+
+    def _recorded_steps(self, rows: CacheRows) -> RecordedSteps:
+        if rows not in self._steps:
+            self._steps[rows] = RecordedSteps(self._decoder)
+        return self._steps[rows]
 
     def read_masks(self) -> None:
         """Check the masks of steps on a GPU, which did not wait for it."""
@@ -214,9 +220,8 @@ class _Session:
             use_triton=self._use_triton,
             restore=not self.swaps,
             lead=min(self._scales),
-            fitted=self._fitted,
+            moved_scales=self._moved_scales,
         )
-        self._steps[rows] = RecordedSteps(self._decoder)
         convert_cache(cache, rows, self._scales)
         return rows
 

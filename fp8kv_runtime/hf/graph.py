@@ -6,6 +6,7 @@ a recording is compared with the model itself, bit for bit; where they differ, a
 recorded, every step runs the model.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,19 +17,19 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.hf.layers import Fp8CacheLayer
 from fp8kv_runtime.hf.rows import CacheRows, is_applied, left_padding
 
 Forward = Callable[..., Any]
-# what a model raises that waits for the GPU, or cannot do without a mask
-_CANNOT_RECORD = (RuntimeError, TypeError, AttributeError, ValueError)
 
 
 class RecordedSteps:
     """The recording of a decoder's steps on one cache, made at the second step of a kind."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._decoder: Any = decoder
-        self._can_record = True
+        self._config: Any = decoder.config
+        self._modules = list(decoder.modules())
+        self._can_record = _is_plain(decoder)
         self._key: tuple[Any, ...] | None = None
         self._step: _Step | None = None
         self._is_checked = False
@@ -36,7 +37,9 @@ class RecordedSteps:
     def run(self, forward: Forward, cache: Cache, rows: CacheRows, kwargs: dict[str, Any]) -> Any:
         """Run the decoder's `forward`, or what a recording of it does."""
         key = self._find_key(cache, rows, kwargs)
-        if key is None or key != self._key:
+        if key is None:
+            return forward(**kwargs)
+        if key != self._key:
             self._key, self._step = key, None
             return forward(**kwargs)
         if self._step is None:
@@ -53,17 +56,9 @@ class RecordedSteps:
             )
         return output
 
-    @functools.cached_property
-    def _parameters(self) -> list[Tensor]:
-        """The decoder's parameters; none where they lie on two devices, or a module is watched or moved."""
-        modules, parameters = self._decoder.modules(), list(self._decoder.parameters())
-        is_watched = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in modules)
-        kinds = {(type(p.data), p.device) for p in parameters}
-        return [] if is_watched or len(kinds) != 1 or kinds.pop()[0] is not Tensor else parameters
-
     def _find_key(self, cache: Cache, rows: CacheRows, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return what a recording depends on besides the values that it reads; None: nothing is recorded."""
-        if not self._can_record or not rows.is_step or torch.is_grad_enabled() or torch.is_autocast_enabled():
+        if not (self._can_record and rows.use_triton and rows.is_step):
             return None
         mask, inputs = kwargs.get("attention_mask"), _inputs(kwargs)
         options = [(name, x) for name, x in kwargs.items() if not isinstance(x, Tensor) and x is not cache]
@@ -72,15 +67,32 @@ class RecordedSteps:
             or not all(map(rows.waits, inputs.values()))
             or not all(x is None or isinstance(x, bool) for _, x in options)
             or not (mask is None or mask.shape == (rows.num_rows, rows.length))
-            or len(rows.layers) != len(cache.layers)
-            or not self._parameters
+            # what other layers keep beside K and V, a step may write, and a second one again
+            or not all(type(layer) is Fp8CacheLayer for layer in cache.layers)
+            or any(m._forward_hooks or m._forward_pre_hooks for m in self._modules)
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled()
         ):
             return None
         return (
             rows.cache.num_blocks, rows.num_rows, rows.is_padded, mask is None, _width(rows), options,
             [(name, x.shape, x.dtype, x.device) for name, x in inputs.items()],
-            str(self._decoder.config._attn_implementation), [p.data_ptr() for p in self._parameters],
+            [getattr(self._config, name, None) for name in ("output_hidden_states", "output_attentions")],
+            str(self._config._attn_implementation),
+            [p.data_ptr() for m in self._modules for p in m._parameters.values() if p is not None],
         )  # fmt: skip
+
+
+def _is_plain(decoder: nn.Module) -> bool:
+    """Return whether a decoder's steps depend on positions and lengths alone, and lie on one device.
+
+    Chunked attention (Llama 4) depends on the length by a number of Python's, adapters by a switch.
+    """
+    kinds = {(type(p.data), p.device) for p in decoder.parameters()}
+    types = set(getattr(decoder.config, "layer_types", None) or ())
+    moved = any(hasattr(m, "_hf_hook") or hasattr(m, "base_layer") for m in decoder.modules())
+    is_on_one = len(kinds) == 1 and kinds.pop()[0] is Tensor
+    return is_on_one and not moved and types <= {"full_attention", "sliding_attention"}
 
 
 class _Step:
@@ -96,8 +108,8 @@ class _Step:
             )
             self._slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self._sequences = PagedSequences(tables, lengths, starts if rows.is_padded else None)
-        self._tables = torch.empty(0)  # those on the host that were copied last
-        self._kind: type[ModelOutput] = ModelOutput
+        self._copied_tables = torch.empty(0)  # those on the host that were copied last
+        self._output_type: type[ModelOutput] = ModelOutput
         self._output: dict[str, Tensor | None] = {}  # None: the cache, which is not to be kept alive here
         self._replay: Callable[[], None]
 
@@ -122,13 +134,13 @@ class _Step:
         rows.set_lengths(rows.length - 1)
         rows.is_recorded = True
         try:
-            self._replay, recorded = record(lambda: forward(**arguments), self._slots.device)
-        except _CANNOT_RECORD:
+            self._replay, recorded = capture(lambda: forward(**arguments), self._slots.device)
+        except Exception:  # noqa: BLE001  a model may raise anything that waits, or wants a mask
             return False
         finally:
             rows.is_recorded = False
             rows.set_lengths(rows.length)
-        self._kind = type(recorded)
+        self._output_type = type(recorded)
         self._output = {name: None if x is cache else x for name, x in recorded.items()}
         return True
 
@@ -139,15 +151,19 @@ class _Step:
             rows.note(is_applied(mask, 1, self._sequences.seq_starts, None))
         self._replay()
         rows.set_lengths(rows.length)
-        return self._kind(**{name: cache if x is None else x.clone() for name, x in self._output.items()})
+        return self._output_type(
+            **{name: cache if x is None else x.clone() for name, x in self._output.items()}
+        )
 
     def _write(self, rows: CacheRows, kwargs: Mapping[str, Any]) -> None:
         """Copy this step's values to the tensors that stay."""
         tables, slots = rows.host_tables()
         sequences = self._sequences
-        if not torch.equal(tables.block_tables, self._tables):
-            self._tables = tables.block_tables
-            sequences.block_tables[:, : self._tables.shape[1]].copy_(self._tables, non_blocking=True)
+        if not torch.equal(tables.block_tables, self._copied_tables):
+            self._copied_tables = tables.block_tables
+            sequences.block_tables[:, : self._copied_tables.shape[1]].copy_(
+                self._copied_tables, non_blocking=True
+            )
         sequences.seq_lens.copy_(tables.seq_lens, non_blocking=True)
         self._slots.copy_(slots, non_blocking=True)
         if sequences.seq_starts is not None:
@@ -156,20 +172,28 @@ class _Step:
             x.copy_(kwargs[name])
 
 
-def record(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+def capture(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Record what `run` launches, without doing it; return how to do it, and what `run` returned."""
     with torch.cuda.device(device):
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        graph, stream, current = torch.cuda.CUDAGraph(), _stream(device), torch.cuda.current_stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             # not torch.cuda.graph, which gives all free memory back first
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 output = run()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(stream)
     return graph.replay, output
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """A transformers cache in FP8: its layers as `KVBlocks`, beside the rows that they share."""
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
@@ -20,7 +21,7 @@ from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.rows import CacheRows
 from fp8kv_runtime.hf.step import LayerStep, StepTokens
-from fp8kv_runtime.storage import KVBlocks, move_scale
+from fp8kv_runtime.storage import KVBlocks, move_scale, version
 
 _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V beside those that are there
 
@@ -75,14 +76,14 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         num_heads, head_dim = key_states.shape[1], max(key_states.shape[3], value_states.shape[3])
         cache, scales, device = self.rows.cache, self.scales, key_states.device
         with torch.inference_mode(False):  # a later forward pass may run outside inference mode
-            key = (scales.layer_idx, num_heads, head_dim, device)
-            if key not in self.rows.fitted:
-                fills = ((scales.k, 1.0), (scales.v, 1.0), (scales.k_center, 0.0))
-                self.rows.fitted[key] = [
+            scale_tensors = (scales.k, scales.v, scales.k_center)
+            key = (scales.layer_idx, num_heads, head_dim, device, *map(version, scale_tensors))
+            if key not in self.rows.moved_scales:
+                self.rows.moved_scales[key] = [
                     None if x is None else move_scale(_fit(x, num_heads, head_dim, fill), device)
-                    for x, fill in fills
+                    for x, fill in zip(scale_tensors, (1.0, 1.0, 0.0), strict=True)
                 ]
-            k_scale, v_scale, k_center = self.rows.fitted[key]
+            k_scale, v_scale, k_center = self.rows.moved_scales[key]
             blocks = KVBlocks.empty(
                 cache.num_blocks,
                 cache.block_size,
@@ -224,7 +225,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
     is_croppable = False  # states cannot be taken back
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make the blocks for K and V, given by position, or a state, given by name."""
+        """Make the blocks for K and V, scale_tensors by position, or a state, scale_tensors by name."""
         kind = LinearAttentionLayer if kwargs else Fp8CacheLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
@@ -307,9 +308,10 @@ def convert_cache(cache: Cache, rows: CacheRows, scales: Mapping[int, ModuleScal
             layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
             cache.layers[layer_idx] = _fp8_layer(layer, rows, scales[layer_idx])
     if kind is not None:
+        owner = weakref.ref(cache)
 
         def make_layer() -> Any:
-            layer, own = kind(), scales.get(len(cache.layers))
+            layer, own = kind(), scales.get(len(owner().layers))  # type: ignore[union-attr]
             return layer if own is None else _fp8_layer(layer, rows, own)
 
         vars(make_layer)["rows"] = rows
@@ -359,8 +361,7 @@ def _fit(scale: Tensor, num_heads: int, head_dim: int, value: float) -> Tensor:
             "they are of another model"
         )
     repeats = 1 if scale.shape[0] == 1 else num_heads // scale.shape[0]
-    repeated = scale if repeats == 1 else scale.repeat_interleave(repeats, 0)
-    return _pad_channels(repeated, head_dim, value)
+    return _pad_channels(scale.repeat_interleave(repeats, 0), head_dim, value)
 
 
 def _pad_channels(x: Tensor, size: int, value: float) -> Tensor:

@@ -30,14 +30,14 @@ class CacheRows:
         use_triton: bool,  # whether kernels read the blocks, not the model's own attention function
         restore: bool,  # whether layers return all of K and V in the model's own type
         lead: int,  # index of the first layer in FP8
-        fitted: dict[Any, list[Any]],  # scales of layers on devices, which other caches' rows have too
+        moved_scales: dict[Any, list[Any]],  # to devices, by layers; other caches' rows have them too
     ) -> None:
         self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=block_size, can_grow=True)
         self.dtype = dtype
         self.use_triton = use_triton
         self.restore = restore
         self.lead = lead
-        self.fitted = fitted
+        self.moved_scales = moved_scales
         self._layers: list[weakref.ref[Any]] = []  # of the cache, which has these rows
         self.selections = 0  # how often the rows have changed
         self._sequences = [self.cache.allocate() for _ in range(num_rows)]
@@ -56,6 +56,10 @@ class CacheRows:
     def layers(self) -> list[Any]:
         """Its layers, `Fp8CacheLayer`."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
+
+    def set_layers(self, layers: Sequence[Any]) -> None:
+        """Let those of a cache's layers that have these rows share them: a copy of a cache has its own."""
+        self._layers = [weakref.ref(layer) for layer in layers if getattr(layer, "rows", None) is self]
 
     def add_layer(self, layer: Any) -> None:
         """Let a layer share these rows."""

@@ -13,9 +13,8 @@ the row's largest, as in every float16 attention; and the output, which is round
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +37,7 @@ WORKSPACE = 2**28
 _AFTER = 4  # times as many pairs make it worth to attend to earlier tokens
 _VALUES = 4096  # that a program decodes
 _STREAMS = 4  # for attention of heads with other scales
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scale
 _STEP = 256  # tokens that cuDNN is given are a multiple of these
 
 
@@ -127,11 +127,23 @@ def attend_densely(
                 v_scale[queries].split(size * group), rows[:, queries, tokens].split(size * group, 1),
                 strict=True,
             )  # fmt: skip
-            with _side_by_side(query.device, num_calls=key.shape[1] // size) as streams:
-                for (q, k, v, scale, factor, part), stream in zip(calls, streams, strict=False):
-                    with torch.cuda.stream(stream):
-                        torch.mul(attend(q, k, v, scale), factor, out=part)
+            _run_side_by_side(attend, list(calls), query.device)
             del key, value, calls  # before the next chunk is decoded
+
+
+def _run_side_by_side(attend: Attend, calls: Sequence[tuple[Any, ...]], device: torch.device) -> None:
+    """Attend and write the outputs: calls of a head, which alone do not fill a GPU, on several streams."""
+    streams = _streams(device) if len(calls) > 1 and device.type == "cuda" else []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        for call, own in zip(calls, itertools.cycle(streams or [None]), strict=False):
+            *inputs, v_scale, part = call
+            with torch.cuda.stream(own):
+                torch.mul(attend(*inputs), v_scale, out=part)
+    finally:
+        for stream in streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
@@ -182,17 +194,6 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bo
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
     return out, sums.view(*out.shape[:3], 1)
-
-
-@contextmanager
-def _side_by_side(device: torch.device, num_calls: int) -> Iterator[Iterator[torch.cuda.Stream | None]]:
-    """Yield streams, without end, for calls that alone do not fill the GPU; None: the current one."""
-    streams = _streams(device) if num_calls > 1 and device.type == "cuda" else []
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    yield itertools.cycle(streams or [None])
-    for stream in streams:
-        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @functools.cache
