@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _scales(model: PreTrainedModel) -> Scales:
-    count, one = model.config.num_hidden_layers, torch.full((1,), SCALE, device=model.device)
+    count, one = model.config.num_hidden_layers, torch.full((1,), SCALE)
     return Scales({f"{i}": LayerScales(i, one, one) for i in range(count)})
 
 

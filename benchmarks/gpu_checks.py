@@ -1,4 +1,4 @@
-"""What no GPU has run: scales taken two ways must be the same, and AWQ's own reader must read what we write.
+"""What tests do not ask a GPU: scales taken two ways must be the same, and recorded steps the model's own.
 
     python benchmarks/gpu_checks.py peft | offload | layerwise | awq | graphs
     torchrun --nproc-per-node gpu benchmarks/gpu_checks.py ddp

@@ -41,7 +41,7 @@ NOT_RUN = {
     ". fp8kv-env/bin/activate": "the same",
     "pip install": "changes the environment",
     "fp8kv watch http://localhost:8000": "needs a server; `make interop-watch` asks one",
-    "fp8kv merge TRAFFIC/dp-0": "needs several engines; tests/calib/serving/test_watch.py merges two",
+    "fp8kv merge TRAFFIC/dp-0": "needs several engines; tests/calib/watching/test_watch.py merges two",
     "fp8kv-calibrate LISTENER": "a model that listens, and speech; tests/calib/test_pictures.py makes them",
     "fp8kv-calibrate MODEL --draft": "a drafter; tests/calib/capture/test_draft.py makes some",
     "fp8kv-eval MODEL --long": "to its tokenizer all text is alike; tests/calib/evaluate/test_measure.py",

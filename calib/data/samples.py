@@ -328,7 +328,7 @@ def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase |
     """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot say it."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text "
+            "the dataset holds chats but the model has no chat template; use a dataset with a text "
             "column (`--set data.column=NAME`) or a model whose tokenizer has a template"
         )
     try:

@@ -91,7 +91,7 @@ def test_a_text_has_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template(tok
     assert ids[1] == tokenizer.convert_tokens_to_ids("<|user|>")
     no_bos = byte_tokenizer(chat_template="{{ messages[0].content }}")
     assert no_bos.decode(encode(CHAT, no_bos)) == "hi"
-    said = "the dataset holds chats but the tokenizer has no chat template; use a dataset with a text "
+    said = "the dataset holds chats but the model has no chat template; use a dataset with a text "
     said += "column (`--set data.column=NAME`) or a model whose tokenizer has a template"
     with pytest.raises(InputError, match=f"^{re.escape(said)}$"):
         encode(CHAT, byte_tokenizer())

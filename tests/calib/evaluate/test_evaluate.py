@@ -181,7 +181,7 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
     assert found == dict.fromkeys(shorts, (4, 4 * 24)) | {"builtin:long": (2, 2 * 4 * 24)}
     (left_out,) = (line for line in report.warnings if line.startswith("--also"))
     assert left_out.startswith("--also all: 'builtin:chat' is left out: row ")
-    assert "holds chats but the tokenizer has no chat template" in left_out
+    assert "holds chats but the model has no chat template" in left_out
     assert not any("finite" in line or "None" in line for line in report.warnings)
     # scales that engines load; `channel` they do not
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
