@@ -299,7 +299,7 @@ def test_names_are_checked_before_anything_is_loaded(tmp_path, monkeypatch):
 def test_what_was_named_and_cannot_be_had_is_refused(small_directory, texts, tmp_path):
     small = ("--dataset", texts[0], *SMALL, "--samples", 2)
     done = fp8kv("eval", small_directory, *small, "--also", "builtin:chat")
-    one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the tokenizer has no")
+    one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the model has no")
     (tmp_path / "one.txt").write_text("w9 " * 24)
     done = fp8kv("eval", small_directory, *small, "--also", tmp_path / "one.txt")
     one_line_error(done, "one.txt' has 1 samples, and 2 are needed: use a larger dataset")
