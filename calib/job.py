@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.arguments import check_arguments, to_path
@@ -178,6 +179,7 @@ def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, 
     make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints[-1], recipe.export)
     reason = None if layers or drafters else reason_against_fp8(model(), attention)
     notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
+    notes += [] if layers else [_doubt_of_output(model(), attention)]
     device = (layers.device if layers else input_device(model())).type
     size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
     resolved = {
@@ -202,6 +204,22 @@ def _check_data(data: CalibrationData, recipe: Recipe, *, needs_whole: bool) -> 
         check_enough(text.tokens)
     if not recipe.data.allow_few_tokens:
         text.check()
+
+
+@torch.inference_mode()
+def _doubt_of_output(model: PreTrainedModel, attention: AttentionMap) -> str:
+    """Say that the last hidden state or the logits are not finite, as K and V may be; "" if they are."""
+    hidden, head, place = attention.last_hidden, model.get_output_embeddings(), "last hidden state"
+    if hidden is None:
+        return ""
+    values = hidden
+    if hidden.isfinite().all() and type(head) is nn.Linear and head.in_features == hidden.shape[-1]:
+        weight = head.weight  # elsewhere where it is offloaded
+        if (weight.device, weight.dtype) == (hidden.device, hidden.dtype):
+            values, place = head(hidden), "logits"
+    if values.amax().isfinite():
+        return ""
+    return f"NaN or Inf in the model's {place}: it generates nonsense, whatever its scales; check its weights"
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from textwrap import shorten
 from typing import Any
@@ -97,6 +97,7 @@ class AttentionMap:
     reader: str  # the module that is given token ids
     note: str = ""  # why that is the decoder, where the whole model may cache something else
     draft: Draft | None = None  # measured besides
+    last_hidden: Tensor | None = field(default=None, compare=False, repr=False)  # of the last token
 
     def read(
         self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **options: Any
@@ -149,7 +150,8 @@ def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = 
             "models are not supported"
         )
     with explain_nonsense(f"this {model.config.model_type} cannot run as its config says"):
-        reader, note, calls, cache = _probe(model, sample)
+        reader, note, calls, output = _probe(model, sample)
+    cache, hidden = cache_of(output), getattr(output, "last_hidden_state", None)
     if cache is None:
         if getattr(model.config, "is_decoder", None) is False:
             reason = "is an encoder: its config says is_decoder false, and it keeps no KV cache"
@@ -175,13 +177,14 @@ def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = 
             raise UnsupportedModelError(f"{reading} attends to K and V that no layer of the cache holds")
         shared[reading] = SharedAttention(int(model.get_submodule(reading).layer_idx), owner)
         cached[owner] = replace(cached[owner], readers=(*cached[owner].readers, reading))
-    return AttentionMap(cached, shared, reader, note)
+    last_hidden = None if hidden is None else hidden[:, -1:].clone()
+    return AttentionMap(cached, shared, reader, note, last_hidden=last_hidden)
 
 
 def _probe(
     model: PreTrainedModel, sample: Mapping[str, Tensor] | None
 ) -> tuple[str, str, dict[str, QKV], Any]:
-    """Return the module that reads `sample`, or text alone, a note, its calls of attention, and its cache.
+    """Return the module that reads `sample`, or text alone, a note, its calls of attention, and its output.
 
     That is the whole model without its LM head: what is around the decoder may move positions, as PaliGemma's
     does. The decoder reads for a model that takes no text alone, or whose other weights are not in memory;
@@ -190,17 +193,17 @@ def _probe(
     names = {module: name for name, module in model.named_modules()}
     whole, decoder = model.base_model, model.get_decoder()
     try:
-        return names[whole], "", *_calls_and_cache(model, whole, **(sample or {}))
+        return names[whole], "", *_calls_and_output(model, whole, **(sample or {}))
     except (*NOT_FOR_TEXT, RuntimeError) as error:
         lacks_weights = "meta" in str(error) and any(p.is_meta for p in whole.parameters())
         if sample or whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
             raise
         reason = shorten(str(error) or type(error).__name__, 120)
     note = f"the decoder alone was measured, as the whole model takes no text alone: {reason}"
-    return names[decoder], note, *_calls_and_cache(model, decoder)
+    return names[decoder], note, *_calls_and_output(model, decoder)
 
 
-def _calls_and_cache(
+def _calls_and_output(
     model: PreTrainedModel, reader: nn.Module, input_ids: Tensor | None = None, **media: Tensor
 ) -> tuple[dict[str, QKV], Any]:
     calls: dict[str, QKV] = {}
@@ -213,7 +216,7 @@ def _calls_and_cache(
             f"{type(model).__name__} caches K and V of pictures beside those of tokens, by cross-attention, "
             "which are not measured; calibrate it on text"
         )
-    return calls, cache_of(out)
+    return calls, out
 
 
 def _run(

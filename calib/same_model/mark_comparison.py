@@ -6,7 +6,7 @@ factors between weights changes the size of rows, and with them the range of K o
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Likeness:
     layers_with_moved_factors: int  # from norms into weights
     largest_error: float  # of a weight for K and V, relative
     largest_factor: float  # that the size of a row of these differs by, less 1
+    scaled: dict[str, float] = field(default_factory=dict)  # factors of further weights, as `up_proj`
 
 
 def compare_marks(base: Marks, target: Marks) -> Likeness:
@@ -66,18 +67,19 @@ def compare_marks(base: Marks, target: Marks) -> Likeness:
     }
     moved = _moved_norms(base.tensors, pairs)
     matrices = [n for n, mark in base.tensors.items() if len(mark.shape) == 2 and not is_embedding(n)]
-    errors, factors = [0.0], [0.0]
+    errors, factors, scaled = [0.0], [0.0], dict[str, float]()
     # all must be the same, and those behind norms that differ make up for them
     for name in sorted(matrices, key=is_cached, reverse=True):
         is_behind = norm_before(name, base.tensors) in moved
         because = "norms differ, and " if is_behind else ""
         if name in pairs:
-            error, factor = _compare_matrix(name, *pairs[name], because)
+            error, factor, scaled_by = _compare_matrix(name, *pairs[name], because)
+            scaled |= {name: scaled_by} if scaled_by is not None else {}
             errors += [error] * is_cached(name)
             factors += [factor] * is_cached(name)
         elif is_behind:
             raise OtherWeightsError(f"{because}'{name}', which reads one, cannot be compared")
-    return Likeness(len({".".join(norm.split(".")[:2]) for norm in moved}), max(errors), max(factors))
+    return Likeness(len({".".join(norm.split(".")[:2]) for norm in moved}), max(errors), max(factors), scaled)
 
 
 def _check_shapes(base: Mapping[str, Mark], target: Mapping[str, Mark]) -> None:
@@ -111,8 +113,8 @@ def _moved_norms(base: Mapping[str, Mark], pairs: Mapping[str, tuple[Mark, Mark]
     return moved
 
 
-def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[float, float]:
-    """Return the error and the largest factor of a weight; refuse another one."""
+def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[float, float, float | None]:
+    """Return a weight's error and largest factor, and one that is let pass; refuse another weight."""
     large = _large_inputs(mark)
     apart, target_apart = _along(mark.values, large), _along(target.values, large)
     remainder = mark.values - apart
@@ -130,22 +132,23 @@ def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[
         error = max(error, min(_distance(before * way[:, None], after) for way in ways))
     if error > _noise(mark, target, _NOISE_AFTER_MOVING if because else _NOISE):
         raise OtherWeightsError(f"{because}'{name}' is {error:.0%} from what it was, more than rounding")
-    if is_cached(name) or is_output(name) or _SIZED.fullmatch(name):
-        _check_row_sizes(name, factors, errors, _step(mark) + _step(target), because)
-    return error, float((factors - 1).abs().max())
+    scaled_by = _row_size(factors, errors, _step(mark) + _step(target))
+    if scaled_by is not None and (is_cached(name) or is_output(name) or _SIZED.fullmatch(name)):
+        problem = f"{because}a row of '{name}' is {scaled_by:.2f} times what it was"
+        if name.endswith("v_proj.weight"):
+            problem += ", as where AWQ moves factors between V and the output projection"
+        raise OtherWeightsError(problem)
+    return error, float((factors - 1).abs().max()), scaled_by
 
 
-def _check_row_sizes(name: str, factors: Tensor, errors: Tensor, step: float, because: str) -> None:
-    """Refuse a matrix whose rows have become larger or smaller by more than their noise."""
+def _row_size(factors: Tensor, errors: Tensor, step: float) -> float | None:
+    """Return the factor of a matrix whose rows have become larger or smaller by more than their noise."""
     change, noise = (factors - 1).abs(), errors / PROBES**0.5
     beyond = change - (_ROW + step + _ROW_DEVIATIONS * noise)
     # codes that fit best are smaller than what they stand for, by the square of their error
     usual = _MEDIAN + _MEDIAN_DEVIATIONS * noise.median() + errors.median().square()
-    if (beyond > 0).any() or change.median() > usual:
-        problem = f"{because}a row of '{name}' is {float(factors[beyond.argmax()]):.2f} times what it was"
-        if name.endswith("v_proj.weight"):
-            problem += ", as where AWQ moves factors between V and the output projection"
-        raise OtherWeightsError(problem)
+    is_larger = bool((beyond > 0).any() or change.median() > usual)
+    return float(factors[beyond.argmax()]) if is_larger else None
 
 
 def _noise(mark: Mark, target: Mark, table: Mapping[int, float]) -> float:

@@ -5,6 +5,7 @@ alone. Everything runs inside `guard`: an error becomes one line in the log, and
 FP8KV_REQUIRE_SCALES=1: a server ends with that line unless it uses every scale of its checkpoint.
 FP8KV_REPAIR_SCALES=1: vLLM's workers set every copy of a scale to the file's first.
 FP8KV_WATCH=DIR: vLLM's workers write statistics of what their caches hold.
+A server ends where one of the first two says neither yes nor no.
 """
 
 import logging
@@ -44,6 +45,9 @@ _PARTS = {
 # called once the weights are loaded
 _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype"
 
+REQUIRE, REPAIR = "FP8KV_REQUIRE_SCALES", "FP8KV_REPAIR_SCALES"
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
 _ERRORS: set[str] = set()  # that were logged
 
 
@@ -53,6 +57,8 @@ class ScalesNotUsedError(RuntimeError):
 
 def register_vllm() -> None:
     """Check every model that a vLLM runner loads from now on."""
+    for variable in (REQUIRE, REPAIR):
+        is_switched_on(variable)
     guard("vllm", _watch_vllm)
 
 
@@ -162,20 +168,27 @@ def guard(
         if (report := check()) is None:
             return
         line = str(report)
+    is_required = is_switched_on(REQUIRE)  # SGLang would swallow its error while it registers plugins
     for error in errors:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         line = f"fp8kv: cannot {task}: {reason:.400}"
-        if line in _ERRORS and not is_required():
+        if line in _ERRORS and not is_required:
             return  # an engine may be called a hundred times a second
         _ERRORS.add(line)
     if report and not report.problems:
         logger.info(line)
-    elif is_required() and not (report and report.awaits_scales):
+    elif is_required and not (report and report.awaits_scales):
         raise ScalesNotUsedError(line)
     else:
         logger.warning(line)
 
 
-def is_required() -> bool:
-    """Return whether a server must end that does not use every scale."""
-    return os.environ.get("FP8KV_REQUIRE_SCALES") == "1"
+def is_switched_on(variable: str) -> bool:
+    """Return whether an environment variable says yes; ValueError if it says neither yes nor no."""
+    value = os.environ.get(variable, "").strip().lower()
+    if value not in (*_ON, *_OFF):
+        raise ValueError(
+            f"{variable} is '{os.environ[variable]}', which is neither on ({', '.join(_ON)}) nor off "
+            f"({', '.join(filter(None, _OFF))}, or empty); set one of these"
+        )
+    return value in _ON

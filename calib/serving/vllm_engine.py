@@ -21,7 +21,7 @@ from calib.files.skipped_layers import skipped_layers
 from calib.files.text import show_layers
 from calib.serving import vllm_worker
 from calib.serving.engine_layers import FP8_CACHES, find_directory
-from calib.serving.plugin import ScalesNotUsedError, guard, is_required, wrap
+from calib.serving.plugin import REQUIRE, ScalesNotUsedError, guard, is_switched_on, wrap
 
 # what a client may ask of an engine's core, by `collective_rpc`
 STATE, SET, WRITE = "fp8kv_state", "fp8kv_set_scales", "fp8kv_write_watched"
@@ -100,7 +100,7 @@ def refresh(core: Any) -> ScalesInForce | None:
         executor.collective_rpc(_identify_worker, args=(report.fingerprint,))
         identify(report.fingerprint)
     vars(executor).pop("execute_model", None)
-    if report.problems and is_required():
+    if report.problems and is_switched_on(REQUIRE):
 
         def refuse(*_: Any, **__: Any) -> None:
             raise ScalesNotUsedError(str(report))

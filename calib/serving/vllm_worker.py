@@ -1,6 +1,5 @@
 """What the plugin does in a vLLM worker: compare scales in use with the files', repair or replace them."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ from calib.engines.scale_fingerprint import Stored, fingerprint, stored_scales
 from calib.errors import Fp8kvError
 from calib.files.stored_scales import StoredLayer
 from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_attention, vllm_layers
-from calib.serving.plugin import guard, wrap
+from calib.serving.plugin import REPAIR, guard, is_switched_on, wrap
 
 Files = dict[int, StoredLayer]
 _DRAFT = 10**6
@@ -26,7 +25,7 @@ def check_loaded(runner: Any) -> ScalesInForce:
 def check(runner: Any) -> ScalesInForce:
     """Compare all layers of a runner with the files; with FP8KV_REPAIR_SCALES=1, set them right first."""
     report = _compare(runner)
-    if report.problems and os.environ.get("FP8KV_REPAIR_SCALES") == "1":
+    if report.problems and is_switched_on(REPAIR):
         place, rank = _place(runner)
         for model, files in _models(runner):
             fill_scales(model, files, place, rank)

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from math import log
 from pathlib import Path
 from typing import Any
 
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.fingerprint import fingerprint, fingerprints
+from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
 from calib.formats import DRAFT_LEFT_OUT
@@ -125,7 +126,8 @@ def _add_marks(facts: ModelFacts, marks: Marks) -> ModelFacts:
 def _origin(source: Calibration, name: str, marks: Marks, likeness: Likeness) -> dict[str, Any]:
     """Return the report's facts about the model that was measured, the first one where there was a chain."""
     report = source.report
-    model = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    facts = {key: report[key] for key in ("model", "checkpoint", "weights") if key in report}
+    model = report.get("measured_on") or facts
     pack = {"name": name, "sha256": source.pack.sha256} if source.pack else report.get("pack")
     origin = {"marks": marks.model_dump(), "measured_on": {**model, "compared": asdict(likeness)}}
     return origin | ({"pack": pack} if pack else {})
@@ -135,7 +137,9 @@ def _notes(
     origin: dict[str, Any], checkpoint: ModelDirectory, likeness: Likeness, unmarked: list[str]
 ) -> Iterator[str]:
     model = origin["measured_on"]["model"]
-    if "pack" not in origin and origin["measured_on"]["checkpoint"] == fingerprint(checkpoint):
+    digests, has_experts = fingerprints(checkpoint), any("experts." in name for name in checkpoint.entries)
+    is_same = "pack" not in origin and digests.items() <= origin["measured_on"].items()
+    if is_same and not has_experts:  # whose weights are in no digest
         return
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
     yield (
@@ -146,6 +150,13 @@ def _notes(
         yield (
             f"not compared: {', '.join(unmarked)}; K and V of later layers follow from these too, so "
             "scales fit only a model that has the same"
+        )
+    if likeness.scaled:
+        name, factor = max(likeness.scaled.items(), key=lambda item: abs(log(abs(item[1]) or 1e-38)))
+        yield (
+            f"a row of '{name}' is {float(f'{factor:.3g}'):,g} times what it was, the most of {len(likeness.scaled)} such "
+            "weights: scales fit only if the weight behind it, as down_proj, makes up for that, as where AWQ "
+            "moves factors; else calibrate this model"
         )
     if likeness.layers_with_moved_factors:
         yield (

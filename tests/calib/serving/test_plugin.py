@@ -233,6 +233,20 @@ def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level
         plugin.guard("vllm", check)
 
 
+def test_switches_take_yes_and_no_and_nothing_else(monkeypatch):
+    for value, is_on in {"1": True, "TRUE": True, "Yes": True, "on": True, "OFF": False, "": False}.items():
+        monkeypatch.setenv("FP8KV_REQUIRE_SCALES", value)
+        with pytest.raises(plugin.ScalesNotUsedError) if is_on else nullcontext():
+            plugin.guard("vllm", lambda: [][1])
+    for variable in ("FP8KV_REQUIRE_SCALES", "FP8KV_REPAIR_SCALES"):
+        monkeypatch.setenv(variable, "enable")
+        with pytest.raises(
+            ValueError, match=f"^{variable} is 'enable', which is neither on .1, true, yes, on"
+        ):
+            plugin.register_vllm()
+        monkeypatch.delenv(variable)
+
+
 def test_a_directory_without_scales_and_dummy_weights(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from calib.evaluate.served.watch_report import read_expected
+from calib.files.fingerprint import fingerprint
+from calib.files.model_directory import open_model_directory
 
 
 def test_another_dtype_and_other_files(model, measured, tmp_path):
@@ -38,6 +40,17 @@ def test_another_dtype_and_other_files(model, measured, tmp_path):
     assert report_of(applied(measured, model, tmp_path / "same"))["warnings"] == before["warnings"]
     done = fp8kv("merge", out, measured, "-o", tmp_path / "merged")
     one_line_error(done, "were applied, and not measured there", "merge calibrations")
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_factors_that_no_digest_of_the_file_shows_are_named(part, model, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.files.fingerprint._SAMPLED_BLOCKS", 0)
+    own = edited(measured, tmp_path / "own", checkpoint=fingerprint(open_model_directory(model)))
+    name = f"layers.0.mlp.{part}_proj.weight"
+    other = copy(model, tmp_path / "other", lambda tensors: tensors[f"model.{name}"].mul_(1000))
+    warnings = " ".join(report_of(applied(own, other, tmp_path / "out"))["warnings"])
+    assert "not compared: down_proj; K and V of later layers" in warnings
+    assert (f"a row of '{name}' is 1,000 times what it was, the most of 1" in warnings) == (part == "up")
 
 
 def test_a_quantised_version_also_in_place(model, measured, tmp_path):
