@@ -47,12 +47,10 @@ def model(tiny_directory):
     return tiny_directory
 
 
-@pytest.mark.parametrize(
-    ("weight", "place"), [("lm_head", "logits"), ("model.layers.2.self_attn.o_proj", "last hidden state")]
-)
+@pytest.mark.parametrize(("weight", "place"), [("lm_head", "logits"), ("model.norm", "last hidden state")])
 def test_a_model_that_computes_nan_behind_its_last_cache_gets_a_warning(weight, place, tmp_path):
     broken = tiny_model("llama", tie_word_embeddings=False)
-    broken.get_submodule(weight).weight.data[3, 3] = float("nan")
+    broken.get_submodule(weight).weight.data[3] = float("nan")
     result = calibrate(save_model(broken, tmp_path / "broken"), tmp_path / "out")
     assert any(line.startswith(f"NaN or Inf in the model's {place}: it gene") for line in result.warnings)
 
