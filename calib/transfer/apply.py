@@ -155,8 +155,8 @@ def _notes(
         name, factor = max(likeness.scaled.items(), key=lambda item: abs(log(abs(item[1]) or 1e-38)))
         yield (
             f"a row of '{name}' is {float(f'{factor:.3g}'):,g} times what it was, the most of "
-            f"{len(likeness.scaled)} such weights: scales fit only if the weight behind it, as down_proj, makes up for that, as where AWQ "
-            "moves factors; else calibrate this model"
+            f"{len(likeness.scaled)} such weights: scales fit only if the weight behind it, as "
+            "down_proj, makes up for that, as where AWQ moves factors; else calibrate this model"
         )
     if likeness.layers_with_moved_factors:
         yield (
