@@ -93,7 +93,7 @@ def evaluate(
 
     defaults = {} if recipe else {"data.dataset": _DATASET}
     resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
-    if scales:  # the report says it too, after all the work
+    if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
         print_errors("warning", weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(model, resolved, scales=scales or [], output=output, progress=progress)
     return Answer(report.to_json(), report_blocks(report), failures=failures)

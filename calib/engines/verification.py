@@ -12,7 +12,7 @@ from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
 from calib.engines.scale_fit import Fit, Limits, compare, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
-from calib.errors import NoScalesError
+from calib.errors import InputError, NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import open_model_directory
@@ -84,7 +84,7 @@ def verify_directory(
     """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
     scales, bake = _read_directory(path)
     nvfp4, layers = nvfp4_convention(scales.directory), scales.layers
-    problems, warnings, fits = [*scales.problems], list[str](), list[Fit]()
+    problems, warnings, fits = [*(scales.problems or _own_problems(path))], list[str](), list[Fit]()
     if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problems.append(
             "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
@@ -121,6 +121,18 @@ def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
         if bake.get("for") != "fp8":
             raise
         return StoredScales(directory, []), bake
+
+
+def _own_problems(path: Path) -> list[str]:
+    """Compare the scales with the statistics of their own calibration, if they lie beside them."""
+    from calib.scales.stats_file import has_calibration, open_calibration  # imports torch
+
+    try:
+        if has_calibration(path):
+            open_calibration(path)
+    except InputError as error:
+        return [str(error)]
+    return []
 
 
 def _source_problems(path: Path, against: Calibration, bake: dict[str, Any]) -> list[str]:

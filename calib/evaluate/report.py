@@ -413,6 +413,7 @@ class Report(Conditions):
 
 
 _WHY = "logits are not finite there"
+BROKEN = "the model itself is broken on this text, whatever its cache"
 
 
 def explain_not_finite(documents: Sequence[Tensor]) -> str | None:
@@ -428,7 +429,7 @@ def list_lost_figures(
     """Yield a line for each cache and text whose figures are null."""
     own = rows[REFERENCE].not_finite
     if own:
-        yield f"the model itself is broken on this text, whatever its cache: {own}"
+        yield f"{BROKEN}: {own}"
     for name, row in rows.items():
         if row.not_finite not in (None, own):
             yield f"'{name}': {row.not_finite}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
-from calib.choices import CONTROLS, VARIANTS
+from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader
 from calib.errors import InputError
 from calib.evaluate import inputs
@@ -18,7 +18,7 @@ from calib.evaluate.measure import choose_searched, measure, search_layers, writ
 from calib.evaluate.other_text import check_other_texts, load_other_texts, measure_other_texts, other_datasets
 from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
-from calib.evaluate.report import Report, Suite
+from calib.evaluate.report import BROKEN, Report, Suite, explain_not_finite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
@@ -82,6 +82,9 @@ def open_inputs(
         check_positions(config, wish.request_tokens or 0, "--request-tokens")
     tasks = find_tasks(recipe.evaluation.tasks, recipe.evaluation.task_limit)
     opened_scales = inputs.open_named_scales(scales, checkpoint)
+    misfits = weight_warnings(scales, checkpoint)
+    if misfits and recipe.evaluation.fail_if:
+        raise InputError(f"{misfits[0]}; without --fail-if they are measured all the same")
     readers, unknown = find_readers(scales, checkpoint.path)
     return Evaluation(
         model_name=model_name,
@@ -93,7 +96,7 @@ def open_inputs(
         tasks=tasks,
         scales=opened_scales,
         readers=readers,
-        warnings=[*warnings, *quantization_notes(checkpoint), *weight_warnings(scales, checkpoint), *unknown],
+        warnings=[*warnings, *quantization_notes(checkpoint), *misfits, *unknown],
     )
 
 
@@ -195,6 +198,9 @@ def _measure_variants(evaluation: Evaluation) -> None:
         if settings.kl_budget is not None:
             choose_searched(variants)
         evaluation.measured = measure(setup, variants, text)
+        if evaluation.wish and not (own := evaluation.measured[REFERENCE]).is_finite:
+            reason = explain_not_finite([document.kl for document in own.documents])
+            raise InputError(f"{BROKEN}: {reason}; mend its weights before a cache is chosen")
         evaluation.texts = written_texts(setup, text, evaluation.measured)
         evaluation.other_texts = measure_other_texts(setup, evaluation.other_documents, variants)
         if settings.kl_budget is not None:
@@ -228,11 +234,12 @@ def run_evaluation(
     """Measure what `recipe.evaluation` says; returns the report and a line for each failure.
 
     `scales` are directories to compare; the report goes to `output`; `progress` is told each step. Failures
-    are conditions that are met, and a report that cannot be written.
+    are a broken model, conditions that are met, and a report that cannot be written.
     """
     conditions = check_evaluation(recipe, scales)
     with report_place(output) as write:
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
         problems = write(report)
     lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
-    return report, [*problems, *lines]
+    broken = [] if report.variants[REFERENCE].kl.is_finite else [BROKEN]
+    return report, [*broken, *problems, *lines]

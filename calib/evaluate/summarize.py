@@ -126,8 +126,9 @@ def summarize(evaluation: Evaluation) -> Report:
 
 
 def _recommend(evaluation: Evaluation, judgement: Judgement) -> Recommendation | None:
-    """Choose a cache, if other types than static FP8 were measured or there is a wish."""
-    if evaluation.wish is None and all(row.kind != "cache" for row in judgement.rows.values()):
+    """Choose a cache for a sound model, if there is a wish or other types than static FP8 were measured."""
+    has_types = any(row.kind == "cache" for row in judgement.rows.values())
+    if judgement.is_broken or (evaluation.wish is None and not has_types):
         return None
     answer = recommend(judgement, evaluation.offers, evaluation.wish or Wish())
     return answer.model_copy(update={"not_served": {**evaluation.refused, **answer.not_served}})

@@ -15,7 +15,7 @@ from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError
 from calib.evaluate.measure import Measured
 from calib.evaluate.other_text import modality_places, name_clipped_texts
-from calib.evaluate.report import Figure, LayerRow, OtherText, Report, Row, Search
+from calib.evaluate.report import BROKEN, Figure, LayerRow, OtherText, Report, Row, Search
 from calib.evaluate.statistics import ratio
 from calib.files.text import Condition, show_number
 
@@ -74,6 +74,11 @@ class Judgement:
         return next((x for x in names if not any(self.is_worse(x, y) for y in names)), best)
 
     @property
+    def is_broken(self) -> bool:
+        """Return whether the model itself has no finite figures, so that no cache can be judged."""
+        return REFERENCE in self.measured and not self.measured[REFERENCE].is_finite
+
+    @property
     def _rivals(self) -> list[str]:
         """Scales that engines load and that have a KL, simplest first; those of the user exist already."""
         scale_1, *measured = SERVED
@@ -101,6 +106,8 @@ class Judgement:
         name = self.subject
         if name is None:
             return "No FP8 KV cache was measured."
+        if self.is_broken:
+            return f"{BROKEN[0].upper()}{BROKEN[1:]}: {self.rows[REFERENCE].not_finite}."
         label, row = self._label(name), self.rows[name]
         kls = ", ".join(f"{show_number(x.kl.value)} {place}" for place, x in modality_places(texts, name))
         sentences = [
@@ -114,6 +121,8 @@ class Judgement:
     def advise(self, search: Search | None, config: Any = None) -> list[str]:
         """Say what to serve, from the figures alone; and what vLLM does not, of a model with `config`."""
         best = self.advised
+        if self.is_broken:
+            return ["Mend the model's weights first."]
         if best is None:
             return [_NO_FINITE_KL] * any(name in self.rows for name in SERVED)
         scales = self.measured[best].variant.scales

@@ -37,6 +37,8 @@ _VERSIONS = (2, 3)
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
 # fields that a tensor has together, or not at all
 _TOGETHER = (("total", "low", "high"), PER_TOKEN)
+# relative error of a stored scale
+_ROUNDING = {"BF16": 2**-8, "F16": 2**-10}
 
 
 @check_arguments
@@ -132,6 +134,11 @@ def open_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
     return calibration
 
 
+def has_calibration(directory: Path) -> bool:
+    """Return whether statistics and the report that sums them up lie in `directory`."""
+    return (directory / STATS_FILE).exists() and (directory / CALIBRATION_FILE).exists()
+
+
 def _check_unchanged(calibration: Calibration) -> None:
     """Refuse a directory whose scales, which somebody may have changed, are not those of its statistics."""
     try:
@@ -144,15 +151,16 @@ def _check_unchanged(calibration: Calibration) -> None:
     factor = convention.divisor / FP8_DIVISOR if convention and convention.divisor else 1.0
     for layer in stored.layers:
         derived = layers.get(layer.layer, {})
+        error = max([1e-4, *(_ROUNDING.get(tensor.dtype, 0.0) for tensor in layer.tensors)])
         for letter, own in derived.items():
             values = factor * torch.tensor(layer.values(letter))
             both = torch.stack([derived["k"].max(), derived["v"].max()]).max()  # one scale for K and V
             forms = [x for x in (own.flatten(), own.max(), both) if x.numel() in (1, len(values))]
-            if len(values) and not any(torch.allclose(values, x, rtol=1e-4, atol=0) for x in forms):
+            if len(values) and not any(torch.allclose(values, x, rtol=error, atol=0) for x in forms):
                 raise InputError(
-                    f"'{calibration.path}': the {letter}_scale of layer {layer.layer} was changed, but the "
-                    "statistics beside it are what is read; put it back, or give "
-                    f"'{calibration.path / STATS_FILE}' alone"
+                    f"'{calibration.path}': the {letter}_scale of layer {layer.layer} was changed, and is "
+                    "not what the statistics beside it give; put it back, or give "
+                    f"'{calibration.path / STATS_FILE}' alone, as to fp8kv apply"
                 )
 
 

@@ -14,7 +14,7 @@ from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
+from calib.files.names import MODELOPT_FILE
 from calib.files.skipped_layers import SKIP_KEY, check_layers, skipped_layers
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.files.text import show_layers
@@ -28,7 +28,7 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import load_records, open_calibration
+from calib.scales.stats_file import has_calibration, load_records, open_calibration
 from calib.scales.text_summary import Records, save_records
 from calib.transfer.strip import remove_documents, strip_config
 
@@ -63,6 +63,8 @@ def convert(
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     scales, notes = existing_scales(checkpoint, to)
+    if has_calibration(directory):
+        open_calibration(directory)  # refuses scales that were changed since
     if without_q:
         scales = replace(scales, layers={name: replace(x, q=None) for name, x in scales.layers.items()})
     elif scales.has_q and not FORMATS[to].reads_q:
@@ -94,7 +96,7 @@ def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> tuple[KVScale
     if convention := nvfp4_convention(stored.directory):
         return _read_values(stored, convention)
     if FORMATS[to].nvfp4:
-        if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
+        if has_calibration(path):
             return _derive_absmax(stored, checkpoint)
         _check_absmax(stored)
     return to_scales(stored, stored.layers_by_module(), stored.fp8_dtype), tuple(stored.problems)

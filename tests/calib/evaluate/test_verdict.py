@@ -202,8 +202,8 @@ def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
 def test_nothing_is_advised_where_nothing_has_a_kl(small_evaluation):
     report = spoiled(small_evaluation, list(small_evaluation.measured), math.nan)
     assert report.advised is None
-    (advice,) = report.advice
-    assert advice.startswith("Serve none of these caches: the KL is not a finite number with any")
+    assert report.advice == ["Mend the model's weights first."]
+    assert report.verdict.startswith("The model itself is broken on this text, whatever its cache: the KL")
     assert report.verdict.endswith("logits are not finite there.")
     (warning,) = [line for line in report.warnings if "finite" in line]
     assert warning.startswith("the model itself is broken on this text, whatever its cache: the KL")
@@ -213,7 +213,7 @@ def test_nothing_is_advised_where_nothing_has_a_kl(small_evaluation):
     assert lost_words(report) == lost_words(Report.model_validate(document)) == []
 
 
-def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_path):
+def test_a_model_whose_logits_are_no_numbers_has_a_report_and_no_recommendation(tmp_path):
     model, out = tiny_model("llama", num_hidden_layers=2, hidden_size=32), tmp_path / "report"
     model.lm_head.weight.data[0] = math.nan
     broken = save_model(model, tmp_path / "broken")
@@ -223,6 +223,8 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_
     done = fp8kv("eval", broken, *few, *asked, *gates, "-o", out)
     assert isinstance(done.exception, SystemExit), done.exc_info
     assert done.exit_code == 1
+    said = "the model itself is broken on this text, whatever its cache"
+    assert done.stderr.partition("failed: ")[2].startswith(f"{said}\n")
     assert "failed: none: kl is not a finite number (kl<0.5)" in done.stderr
     assert "top1 is 0 (top1<0.5)" in done.stderr
     assert words(done.stdout, (out / "report.md").read_text(), (out / "report.html").read_text()) == []
@@ -231,10 +233,8 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_keeps_16_bits(tmp_
     other = document["other_texts"][0]["variants"]["tensor"]
     assert (other["kl"]["value"], other["differs"]) == (None, "not finite")
     assert not any(" on builtin:code: " in line for line in document["warnings"])  # said of the model
-    found = strict(ran("recommend", broken, *few, "--json").stdout)
-    assert found["chosen"]["cache"] == "reference"
-    passed = {(each["why"], each["kl"]["value"]) for each in found["passed"]}
-    assert passed == {("its KL is not a finite number", None)}
+    one_line_error(fp8kv("recommend", broken, *few), f"{said}: the KL of ", "before a cache is chosen")
+    assert (document["recommended"], document["advised"]) == (None, None)
 
 
 def figure(value, spread=0.1):

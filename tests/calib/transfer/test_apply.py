@@ -143,11 +143,23 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         (("apply", changed, model), because),
         (("merge", own, changed), because),
         (("pack", changed), because),
+        (("convert", changed, "--to", "tgi"), because),
     ):
         one_line_error(fp8kv(*command, "-o", out), said)
         assert not out.exists()
     done = fp8kv("verify", other, "--against", own, "--engine", "vllm")
     one_line_error(done, f"the scales of '{own}' do not fit", "times what it was")
+    for directory, problems in ((changed, 1), (own, 0)):
+        done = fp8kv("verify", directory, "--engine", "vllm")
+        assert (done.exit_code, done.stdout.count("problem: ")) == (problems, problems)
+        assert (" ".join(because.split()[1:]) in " ".join(done.stdout.split())) == bool(problems)
+    rounded = shutil.copytree(own, tmp_path / "rounded")
+    edit_tensors(
+        rounded,
+        lambda tensors: tensors.update({name: x.bfloat16() for name, x in tensors.items()}),
+        "model-fp8kv-scales.safetensors",
+    )
+    ran("verify", rounded, "--engine", "vllm")
     ran("pack", changed / "fp8kv_stats.safetensors", "-o", out)
     assert read_expected(changed) == {} != read_expected(own)
 
@@ -158,6 +170,8 @@ def test_eval_warns_of_scales_of_other_weights_before_it_loads_the_model_and_at_
     done = ran("eval", model, "--scales", own, "--scales", other, "--dataset", "random", *flags)
     early, said = done.stderr.partition("load\n")[0], f"warning: the scales of '{other}' do not fit"
     assert [early.count(said), *map(done.stderr.count, (said, "do not fit"))] == [1, 2, 2]
+    done = fp8kv("eval", model, "--scales", own, "--scales", other, *flags, "--fail-if", "kl>0.5")
+    one_line_error(done, said.removeprefix("warning: "), "without --fail-if")
 
 
 def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
