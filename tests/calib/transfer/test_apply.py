@@ -154,11 +154,8 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         assert (done.exit_code, done.stdout.count("problem: ")) == (problems, problems)
         assert (" ".join(because.split()[1:]) in " ".join(done.stdout.split())) == bool(problems)
     rounded = shutil.copytree(own, tmp_path / "rounded")
-    edit_tensors(
-        rounded,
-        lambda tensors: tensors.update({name: x.bfloat16() for name, x in tensors.items()}),
-        "model-fp8kv-scales.safetensors",
-    )
+    bits = {name: x.bfloat16() for name, x in load_file(rounded / "model-fp8kv-scales.safetensors").items()}
+    edit_tensors(rounded, lambda tensors: tensors.update(bits), "model-fp8kv-scales.safetensors")
     ran("verify", rounded, "--engine", "vllm")
     ran("pack", changed / "fp8kv_stats.safetensors", "-o", out)
     assert read_expected(changed) == {} != read_expected(own)
