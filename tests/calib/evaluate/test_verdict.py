@@ -221,7 +221,7 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_no_recommendation(
     asked = ("--variants", "tensor,none", "--search", "0.1", "--also", "builtin:code")
     gates = ("--fail-if", "kl<0.5", "--fail-if", "top1<0.5")
     done = fp8kv("eval", broken, *few, *asked, *gates, "-o", out)
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exc_info
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exc_info
     said = "the model itself is broken on this text, whatever its cache"
     assert done.stderr.partition("failed: ")[2].startswith(f"{said}\n")
     assert "failed: none: kl is not a finite number (kl<0.5)" in done.stderr
