@@ -6,9 +6,9 @@ a recording is compared with the model itself, bit for bit; where they differ, a
 recorded, every step runs the model.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -180,15 +180,18 @@ def capture(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], 
         with torch.cuda.stream(stream):
             # not torch.cuda.graph, which gives all free memory back first
             graph.capture_begin(capture_error_mode="thread_local")
-            try:
+            with ExitStack() as broken:
+                broken.callback(_break_off, graph)
                 output = run()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                raise
+                broken.pop_all()
             graph.capture_end()
         current.wait_stream(stream)
     return graph.replay, output
+
+
+def _break_off(graph: torch.cuda.CUDAGraph) -> None:
+    with suppress(RuntimeError):  # of a recording that is broken already
+        graph.capture_end()
 
 
 @functools.cache

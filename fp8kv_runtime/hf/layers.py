@@ -202,7 +202,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`."""
+        """Make row `i` a copy of row `beam_idx[i]`, of [B]."""
         if self._is_lead:
             self.rows.select(beam_idx.tolist())
 
@@ -225,7 +225,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
     is_croppable = False  # states cannot be taken back
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make the blocks for K and V, scale_tensors by position, or a state, scale_tensors by name."""
+        """Make the blocks for K and V [B, K, T, D], two arguments, or a state, an argument with a name."""
         kind = LinearAttentionLayer if kwargs else Fp8CacheLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
@@ -240,7 +240,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
         super().crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`."""
+        """Make row `i` a copy of row `beam_idx[i]`, of [B]."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 

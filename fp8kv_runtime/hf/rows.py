@@ -126,20 +126,20 @@ class CacheRows:
         return self.cache.sequences(self._sequences), self._slots.flatten()
 
     def use(self, sequences: PagedSequences, slots: Tensor) -> None:
-        """Have this pass read its block tables, lengths and slots from these tensors."""
+        """Have this pass read its block tables, lengths and slots [B * T] int64 from these tensors."""
         self._located = {slots.device: (sequences, slots)}
 
     def defers(self, mask: Tensor) -> bool:
-        """Return whether a mask is not to be read now: on a GPU, of one token after others."""
+        """Return whether a mask, of any shape, is not to be read now: on a GPU, of one token after others."""
         return self.is_step and self._is_padded is not None and self.waits(mask)
 
     @staticmethod
     def waits(tensor: Tensor) -> bool:
-        """Return whether a program that reads this tensor waits for a device."""
+        """Return whether a program that reads this tensor, of any shape, waits for a device."""
         return tensor.device.type != "cpu"
 
     def note(self, is_applied: Tensor) -> None:
-        """Note whether a mask was the one that kernels apply, without reading it."""
+        """Note whether a mask was the one that kernels apply, a bool [], without reading it."""
         before = self.unread[0].to(is_applied.device) if self.unread else is_applied
         self.unread[:] = [before & is_applied]
 
@@ -192,7 +192,10 @@ def left_padding(mask: Tensor) -> Tensor:
 
 
 def is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
-    """Return whether the kernels apply a mask, as the device knows it; see `check_mask`."""
+    """Return whether the kernels apply a mask [B, N] or [B, 1, T, N]: a bool [] there; see `check_mask`.
+
+    `starts` is [B]: the width of left padding.
+    """
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)
     first = torch.zeros(1, device=mask.device) if starts is None else starts.to(mask.device)

@@ -40,7 +40,10 @@ class LayerStep:
         self.key, self.value = decoded.narrow(3, 0, length).unbind(0)
 
     def run(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next K and V; return all, as `KVBlocks.encode`, `write` and `decode` make them."""
+        """Store the next K and V [B, K, T, D]; return all [B, K, N, D].
+
+        They are what `KVBlocks.encode`, `write` and `decode` make of them.
+        """
         tokens = self.tokens
         tokens.key.copy_(key)
         tokens.value.copy_(value)

@@ -67,10 +67,12 @@ def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launc
 
 @triton.jit(do_not_specialize=("num_tokens",))
 def append_kv_kernel(
-    key_ptr, value_ptr, key_blocks_ptr, value_blocks_ptr, k_scale_ptr, v_scale_ptr, k_center_ptr,
-    counts_ptr, slot_mapping_ptr, num_tokens, stride_key_token, stride_key_head, stride_value_token,
-    stride_value_head, LAYER: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    key_ptr: tl.tensor, value_ptr: tl.tensor, key_blocks_ptr: tl.tensor, value_blocks_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, k_center_ptr: tl.tensor, counts_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor, num_tokens: tl.tensor, stride_key_token: tl.tensor,
+    stride_key_head: tl.tensor, stride_value_token: tl.tensor, stride_value_head: tl.tensor,
+    LAYER: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
     """Store K (third program id 0) or V (1) of TILE tokens of one head: one program."""
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1).to(tl.int64)  # its stride may have 31 bits
@@ -105,7 +107,9 @@ def append_kv_kernel(
 
 
 @triton.jit
-def load_scale(scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr):
+def load_scale(
+    scale_ptr: tl.tensor, head: tl.tensor, channels: tl.tensor, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr
+) -> tl.tensor:
     """Load the scale of each channel of a head: [channels]."""
     if SCALES == 2:
         return tl.load(scale_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
@@ -115,8 +119,9 @@ def load_scale(scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.con
 
 @triton.jit
 def divide(
-    x, scale_ptr, head, channels, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr, FUSED: tl.constexpr
-):  # fmt: skip
+    x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, channels: tl.tensor, SCALES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FUSED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Divide `x` by its scale, rounded to the nearest: `/` approximates."""
     if FUSED and SCALES < 2:
         return divide_by_one(x, tl.load(scale_ptr + head * SCALES))
@@ -126,7 +131,7 @@ def divide(
 
 
 @triton.jit
-def divide_by_one(x, scale):
+def divide_by_one(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Divide `x` by one scale, without a division for each value; needs a fused multiply-add.
 
     A product with the reciprocal and two corrections by what is left over (Markstein 1990): equal
@@ -145,7 +150,7 @@ def divide_by_one(x, scale):
 
 
 @triton.jit
-def count(counts_ptr, x, scaled, FORMAT: tl.constexpr):
+def count(counts_ptr: tl.tensor, x: tl.tensor, scaled: tl.tensor, FORMAT: tl.constexpr) -> None:
     """Add to the head's three counters; what lies outside the tile is 0 and counts nowhere."""
     beyond = ~(tl.abs(scaled) <= largest(FORMAT))  # what is not finite as well
     lost = (tl.abs(scaled) <= half_smallest(FORMAT)) & (x != 0)

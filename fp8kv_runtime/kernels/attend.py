@@ -26,9 +26,10 @@ WEIGHT_EXPONENT: tl.constexpr = tl.constexpr(14.0)
 
 @triton.jit
 def prepare_query(
-    query_ptr, tokens_at, stride_head, heads, inside, kv_head, k_scale_ptr, q_scale_ptr,
-    k_center_ptr, softmax_scale, LAYER: tl.constexpr,
-):  # fmt: skip
+    query_ptr: tl.tensor, tokens_at: tl.tensor, stride_head: tl.tensor, heads: tl.tensor, inside: tl.tensor,
+    kv_head: tl.tensor, k_scale_ptr: tl.tensor, q_scale_ptr: tl.tensor, k_center_ptr: tl.tensor,
+    softmax_scale: tl.tensor, LAYER: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Load query rows for `attend`; return them, what rounding took, factor and shift of their scores.
 
     `tokens_at`, [BLOCK_M] or one, is where each row's token begins; `heads` and `inside` are
@@ -73,7 +74,14 @@ def prepare_query(
 
 
 @triton.jit
-def query_rows(cu_seqlens_ptr, seq, tile, kv_head, LAYER: tl.constexpr, BLOCK_M: tl.constexpr):
+def query_rows(
+    cu_seqlens_ptr: tl.tensor,
+    seq: tl.tensor,
+    tile: tl.tensor,
+    kv_head: tl.tensor,
+    LAYER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Return a sequence's first query and number of queries; token and head of each row of a tile."""
     start = tl.load(cu_seqlens_ptr + seq)
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -82,7 +90,7 @@ def query_rows(cu_seqlens_ptr, seq, tile, kv_head, LAYER: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
-def row_exponent(q):
+def row_exponent(q: tl.tensor) -> tl.tensor:
     """Return the exponent that leaves each row's largest magnitude in [512, 1024)."""
     amax = tl.max(tl.abs(q), 1)
     biased = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) & 0xFF, 20)
@@ -90,15 +98,16 @@ def row_exponent(q):
 
 
 @triton.jit
-def power_of_two(exponent):
+def power_of_two(exponent: tl.tensor) -> tl.tensor:
     """Return 2 ** exponent, exactly."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_offsets(
-    block_table_ptr, start, positions, inside, kv_head, LAYER: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+    block_table_ptr: tl.tensor, start: tl.tensor, positions: tl.tensor, inside: tl.tensor, kv_head: tl.tensor,
+    LAYER: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the place of each position's row in the cache, in rows: [TILE] int64."""
     if LAYER.block_size % TILE == 0:  # the tile lies in one block
         block_id = tl.load(block_table_ptr + start // LAYER.block_size).to(tl.int64)
@@ -110,7 +119,9 @@ def row_offsets(
 
 
 @triton.jit
-def load_codes(ptr, rows, inside, LAYER: tl.constexpr):
+def load_codes(
+    ptr: tl.tensor, rows: tl.tensor, inside: tl.tensor, LAYER: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Load a tile of K or V: [TILE, block_d / 2] int16, or two such of float16.
 
     Positions that are not `inside` are 0, whatever is stored.
@@ -129,7 +140,7 @@ def load_codes(ptr, rows, inside, LAYER: tl.constexpr):
 
 
 @triton.jit
-def decode_tile(codes, LAYER: tl.constexpr):
+def decode_tile(codes: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Decode what `load_codes` loaded: two halves of the channels, float16."""
     if LAYER.format == "float16":
         return codes
@@ -138,7 +149,7 @@ def decode_tile(codes, LAYER: tl.constexpr):
 
 
 @triton.jit
-def halves(x, LAYER: tl.constexpr):
+def halves(x: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Split columns in two halves as `decode_tile` does: even and odd, or lower and upper."""
     if LAYER.format == "float16":
         return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
@@ -147,7 +158,7 @@ def halves(x, LAYER: tl.constexpr):
 
 
 @triton.jit
-def join_halves(first, second, LAYER: tl.constexpr):
+def join_halves(first: tl.tensor, second: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Put together again what `halves` took apart."""
     if LAYER.format == "float16":
         both = tl.permute(tl.join(first, second), [0, 2, 1])
@@ -157,7 +168,7 @@ def join_halves(first, second, LAYER: tl.constexpr):
 
 
 @triton.jit
-def multiply_scores(q, q_low, codes, LAYER: tl.constexpr):
+def multiply_scores(q: tl.tensor, q_low: tl.tensor, codes: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
     """Multiply Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_low` are `halves`."""
     # `else` throughout: what follows a constant `if` that returns is compiled all the same
     if LAYER.q_fp8 and LAYER.multiplies:
@@ -183,13 +194,15 @@ def multiply_scores(q, q_low, codes, LAYER: tl.constexpr):
 
 
 @triton.constexpr_function
-def score_unit(FORMAT, HARDWARE, MULTIPLIES):
+def score_unit(FORMAT: str, HARDWARE: bool, MULTIPLIES: bool) -> float:
     """Return the power of two that decoded Q and K lack, to multiply their product with."""
     return 1.0 if MULTIPLIES else decode_unit(FORMAT, HARDWARE) ** 2
 
 
 @triton.jit
-def start_softmax(sinks_ptr, heads, inside, has_sink, LAYER: tl.constexpr):
+def start_softmax(
+    sinks_ptr: tl.tensor, heads: tl.tensor, inside: tl.tensor, has_sink: tl.tensor, LAYER: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Return the origin of the weights (base 2) and their sum before the first tile."""
     if LAYER.has_sinks and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
@@ -202,14 +215,14 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, LAYER: tl.constexpr):
 
 
 @triton.jit
-def origin_of(largest):
+def origin_of(largest: tl.tensor) -> tl.tensor:
     """Return the base-2 logit of weight 1, if the largest logit has weight 2 ** WEIGHT_EXPONENT."""
     # beyond, the difference would be rounded, at last to 16, which float16 cannot hold
     return tl.where(tl.abs(largest) < 2.0**24, largest - WEIGHT_EXPONENT, largest)
 
 
 @triton.jit
-def apply_softcap(scores, softcap):
+def apply_softcap(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
     """Return softcap * tanh(scores / softcap), in base 2 before and after."""
     # tanh(x) = 1 - 2 / (e^2x + 1), and e^2x = 2^(scores * 2 / softcap)
     return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
@@ -217,23 +230,23 @@ def apply_softcap(scores, softcap):
 
 @triton.jit
 def attend(
-    q,  # [BLOCK_M, block_d] float16, or FP8 bits
-    q_low,  # what rounding took: added where the query does not fit float16 (fp32, or times channel scales)
-    factor,  # [BLOCK_M] turns a raw score into a logit in base 2
-    shift,  # [BLOCK_M] added to it: the centre's score
-    rows_at,  # [BLOCK_M] position of each query row
-    origin,  # [BLOCK_M] the logit, in base 2, whose weight is 1; -inf, or as the sink has it
-    running_sum,  # [BLOCK_M] of weights; 0, or the sink's
-    first,  # positions from `first` ..
-    end,  # .. up to `end`, not included
-    key_ptr,  # the codes of two channels in each int16; or float16
-    value_ptr,
-    block_table_ptr,
-    kv_head,
-    softcap,
+    q: tl.tensor,  # [BLOCK_M, block_d] float16, or FP8 bits
+    q_low: tl.tensor,  # the rest, added where the query (fp32, or times channel scales) does not fit float16
+    factor: tl.tensor,  # [BLOCK_M] turns a raw score into a logit in base 2
+    shift: tl.tensor,  # [BLOCK_M] added to it: the centre's score
+    rows_at: tl.tensor,  # [BLOCK_M] position of each query row
+    origin: tl.tensor,  # [BLOCK_M] the logit, in base 2, whose weight is 1; -inf, or as the sink has it
+    running_sum: tl.tensor,  # [BLOCK_M] of weights; 0, or the sink's
+    first: tl.tensor,  # positions from `first` ..
+    end: tl.tensor,  # .. up to `end`, not included
+    key_ptr: tl.tensor,  # the codes of two channels in each int16; or float16
+    value_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    softcap: tl.tensor,
     LAYER: tl.constexpr,
     TILE: tl.constexpr,
-):
+) -> tuple[tl.tensor, ...]:
     """Return the output [BLOCK_M, block_d] and the origin and sum of its weights.
 
     The output is neither divided by that sum nor multiplied by V's scale.

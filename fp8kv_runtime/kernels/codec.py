@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+def encode(x: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """Round float32 `x` to FP8 bits (uint8): nearest, ties to even, saturating; NaN stays NaN."""
     if FORMAT == "float16":
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
@@ -26,7 +26,7 @@ def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+def decode(codes: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
     """Decode FP8 bits (uint8) to float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
     if HARDWARE:
         return codes.to(hardware_type(FORMAT), bitcast=True).to(tl.float16)
@@ -44,7 +44,9 @@ def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def decode_pairs(pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr):
+def decode_pairs(
+    pairs: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Decode the low and the high byte of each int16, see `decode`."""
     if PTX and not HARDWARE and FORMAT == "e4m3fn":
         # as in `decode`, on two codes at a time, which the compiler does not find
@@ -73,7 +75,7 @@ def decode_pairs(pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.co
 
 
 @triton.jit
-def unpack_pairs(pairs, PTX: tl.constexpr):
+def unpack_pairs(pairs: tl.tensor, PTX: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Split each int16 into its low and its high byte: two uint8."""
     if PTX:  # one instruction for four bytes, which the compiler does not find
         return tl.inline_asm_elementwise(
@@ -85,16 +87,16 @@ def unpack_pairs(pairs, PTX: tl.constexpr):
 
 
 @triton.constexpr_function
-def decode_unit(FORMAT, HARDWARE):
+def decode_unit(FORMAT: str, HARDWARE: bool) -> float:
     """Return the power of two that `decode` leaves out, to be folded into the scale."""
     return 1.0 if HARDWARE else {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7}.get(FORMAT, 1.0)
 
 
 @triton.jit
 def _encode_integer(
-    x, M: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, MAX: tl.constexpr,
+    x: tl.tensor, M: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, MAX: tl.constexpr,
     FNUZ: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
@@ -120,27 +122,27 @@ def _encode_integer(
 
 
 @triton.jit
-def _encode_hardware(x, FORMAT: tl.constexpr):
+def _encode_hardware(x: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
     # the instruction saturates, infinities too, and makes any NaN a positive one
     codes = x.to(hardware_type(FORMAT)).to(tl.uint8, bitcast=True)
     return codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
 
 
 @triton.constexpr_function
-def hardware_type(FORMAT):
+def hardware_type(FORMAT: str) -> tl.dtype:
     """Return Triton's name of the format."""
     return {"e4m3fn": tl.float8e4nv, "e4m3fnuz": tl.float8e4b8, "e5m2": tl.float8e5}[FORMAT]
 
 
 @triton.constexpr_function
-def largest(FORMAT):
+def largest(FORMAT: str) -> float:
     """Return the format's largest finite value."""
     # as `fp8_max`, which compiled code cannot call
     return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "float16": 65504.0}[FORMAT]
 
 
 @triton.constexpr_function
-def half_smallest(FORMAT):
+def half_smallest(FORMAT: str) -> float:
     """Return half of the format's smallest value: values up to it become 0."""
     halves = {"e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e5m2": 2.0**-17, "float16": 2.0**-25}
     return halves[FORMAT]

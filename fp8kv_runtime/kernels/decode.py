@@ -62,9 +62,8 @@ def decode_attention(
 
 
 def attend_in_parts(
-    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
-    config: Config, splits: int, out: Tensor, cu_seqlens: Tensor | None = None,
-    max_query_len: int = 1,
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions, config: Config,
+    splits: int, out: Tensor, cu_seqlens: Tensor | None = None, max_query_len: int = 1,
 ) -> None:  # fmt: skip
     """Attend to each head's KV in about `splits` parts, then join them in `out` [T, H, D]; 0: as a whole.
 
@@ -132,12 +131,15 @@ def decode_launchers(
 
 @triton.jit(do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len"))
 def decode_kernel(
-    query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
-    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr, out_ptr,
-    softmax_scale, softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs,
-    num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    query_ptr: tl.tensor, key_ptr: tl.tensor, value_ptr: tl.tensor, k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor, q_scale_ptr: tl.tensor, k_center_ptr: tl.tensor, sinks_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor, seq_lens_ptr: tl.tensor, seq_starts_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor, partial_ptr: tl.tensor, softmax_ptr: tl.tensor, out_ptr: tl.tensor,
+    softmax_scale: tl.tensor, softcap: tl.tensor, stride_query_token: tl.tensor, stride_query_head: tl.tensor,
+    stride_block_tables: tl.tensor, num_seqs: tl.tensor, num_splits: tl.tensor, least: tl.tensor,
+    max_query_len: tl.tensor, LAYER: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Attend from all query heads of one KV head to one part of one sequence: one program.
 
     With EXTENDS, from BLOCK_M (token, query head) pairs. It leaves `partial` [parts, max_query_len,
@@ -221,10 +223,12 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=("num_seqs", "num_splits", "least", "max_query_len"))
 def reduce_kernel(
-    partial_ptr, softmax_ptr, v_scale_ptr, out_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr,
-    num_seqs, num_splits, least, max_query_len, LAYER: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    partial_ptr: tl.tensor, softmax_ptr: tl.tensor, v_scale_ptr: tl.tensor, out_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, seq_starts_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, num_seqs: tl.tensor,
+    num_splits: tl.tensor, least: tl.tensor, max_query_len: tl.tensor, LAYER: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_S: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:  # fmt: skip
     """Join the parts of one token and head, PARTS at a time, and apply V's scale: one program."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -273,7 +277,7 @@ def reduce_kernel(
 
 
 @triton.jit
-def let_next_start(OVERLAPS: tl.constexpr):
+def let_next_start(OVERLAPS: tl.constexpr) -> None:
     """Let the next kernel start from here on, as far as there is room."""
     if OVERLAPS:
         tl.inline_asm_elementwise(
@@ -283,7 +287,7 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_previous(OVERLAPS: tl.constexpr):
+def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
     """Wait until the previous kernel has ended and its writes are visible.
 
     Before it only memory may be read that decode does not write: lengths, ends, V's scale. What

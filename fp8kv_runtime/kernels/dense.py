@@ -231,9 +231,10 @@ def gather_launcher(blocks: BlocksLayout, target: Target) -> tuple[int, Launcher
 
 @triton.jit(do_not_specialize=("num_blocks", "seq", "first_head", "first", "end", "stride_block_tables"))
 def gather_kernel(
-    codes_ptr, block_tables_ptr, out_ptr, num_blocks, seq, first_head, first, end,
-    stride_block_tables, LAYER: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    codes_ptr: tl.tensor, block_tables_ptr: tl.tensor, out_ptr: tl.tensor, num_blocks: tl.tensor,
+    seq: tl.tensor, first_head: tl.tensor, first: tl.tensor, end: tl.tensor, stride_block_tables: tl.tensor,
+    LAYER: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
     """Decode TILE positions of a head's K (third program id 0) or V (1): one program.
 
     It writes `out` [2, heads, end - first, D], whose heads begin with `first_head`.

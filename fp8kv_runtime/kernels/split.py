@@ -12,9 +12,10 @@ BISECTIONS: tl.constexpr = tl.constexpr(4)
 
 @triton.jit
 def plan_parts(
-    seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    seq_lens_ptr: tl.tensor, seq_starts_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, num_seqs: tl.tensor,
+    num_splits: tl.tensor, least: tl.tensor, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Return number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
 
     With EXTENDS, `cu_seqlens` says how many queries each has; one without queries has 0 tiles.
@@ -53,13 +54,15 @@ def plan_parts(
 
 
 @triton.jit
-def count_parts(tiles, size, inside):
+def count_parts(tiles: tl.tensor, size: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Return how many parts of `size` tiles every sequence has."""
     return tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
 
 
 @triton.jit
-def find_part(program, seqs, tiles, parts):
+def find_part(
+    program: tl.tensor, seqs: tl.tensor, tiles: tl.tensor, parts: tl.tensor
+) -> tuple[tl.tensor, ...]:
     """Find a program's sequence, part and tiles per part; past the last: `num_seqs` or more."""
     seq = tl.sum((tl.cumsum(parts) <= program).to(tl.int32))
     before = tl.sum(tl.where(seqs < seq, parts, 0))

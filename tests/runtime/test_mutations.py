@@ -71,7 +71,7 @@ MUTATIONS = {
     "every query's parts in one place": ("split plain kernel", DECODE,
         ("part_at * max_query_len + tokens", "part_at * max_query_len")),
     "the first head's scale for all": ("dense plain kernel", DENSE,
-        ("scales[heads] if", "scales[:1] * 99 if")),
+        ("softmax_scale * scale for", "softmax_scale * scales[0] for")),
     "gathers K for V": ("dense plain kernel", DENSE, ("rows += part * num_blocks", "rows += 0 * num_blocks")),
     "rounds an fp32 query": ("decode fp32 kernel", TUNING,
         ("blocks.k_scales < 2 and dtype != torch.float32", "True")),
