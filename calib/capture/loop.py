@@ -107,7 +107,7 @@ def _observe(
         observe_draft(draft, batch, hidden, layers)
 
 
-def observe_draft(draft: Draft, batch: Batch, hidden: Tensor, layers: dict[str, RunningLayer]) -> None:
+def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, RunningLayer]) -> None:
     """Add what a draft caches of `batch` to `layers`, from hidden states [B, T, W] of the model."""
     own = {draft.inner: layers[draft.module.name]}
     with observing(draft.model, batch, own, last=draft.inner):
