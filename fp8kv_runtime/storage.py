@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 
 BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
-_ON_HOST: Any = WeakTensorKeyDictionary()  # scales by their tensors on a GPU, which are not written again
+_ON_HOST: Any = WeakTensorKeyDictionary()  # of scales on a GPU: their version, and their values on the CPU
 _FORMATS = {dtype: name for name, dtype in BLOCK_DTYPES.items()}
 
 

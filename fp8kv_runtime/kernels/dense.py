@@ -1,7 +1,7 @@
 """Prompts: K and V are decoded once, to contiguous 16 bits, and torch's own attention reads them.
 
 It reads each K and V of a long prompt thousands of times: what decoding them once takes is nothing
-beside that. torch chooses among what it has for the GPU, FlashAttention first.
+beside that. Since Hopper that is cuDNN's; elsewhere torch chooses, FlashAttention first.
 
 No bit is lost on the way that ours would keep. Codes of FP8 are exact in float16 and in bfloat16, and
 queries stay as they are: K's scale goes into the softmax scale, a float32. Heads of another scale are
