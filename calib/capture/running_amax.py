@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from calib.capture.attention import CachedAttention
+from calib.capture.reductions import Reductions, reductions_on
 from calib.data import Batch
-from calib.scales.observers import magnitude_histogram
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import MODALITIES, STATISTICS, LayerStats, TensorStats, bucket_indices
 from calib.scales.tail import largest
@@ -47,20 +47,16 @@ def count_tokens(batch: Batch) -> CountedTokens:
     return CountedTokens(rows, batch.num_tokens, buckets, position_buckets, modalities)
 
 
-def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str, Tensor]:
-    """Return the fields of `TensorStats` made of each token's largest magnitude, of [N, H, D]."""
-    heads = magnitudes.amax(-1).t()  # [H, N]
-
-    def largest_by_bucket(buckets: Tensor, count: int) -> Tensor:
-        return heads.new_zeros(len(heads), count).scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
-
-    modalities = tokens.modalities
-    return {
-        "curve": largest_by_bucket(tokens.buckets, BUCKETS),
-        "positions": largest_by_bucket(tokens.positions, POSITION_BUCKETS),
+def per_token_statistics(heads: Tensor, tokens: CountedTokens, reduce: Reductions) -> dict[str, Tensor]:
+    """Return the fields of `TensorStats` made of each token's largest magnitude, [H, N]."""
+    statistics = {
+        "curve": reduce.bucket_amax(heads, tokens.buckets, BUCKETS),
+        "positions": reduce.bucket_amax(heads, tokens.positions, POSITION_BUCKETS),
         "tail": largest(heads, heads[:, :0]),
-        **({} if modalities is None else {"modalities": largest_by_bucket(modalities, len(MODALITIES))}),
     }
+    if tokens.modalities is not None:
+        statistics["modalities"] = reduce.bucket_amax(heads, tokens.modalities, len(MODALITIES))
+    return statistics
 
 
 class RunningTensor:
@@ -77,13 +73,13 @@ class RunningTensor:
 
     def update(self, x: Tensor, tokens: CountedTokens) -> None:
         """Add the `tokens` `x` [N, H, D]."""
-        magnitudes = x.flatten(1).abs()
-        # reducing over the leading dimension is what a CPU does at full width
-        batch = {"amax": magnitudes.amax(0).view(x.shape[1:])}
-        if "tail" in self._fields:
-            batch |= per_token_statistics(magnitudes.view(x.shape), tokens)
+        reduce = reductions_on(x.device)
+        amax, heads = reduce.amax(x, with_tokens="tail" in self._fields)
+        batch = {"amax": amax}
+        if heads is not None:
+            batch |= per_token_statistics(heads, tokens, reduce)
         if "histogram" in self._fields:
-            batch["histogram"] = magnitude_histogram(x)
+            batch["histogram"] = reduce.histogram(x)
         if "total" in self._fields:
             # multiples of 2**-20 add up exactly in float64, below 2**33: batches in any order and on any
             # number of processes add up to the same bits

@@ -14,12 +14,13 @@ from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate, singles
+from calib.capture.reductions import CpuReductions, GpuReductions
 from calib.data import make_batches
 from calib.errors import CalibrationError, InputError
 from calib.files.names import STATS_FILE
 from calib.job import run
 from calib.recipe import load_recipe
-from calib.scales.observers import NUM_BINS, magnitude_histogram
+from calib.scales.observers import NUM_BINS
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats
@@ -53,8 +54,8 @@ def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_
         keys, values = (torch.cat([x[i][n][:, 4:] for x in held], dim=1).transpose(0, 1) for n in (0, 1))
         assert (layer.tokens, layer.tokens_read) == (len(keys), len(keys) + 5 * 4) == (69, 89)
         assert torch.equal(layer.k.amax, keys.abs().amax(0))
-        assert torch.equal(layer.k.histogram, magnitude_histogram(keys))
-        assert torch.equal(layer.v.histogram, magnitude_histogram(values))
+        assert torch.equal(layer.k.histogram, CpuReductions().histogram(keys))
+        assert torch.equal(layer.v.histogram, CpuReductions().histogram(values))
         # every batch's sum is rounded to a multiple of 2**-20
         torch.testing.assert_close(layer.k.total, keys.double().sum(0), rtol=0, atol=len(SAMPLES) * 2**-21)
         assert torch.equal(layer.k.low, keys.amin(0))
@@ -62,6 +63,23 @@ def test_histograms_and_means_are_those_of_the_tokens_in_the_cache_that_are_not_
         assert layer.q.low is None
         assert layer.q.histogram.shape == (4, NUM_BINS)
         assert {x.histogram.sum(-1).unique().item() for x in (layer.k, layer.v, layer.q)} == {69 * 16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpu_reduces_to_the_numbers_of_a_cpu_and_reads_nothing_back(dtype):
+    x = (torch.randn(3, 2, 40, 8, generator=GENERATOR) * 9).to(dtype).transpose(1, 2).flatten(0, 1)
+    x[5, 1, 3], buckets = torch.nan, torch.arange(120) // 50
+    cpu, gpu = CpuReductions(), GpuReductions()
+    (channels, heads), wanted = gpu.amax(x, with_tokens=True), cpu.amax(x, with_tokens=True)
+    with torch.profiler.profile() as profile:
+        by_bucket, histogram = gpu.bucket_amax(heads, buckets, 4), gpu.histogram(x)
+    operations = {event.key for event in profile.key_averages()}
+    assert operations.isdisjoint({"aten::_local_scalar_dense", "aten::bincount"})
+    pairs = [*zip((channels, heads), wanted, strict=True), (histogram, cpu.histogram(x))]
+    for one, two in [*pairs, (by_bucket, cpu.bucket_amax(heads, buckets, 4))]:
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+    assert (by_bucket[:, 3] == 0).all()
+    assert gpu.amax(x, with_tokens=False)[1] is None
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from generation import PROMPT, as_json, continuation
 from pydantic import ValidationError
 
 from calib import load_recipe, load_scales, load_stats, run
+from calib.capture.reductions import CpuReductions, GpuReductions
 from calib.choices import OBSERVERS
 from calib.commands.calibrate import layer_rows
 from calib.errors import CalibrationError, InputError
 from calib.recipe import ObserverRecipe
 from calib.scales import observers
-from calib.scales.observers import NUM_BINS, AbsMax, Mse, Percentile, bin_values, magnitude_histogram
+from calib.scales.observers import NUM_BINS, AbsMax, Mse, Percentile, bin_values
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.scales import KVScales, LayerScales, SharedAttention, layers_html
 from calib.scales.stats import KVStats, LayerStats, TensorStats, derive_scales
@@ -194,22 +195,23 @@ def test_names_are_no_markup_and_layers_after_the_first_hundred_are_counted():
 
 VALUES = (torch.randn(4000, 2, 8, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
 VALUES[7, 1, 3] = 90.0  # an outlier in head 1
-AMAX, HISTOGRAM = VALUES.abs().amax(0).float(), magnitude_histogram(VALUES)
+AMAX, HISTOGRAM = VALUES.abs().amax(0).float(), CpuReductions().histogram(VALUES)
 
 
-def test_each_value_is_counted_in_the_bin_of_its_bfloat16_magnitude_and_head():
+@pytest.mark.parametrize("reductions", [CpuReductions(), GpuReductions()], ids=["cpu", "gpu"])
+def test_each_value_is_counted_in_the_bin_of_its_bfloat16_magnitude_and_head(reductions):
     values = bin_values()
     assert (values[0], values[-1]) == (2.0**-24, 2.0**24 - 2.0**16)
     assert torch.equal(values.bfloat16().float(), values)
     assert (values.bfloat16().view(torch.int16).diff() == 1).all()
     x = torch.tensor([[[1.0, -1.0, 1.5], [448.0, 0.0, 2.0**-30]]])  # [N=1, H=2, D=3]
-    counts = magnitude_histogram(x)
+    counts = reductions.histogram(x)
     found = {(h, float(values[b])): int(counts[h, b]) for h, b in counts.nonzero().tolist()}
     assert found == {(0, 1.0): 2, (0, 1.5): 1, (1, 448.0): 1, (1, 2.0**-24): 2}
     # other dtypes are rounded to bfloat16, and the last bin holds all beyond it
     rounded = VALUES.float() * 1.001
-    assert torch.equal(magnitude_histogram(rounded), magnitude_histogram(rounded.bfloat16()))
-    assert magnitude_histogram(torch.full((1, 1, 4), 1e30))[0, NUM_BINS - 1] == 4
+    assert torch.equal(reductions.histogram(rounded), reductions.histogram(rounded.bfloat16()))
+    assert reductions.histogram(torch.full((1, 1, 4), 1e30))[0, NUM_BINS - 1] == 4
 
 
 def test_absmax_and_percentile_reduce_to_the_groups_of_the_strategy():

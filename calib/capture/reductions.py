@@ -1,0 +1,72 @@
+"""Reductions of a batch of K, V or Q [N, H, D]: a CPU and a GPU do them differently, with the same result."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from calib.scales.observers import NUM_BINS, bin_indices
+
+
+class Reductions(Protocol):
+    """Maxima and counts over the N tokens of a batch."""
+
+    def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
+
+    def bucket_amax(self, heads: Tensor, buckets: Tensor, count: int) -> Tensor:
+        """Reduce `heads` [H, N], not negative, by max to the `buckets` [N] of its tokens: [H, count]."""
+
+    def histogram(self, x: Tensor) -> Tensor:
+        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
+
+
+class CpuReductions:
+    """Reductions that keep to the cache of a CPU."""
+
+    def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
+        magnitudes = x.flatten(1).abs()
+        tokens = magnitudes.view(x.shape).amax(-1).t() if with_tokens else None
+        # reducing over the leading dimension is what a CPU does at full width
+        return magnitudes.amax(0).view(x.shape[1:]), tokens
+
+    def bucket_amax(self, heads: Tensor, buckets: Tensor, count: int) -> Tensor:
+        """Reduce `heads` [H, N], not negative, by max to the `buckets` [N] of its tokens: [H, count]."""
+        return heads.new_zeros(len(heads), count).scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
+
+    def histogram(self, x: Tensor) -> Tensor:
+        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
+        # head by head: bincount wants int64, and eight times the input would leave the CPU's cache
+        bins = (bin_indices(head).long().flatten() for head in x.unbind(1))
+        return torch.stack([torch.bincount(indices, minlength=NUM_BINS) for indices in bins])
+
+
+class GpuReductions:
+    """Reductions that read nothing back and write few values to one address."""
+
+    def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
+        tokens = vector_norm(x, math.inf, dim=-1).t() if with_tokens else None
+        return vector_norm(x, math.inf, dim=0), tokens  # x is read, and |x| is never written
+
+    def bucket_amax(self, heads: Tensor, buckets: Tensor, count: int) -> Tensor:
+        """Reduce `heads` [H, N], not negative, by max to the `buckets` [N] of its tokens: [H, count]."""
+        members = buckets == torch.arange(count, device=heads.device)[:, None]
+        return torch.where(members, heads[:, None], 0).amax(-1)
+
+    def histogram(self, x: Tensor) -> Tensor:
+        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
+        # bincount would read the largest index back from the GPU, for each head
+        first = torch.arange(x.shape[1], device=x.device)[:, None] * NUM_BINS
+        bins = (bin_indices(x) + first).flatten()
+        counts = torch.zeros(x.shape[1] * NUM_BINS, dtype=torch.int32, device=x.device)
+        counts.scatter_add_(0, bins, counts.new_ones(()).expand_as(bins))
+        return counts.view(-1, NUM_BINS).long()
+
+
+def reductions_on(device: torch.device) -> Reductions:
+    """Return the reductions that are fast on `device`."""
+    return CpuReductions() if device.type == "cpu" else GpuReductions()
