@@ -26,7 +26,7 @@ from calib.evaluate.report import REPORT_FILE, Report, Row
 from calib.evaluate.verdict import can_be_served
 from calib.files.atomic import claimed
 from calib.files.strict_json import json_text
-from calib.files.text import plain, show_number
+from calib.files.text import plain, show_layers, show_number
 from calib.progress import WRITTEN
 from calib.scales.plot import check_can_draw
 
@@ -64,6 +64,7 @@ def _render(template: str, report: Report, **facts: Any) -> str:
     numbers = count(1)
     environment.filters |= {
         "number": show_number,
+        "layers": show_layers,
         "mean": fmean,
         "escape_markdown": _escape_markdown,
         "inline": lambda svg: _inline_svg(svg, f"chart{next(numbers)}-"),

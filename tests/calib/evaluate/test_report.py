@@ -121,6 +121,7 @@ def test_nothing_is_loaded_and_references_are_found(whole, page):
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
     hrefs = page.values("href") + page.values("xlink:href")
     assert all(re.match(r"#|data:image/png;base64,", href) for href in hrefs)
+    assert re.findall('<a href="#([a-z]+)">', whole) == re.findall('<section id="([a-z]+)">', whole)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
     referenced = {href[1:] for href in hrefs if href.startswith("#")}
@@ -160,7 +161,7 @@ def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(
     harness = {"name": "lm-eval", "version": "1.2.3", "limit": None}
     page = Page(html(small_report | {"search": search, "tasks": tasks, "harness": harness}))
     assert page.values("class").count("chart") == 10
-    assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.line
+    assert "with layer 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.line
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.line
 
