@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -128,7 +129,7 @@ def _write(
     if _is_calibrated(variant) or variant.cache == "fp8":
         place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
         if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
-            problems.append(f"{offer.engine} does not load it: see fp8kv verify {output}")
+            problems.append(f"{offer.engine} does not load it: see fp8kv verify {quote(str(output))}")
     if not kl.is_finite:
         problems.append(f"'{output}': its KL is not a finite number")
     elif wish.kl is not None and kl.value > wish.kl:

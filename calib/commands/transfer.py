@@ -84,9 +84,8 @@ def merge(
 
     if model is None and not any((path / CALIBRATION_FILE).exists() for path in directories):
         stats = merge_statistics(directories, output, overwrite=overwrite)
-        line = (
-            f"{output}: statistics of {stats.tokens:,} tokens; new scales: fp8kv repair DIR --stats {output}"
-        )
+        advice = f"new scales: fp8kv repair DIR --stats {quote(str(output))}"
+        line = f"{output}: statistics of {stats.tokens:,} tokens; {advice}"
         return Answer({"output": str(output), "tokens": stats.tokens, "layers": len(stats.layers)}, [line])
     result = merge_runs(directories, output, model=model, overwrite=overwrite, progress=progress)
     return Answer(result.to_json(), result_blocks(result))
@@ -216,4 +215,4 @@ def _pack_lines(result: "WrittenPack", output: Path, pushed: str | None, name: s
     if pushed:
         yield f"pushed to {pushed}"
     yield from ("", "put its scales beside a model:")
-    yield f"  fp8kv apply {quote(name)} {result.pack.base_model or 'MODEL'}"
+    yield f"  fp8kv apply {quote(name)} {quote(result.pack.base_model or 'MODEL')}"

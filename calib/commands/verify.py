@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -74,20 +75,11 @@ def verify(
     if served and len(served) > 1:
         return _compare_servers(served)
     if served:
-        from calib.evaluate.served.logprobs import compare_served
-
-        weights = model or str(directory)
-        comparison = compare_served(
-            served[0], directory, weights, served_name, flags.recipe_keys(context.params)
-        )
-        plugin = _ask_plugin(served[0])  # of its own files' scales, which need not be DIRECTORY's
-        is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
-        lines = [*_server_lines(comparison, weights), *(_plugin_lines({served[0]: plugin}) if plugin else ())]
-        answer = {**comparison.to_json(), "plugin": plugin and plugin.model_dump()}
-        return Answer(answer, lines, is_good=is_good)
+        keys = flags.recipe_keys(context.params)
+        return _compare_server(served[0], directory, model or str(directory), served_name, keys)
     from calib.engines.catalogue import choose_engines
     from calib.engines.outcome import Place
-    from calib.engines.verification import verify_directory
+    from calib.engines.verification import head_size_problems, verify_directory
 
     engines, place = choose_engines(engine, version), Place(tensor_parallel_size, fnuz and not no_fnuz)
     if backend is not None and engine is None:
@@ -101,11 +93,15 @@ def verify(
     report = verify_directory(directory, engines, calibration, place)
     answer, blocks = report.to_json(), _report_blocks(report, place)
     if against is None and (directory / STATS_FILE).is_file():
-        blocks = chain(blocks, [f"note: what the scales clip is seen with --against {directory}"])
+        blocks = chain(blocks, [f"note: what the scales clip is seen with --against {quote(str(directory))}"])
     if backend and copies:
         answer["backend"] = {**copies.model_dump(), "name": backend, "copies": engines[0].scale_copies}
-        blocks = chain(blocks, _backend_lines(engines[0], backend, copies))
-    return Answer(answer, blocks, is_good=report.is_good)
+        problems = head_size_problems(report.scales.directory, copies)
+        answer["good"] = report.is_good and not problems
+        answer["backend"]["problems"] = problems
+        lines = (f"problem: {engines[0].title}, {backend}: {problem}" for problem in problems)
+        blocks = chain(blocks, _backend_lines(engines[0], backend, copies), lines)
+    return Answer(answer, blocks, is_good=answer["good"])
 
 
 def _check_flags(context: typer.Context) -> None:
@@ -116,6 +112,19 @@ def _check_flags(context: typer.Context) -> None:
     if names & useless:
         flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names & useless))
         raise InputError(f"{flags} means nothing {word} --served URL; leave it out")
+
+
+def _compare_server(
+    url: str, directory: Path, weights: str, served_name: str | None, keys: dict[str, Any]
+) -> Answer:
+    from calib.evaluate.served.logprobs import compare_served
+
+    comparison = compare_served(url, directory, weights, served_name, keys)
+    plugin = _ask_plugin(url)  # of its own files' scales, which need not be DIRECTORY's
+    is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
+    lines = [*_server_lines(comparison, weights), *(_plugin_lines({url: plugin}) if plugin else ())]
+    answer = {**comparison.to_json(), "plugin": plugin and plugin.model_dump()}
+    return Answer(answer, lines, is_good=is_good)
 
 
 def _compare_servers(urls: list[str]) -> Answer:
@@ -168,7 +177,7 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
         f"{comparison.own_seconds:.1f} s)"
     )
     if nearer == "cannot tell":
-        yield f"serve a model that needs its scales: fp8kv stress {model} -o twin"
+        yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
 

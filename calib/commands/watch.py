@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
@@ -64,8 +65,9 @@ def watch(
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        directory = '"$FP8KV_WATCH"' if "://" in source else source
-        advice = f"scales for this traffic: fp8kv repair {report.watched.model} --stats {directory} -o NEW"
+        directory = '"$FP8KV_WATCH"' if "://" in source else quote(source)
+        model_path = quote(report.watched.model)
+        advice = f"scales for this traffic: fp8kv repair {model_path} --stats {directory} -o NEW"
         failures[-1] = f"{failures[-1]}; {advice}"
     return Answer(report.to_json(), _blocks(report), failures=failures)
 

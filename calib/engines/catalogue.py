@@ -77,6 +77,21 @@ class Nvfp4(Section):
     mismatch: str = ""  # what happens with values of the other convention
 
 
+class HeadSizes(Section):
+    """Head sizes that an attention kernel takes."""
+
+    least: int
+    most: int | None = None
+    multiple: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return self.least <= size <= (self.most or size) and size % self.multiple == 0
+
+    def __str__(self) -> str:
+        steps = f"a multiple of {self.multiple}" if self.multiple > 1 else f"{self.least} or more"
+        return f"{steps}, at most {self.most}" if self.most else steps
+
+
 class Backend(Section):
     """The copies of a layer's scales that an attention backend reads; latents (MLA) have K's alone."""
 
@@ -84,6 +99,7 @@ class Backend(Section):
     read: tuple[str, ...]  # on attending to what is stored
     freezes: bool = False  # factors computed at the first step stay, whatever becomes of the scales
     since: str = ""  # the first version that has it, or reads these; empty: all that the file holds for
+    head_sizes: HeadSizes | None = None  # with an FP8 cache; None: not known
     evidence: Evidence
     source: str  # a file of the engine's attention backends
     note: str = ""
@@ -127,21 +143,6 @@ class Caches(Section):
     types: dict[str, tuple[CacheSupport, ...]] = {}
     # model classes whose pages tokens_that_fit.py knows: tools/engine_classes/vllm_tokens.py
     pages: tuple[str, ...] = ()
-
-
-class HeadSizes(Section):
-    """Head sizes that an attention kernel takes."""
-
-    least: int
-    most: int | None = None
-    multiple: int = 1
-
-    def __contains__(self, size: int) -> bool:
-        return self.least <= size <= (self.most or size) and size % self.multiple == 0
-
-    def __str__(self) -> str:
-        steps = f"a multiple of {self.multiple}" if self.multiple > 1 else f"{self.least} or more"
-        return f"{steps}, at most {self.most}" if self.most else steps
 
 
 class Kernel(Section):
@@ -281,7 +282,9 @@ class Engine(Section):
             if self.is_drafter(config) and (names := self.draft_names(config, quantization)):
                 return dict.fromkeys(names, "loaded")
             if not self.is_run_version:
-                return f"not known: its classes were run at {self.classes_version} alone"
+                ran = self.classes_version
+                nearest = f"the nearest rules are those of --version {ran}"
+                return f"not known: its classes were run at {ran} alone; {nearest}"
             return self.classes.fates(name, quantization, modules, self.engine)
         if not self.architectures:
             return None

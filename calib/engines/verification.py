@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calib.engines.catalogue import Engine
+from calib.engines.catalogue import Backend, Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
 from calib.engines.scale_fit import Fit, Limits, compare, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
-from calib.errors import InputError, NoScalesError
+from calib.errors import Fp8kvError, InputError, NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.fingerprint import read_bake
-from calib.files.model_directory import open_model_directory
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.same_model.check import check_same_model, directory_facts, scales_facts
@@ -121,6 +122,24 @@ def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
         if bake.get("for") != "fp8":
             raise
         return StoredScales(directory, []), bake
+
+
+def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:
+    """Say which head sizes of the model `backend` does not take, where both are known."""
+    from calib.models.config import caches_latents, layer_configs, read_config  # imports transformers
+
+    sizes = set[int]()
+    with suppress(AttributeError, Fp8kvError, TypeError):  # code of its own, or no heads
+        config = read_config(directory.path, directory.config, trust_remote_code=False)
+        if not caches_latents(config):
+            layers = layer_configs(config)
+            sizes = {getattr(x, "head_dim", 0) or x.hidden_size // x.num_attention_heads for x in layers}
+    allowed = backend.head_sizes
+    return [
+        f"with an FP8 cache the head size must be {allowed}; this model's is {size}"
+        for size in sorted(sizes)
+        if allowed and size not in allowed
+    ]
 
 
 def _own_problems(path: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The files of a calibration: its report, its statistics, and errors for directories without them."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
@@ -87,7 +88,7 @@ def missing_model_error(path: Path, problem: str) -> NoModelError:
     elif report.is_file():
         problem = (
             f"'{path}' holds a calibration and no model: give the model's directory; another "
-            f"format comes from fp8kv calibrate MODEL --recipe {report} --format FORMAT"
+            f"format comes from fp8kv calibrate MODEL --recipe {quote(str(report))} --format FORMAT"
         )
     elif (path / JSON_FILE).is_file():
         problem = (

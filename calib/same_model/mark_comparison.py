@@ -120,10 +120,10 @@ def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[
     remainder = mark.values - apart
     factors, errors = _row_factors(remainder, target.values - target_apart)
     size = remainder.norm(dim=1, keepdim=True).clamp(min=1e-19)
-    beyond = errors
+    beyond = errors / factors.abs().clamp(min=1)  # rounding grows with a row
     if large.shape[1]:  # what rounding of marks leaves of the rest is not an error
         whole = mark.values.norm(dim=1) / size[:, 0]
-        beyond = (errors - _RECORDED * whole * factors.abs().clamp(min=1)).clamp(min=0)
+        beyond = (beyond - _RECORDED * whole).clamp(min=0)
     error = float(beyond.square().mean().sqrt())
     if mark.bits == target.bits == 16 or is_cached(name):  # of others two weights are too few
         before, after = apart / size, target_apart / size
@@ -134,11 +134,16 @@ def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[
         raise OtherWeightsError(f"{because}'{name}' is {error:.0%} from what it was, more than rounding")
     scaled_by = _row_size(factors, errors, _step(mark) + _step(target))
     if scaled_by is not None and (is_cached(name) or is_output(name) or _SIZED.fullmatch(name)):
-        problem = f"{because}a row of '{name}' is {scaled_by:.2f} times what it was"
+        problem = f"{because}a row of '{name}' is {show_factor(scaled_by)} times what it was"
         if name.endswith("v_proj.weight"):
             problem += ", as where AWQ moves factors between V and the output projection"
         raise OtherWeightsError(problem)
     return error, float((factors - 1).abs().max()), scaled_by
+
+
+def show_factor(factor: float) -> str:
+    """Format a factor between rows with three digits: 0.0012, 1.1, 1,000."""
+    return f"{float(f'{factor:.3g}'):,g}"
 
 
 def _row_size(factors: Tensor, errors: Tensor, step: float) -> float | None:

@@ -135,9 +135,9 @@ def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
             layers.setdefault(match["layer"], []).append(name)
         if len(source.shape) == 1:
             vector = source.read().float()
-            marks[name] = _mark(source, (vector @ fixed_inputs(len(vector))).view(1, -1))
+            marks[name] = _mark(name, source, (vector @ fixed_inputs(len(vector))).view(1, -1))
         elif is_embedding(name):
-            marks[name] = _mark_rows(source, sample_rows(min(source.shape[0], _TOKENS), _ROWS))
+            marks[name] = _mark_rows(name, source, sample_rows(min(source.shape[0], _TOKENS), _ROWS))
     for layer, matrices in layers.items():
         marks |= _mark_layer(layer, matrices, weights, settings)
     for prefix in prefixes:
@@ -181,12 +181,11 @@ def _mark_layer(
         if source.shape[1] not in sizes:
             raise InputError(f"'{name}' does not read the layer's norm")
         rows = _rows_to_sample(name, source.shape, settings)
-        marks[name] = _mark_rows(
-            source, rows, _norm_output(norm_before(name, weights), weights, source.shape[1])
-        )
+        inputs = _norm_output(norm_before(name, weights), weights, source.shape[1])
+        marks[name] = _mark_rows(name, source, rows, inputs)
     for name in matrices if cached else ():
         if is_output(name) and _has_rows(weights[name]):
-            marks[name] = _mark_rows(weights[name], sample_rows(weights[name].shape[0], _ROWS))
+            marks[name] = _mark_rows(name, weights[name], sample_rows(weights[name].shape[0], _ROWS))
     return marks
 
 
@@ -247,21 +246,22 @@ def _norm_output(norm: str | None, weights: Weights, columns: int) -> Tensor:
         if source is None:
             continue
         if source.shape != (columns,):
-            raise InputError(f"a norm of another size than the {columns} columns of a weight behind it")
+            problem = f"'{norm}.{part}' is {[*source.shape]}, and a weight behind it has {columns} columns"
+            raise InputError(f"{problem}; download the model again")
         vector = source.read().float()[:, None]
         output = output * vector if part == "weight" else output + vector
     return output
 
 
-def _mark_rows(source: Source, rows: list[int], inputs: Tensor | None = None) -> Mark:
+def _mark_rows(name: str, source: Source, rows: list[int], inputs: Tensor | None = None) -> Mark:
     """Mark a matrix [rows, n] by what its `rows` give for `inputs` [n, PROBES], or the fixed ones."""
     inputs = fixed_inputs(source.shape[1]) if inputs is None else inputs
-    return _mark(source, _read_rows(source, rows) @ inputs)
+    return _mark(name, source, _read_rows(source, rows) @ inputs)
 
 
-def _mark(source: Source, values: Tensor) -> Mark:
+def _mark(name: str, source: Source, values: Tensor) -> Mark:
     if not values.isfinite().all():
-        raise InputError("a weight holds NaN or Inf; download the model again")
+        raise InputError(f"'{name}' holds NaN or Inf; download the model again")
     bits = 16
     if isinstance(source, DequantizedTensor):
         largest = max(stored.nbytes for stored in source.stored.values())

@@ -28,7 +28,7 @@ from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
-from calib.same_model.mark_comparison import Likeness, compare_marks
+from calib.same_model.mark_comparison import Likeness, compare_marks, show_factor
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import Calibration, open_calibration
@@ -154,7 +154,7 @@ def _notes(
     if likeness.scaled:
         name, factor = max(likeness.scaled.items(), key=lambda item: abs(log(abs(item[1]) or 1e-38)))
         yield (
-            f"a row of '{name}' is {float(f'{factor:.3g}'):,g} times what it was, the most of "
+            f"a row of '{name}' is {show_factor(factor)} times what it was, the most of "
             f"{len(likeness.scaled)} such weights: scales fit only if the weight behind it, as "
             "down_proj, makes up for that, as where AWQ moves factors; else calibrate this model"
         )

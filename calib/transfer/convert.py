@@ -14,7 +14,7 @@ from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import MODELOPT_FILE
+from calib.files.names import MODELOPT_FILE, STATS_FILE
 from calib.files.skipped_layers import SKIP_KEY, check_layers, skipped_layers
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.files.text import show_layers
@@ -64,7 +64,11 @@ def convert(
     check_output(output, directory, overwrite=overwrite)
     scales, notes = existing_scales(checkpoint, to)
     if has_calibration(directory):
-        open_calibration(directory)  # refuses scales that were changed since
+        try:
+            open_calibration(directory)  # refuses scales that were changed since
+        except InputError as error:
+            way = f"to convert the scales as they are, delete {STATS_FILE} there"
+            raise InputError(f"{error}; {way}") from None
     if without_q:
         scales = replace(scales, layers={name: replace(x, q=None) for name, x in scales.layers.items()})
     elif scales.has_q and not FORMATS[to].reads_q:

@@ -35,16 +35,20 @@ def with_tensors(made, values, *names):
 
 
 def test_wrong_counts_are_a_problem_with_every_engine(tmp_path):
+    latent = {"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    too_many = "K has 4 scales in layers 0, 1 (one per query head), but the model"
     for k, v, q, problem in (
         (KV, KV, QUERY, None),
         ([0.5], [0.25], None, None),
         (KV, [0.25], None, None),
-        (QUERY, KV, None, "K has 4 scales in layers 0, 1 (one per query head), but the model has 2 KV heads"),
+        (QUERY, KV, None, f"{too_many} has 2 KV heads"),
+        (QUERY, [0.5], None, f"{too_many} caches latents (MLA), which have one scale"),
         (KV, [0.5, 0.25, 0.5], None, "V has 3 scales in layers 0, 1, but the model has 2 KV heads"),
         (KV, KV, KV, "Q has 2 scales in layers 0, 1 (one per KV head), but the model has 4 query heads"),
         (KV, KV, QUERY * 2, "Q has 8 scales in layers 0, 1, but the model has 4 query heads"),
     ):
-        directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD)
+        document = latent if "latents" in str(problem) else {}
+        directory = model(tmp_path / "model", k=[k, k], v=[v, v], config=PER_HEAD, **document)
         if q:
             with_tensors(directory, q, "q_scale")
         problems = json_of("verify", directory, status=bool(problem))["problems"]
@@ -72,16 +76,6 @@ def test_what_vllm_takes_of_too_many_is_predicted(tmp_path):
             held = next(o.values for o in found.outcomes if o.letter == letter)
             copies = max(1, ranks // 2)  # two ranks hold one head
             assert held == pytest.approx([value for value in values for _ in range(copies)])
-
-
-def test_latents_have_one_scale(tmp_path):
-    latent = {"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-    directory = model(tmp_path / "model", [QUERY] * 2, [QUERY] * 2, config=PER_HEAD, **latent)
-    done = fp8kv("verify", directory)
-    said = "K has 4 scales in layers 0, 1 (one per query head), but the model caches latents"
-    assert (done.exit_code, said in lines_of(done)) == (1, True)
-    command = ("convert", directory, "--to", "modelopt", "--reduce", "max", "-o", tmp_path / "out")
-    one_line_error(fp8kv(*command), "caches latents (MLA), which have one scale")
 
 
 def test_heads_are_those_that_the_config_names(tmp_path):

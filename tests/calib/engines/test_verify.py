@@ -56,6 +56,16 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     assert (engine["layers"][0]["values"], engine["classes"]) == ([0.5], "0.33.0")
 
 
+def test_a_backend_says_which_head_sizes_it_takes_and_what_is_printed_can_be_pasted(tmp_path):
+    flags, said = ("--engine", "vllm", "--backend", "CPU_ATTN"), "head size must be a multiple of 32; this"
+    for head_size, is_wrong in ((16, True), (64, False)):
+        directory = model(save_amax({(0, "k"): [1.0]}, tmp_path / "a b"), head_dim=head_size)
+        document = json_of("verify", directory, *flags, status=is_wrong)
+        assert (document["good"], said in str(document["backend"]["problems"])) == (not is_wrong, is_wrong)
+        printed = lines_of(fp8kv("verify", directory, *flags))
+        assert [f"--against '{directory}'" in printed, said in printed] == [True, is_wrong]
+
+
 def test_heads_are_split_over_ranks(tmp_path):
     of_heads, shared = ([0.5, 0.25], [0.125, 1.0]), ([0.5], [0.25])
     for ranks, scales, expected in (

@@ -208,9 +208,9 @@ EDITS = [
     (scaled("layers.1.post_attention_layernorm", 100), "^norms differ, and a row of 'layers.1.mlp.gate_proj"),
     (norm_and_all_but_queries, f"^norms differ, and a row of '{SELF}.q_proj.weight' is 0.01 times"),
     (scaled(f"{SELF}.q_proj", 10), f"^a row of '{SELF}.q_proj.weight' is .* times what it was$"),
-    (scaled(f"{SELF}.k_proj", 1.1), "k_proj.weight' is 1.10 times what it was$"),
-    (scaled(f"{SELF}.v_proj", 0.8), "v_proj.weight' is 0.80 times .*, as where AWQ moves factors"),
-    (scaled(f"{SELF}.o_proj", 1.35), f"'{SELF}.o_proj.weight' is 1.35 times"),
+    (scaled(f"{SELF}.k_proj", 1.1), "k_proj.weight' is 1.1 times what it was$"),
+    (scaled(f"{SELF}.v_proj", 0.8), "v_proj.weight' is 0.8 times .*, as where AWQ moves factors"),
+    (scaled(f"{SELF}.o_proj", 30), f"^a row of '{SELF}.o_proj.weight' is 30 times what it was$"),
     (changed(f"{SELF}.o_proj", lambda x: x.copy_(x.flip(0))), f"^'{SELF}.o_proj.weight' is .* from"),
     (blended(f"{SELF}.k_proj", 0.02), rf"^'{SELF}.k_proj.weight' is \d+% from what it was, more than round"),
     (blended("embed_tokens", 0.1), "'embed_tokens.weight' differs, which quantisation leaves alone$"),
@@ -235,7 +235,7 @@ def test_tensors_that_one_side_lacks_or_that_have_another_shape_are_refused(mode
     narrow = marks.tensors | {name: marks.tensors[name].model_copy(update={"shape": [32, 32]})}
     with pytest.raises(OtherWeightsError, match=r"k_proj.weight' is \[32, 64\] there and \[32, 32\] here"):
         compare_marks(marks, marks.model_copy(update={"tensors": narrow}))
-    with pytest.raises(InputError, match="a weight holds NaN or Inf; download the model again"):
+    with pytest.raises(InputError, match=f"^'{name}' holds NaN or Inf; download the model again"):
         marks_of(copy(model, tmp_path / "broken", scaled(f"{SELF}.k_proj", float("nan"))))
 
 
@@ -270,7 +270,7 @@ def test_each_head_of_many_is_looked_at(tmp_path):
     for head in (1, 6, 15):
         rows = slice(8 * head, 8 * head + 8)
         other = copy(many, tmp_path / f"{head}", scaled("layers.0.self_attn.v_proj", 4, rows))
-        with pytest.raises(OtherWeightsError, match=r"a row of 'layers.0.self_attn.v_proj.weight' is 4.00"):
+        with pytest.raises(OtherWeightsError, match=r"a row of '.*v_proj.weight' is 4 times"):
             compare_marks(marks_of(many, 1), marks_of(other, 1))
 
 

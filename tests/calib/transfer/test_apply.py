@@ -83,6 +83,8 @@ def test_smoothed_norms_that_the_weights_make_up_for_and_rescaled_values(model, 
     refused(measured, other, tmp_path / "no", "do not fit", "v_proj", "AWQ", "; calibrate that model")
     other = save_model(tiny_model("llama", rms_norm_eps=1e-5), tmp_path / "other")
     refused(measured, other, tmp_path / "no", "is of another model: its config says rms_norm_eps 1e-06")
+    ran("bake", model, "--scales", measured, "--for", "fp8", "-o", tmp_path / "baked")
+    refused(measured, tmp_path / "baked", tmp_path / "no", "'{}' is baked for fp8".format(tmp_path / "baked"))
 
     def edit(tensors):
         tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
@@ -143,7 +145,10 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         (("apply", changed, model), because),
         (("merge", own, changed), because),
         (("pack", changed), because),
-        (("convert", changed, "--to", "tgi"), because),
+        (
+            ("convert", changed, "--to", "tgi"),
+            "the scales as they are, delete fp8kv_stats.safetensors",
+        ),
     ):
         one_line_error(fp8kv(*command, "-o", out), said)
         assert not out.exists()

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import apply_cases
 import pytest
 import torch
 from apply_cases import calibrated, config_of, contents, damage, scales
@@ -299,7 +298,7 @@ def source(request, tmp_path_factory):
 def in_formats(source, tmp_path_factory):
     """An output in each format, below one directory."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
-    return apply_cases.calibrated(source, out, *(f"--format={name}" for name in FORMATS))
+    return calibrated(source, out, *(f"--format={name}" for name in FORMATS))
 
 
 def output_of(*command):
@@ -317,7 +316,7 @@ def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(sour
             assert contents(back) == contents(source), name
     statistics, own = in_formats / "vllm", shutil.copytree(source, tmp_path / "own")
     repaired = output_of("repair", statistics, "--stats", statistics, "-o", tmp_path / "repaired")
-    twice = apply_cases.calibrated(in_formats / "tgi", tmp_path / "twice")
+    twice = calibrated(in_formats / "tgi", tmp_path / "twice")
     for seed in (1, 2):
         succeeded(calibrate(own, "--in-place", "--seed", seed))
     for out in (repaired, twice, own):

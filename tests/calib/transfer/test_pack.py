@@ -8,7 +8,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import apply_cases
 import pytest
 import yaml
 from apply_cases import (
@@ -79,8 +78,8 @@ def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, 
     again = applied(out, model, tmp_path / "again")
     assert report_of(again)["pack"] == origin["pack"]
     assert "packed" not in report_of(again)
-    other = copy(model, tmp_path / "edited", apply_cases.rescale_values)
-    apply_cases.refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
+    other = copy(model, tmp_path / "edited", rescale_values)
+    refused(pack, other, tmp_path / "no", f"the scales of '{pack}' do not fit '{other}'")
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "no"), "is a pack and not a model")
     assert scales(applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "alone")) == scales(measured)
     shown, same = (json_of("inspect", each) for each in (measured, pack))
@@ -317,11 +316,6 @@ def files(pack):
     return {file.name: file.read_bytes() for file in pack.iterdir()}
 
 
-def refuse(name, model, tmp_path, *phrases, flags=()):
-    one_line_error(fp8kv("apply", name, model, "-o", tmp_path / "out", *flags), *phrases)
-    assert not (tmp_path / "out").exists()
-
-
 def test_there_and_back(hub, model, measured, tmp_path):
     done = ran("pack", measured, "-o", tmp_path / "pack", "--push-to-hub", "me/scales")
     repository = hub.repositories["me/scales"]
@@ -334,13 +328,13 @@ def test_there_and_back(hub, model, measured, tmp_path):
     assert scales(tmp_path / "out") == scales(measured)
     assert report_of(tmp_path / "out")["pack"]["name"] == f"me/scales@{repository.head}"
     other = copy(model, tmp_path / "edited", rescale_values)
-    refuse("me/scales", other, tmp_path / "no", f"scales of 'me/scales@{repository.head}' do not fit")
+    refused("me/scales", other, tmp_path / "no", f"scales of 'me/scales@{repository.head}' do not fit")
 
 
 def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pack, tmp_path, monkeypatch):
     strange = ("model.safetensors", "config.json", "model.bin", "a/fp8kv_pack.json")
     hub.put("me/scales", {**files(pack), **dict.fromkeys(strange, b"{}")})
-    refuse("me/scales", model, tmp_path, "--in-place writes into", flags=["--in-place"])
+    refused("me/scales", model, tmp_path / "out", "--in-place writes into", flags=["--in-place"])
     assert not hub.requests
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
     fetched = [path.partition("/resolve/")[2].partition("/")[2] for _, path in hub.requests]
@@ -348,7 +342,7 @@ def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pac
     # without a network what was fetched is used
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     ran("apply", "me/scales", model, "-o", tmp_path / "offline")
-    refuse("me/other", model, tmp_path / "no", "pack 'me/other'", "the Hub cannot be reached")
+    refused("me/other", model, tmp_path / "no", "pack 'me/other'", "the Hub cannot be reached")
 
 
 def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_path, monkeypatch):
@@ -363,8 +357,8 @@ def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_
     for out, name in ((tmp_path / "while", "me/scales"), (tmp_path / "after", f"me/scales@{first}")):
         ran("apply", name, model, "-o", out)
         assert (scales(out), report_of(out)["pack"]["name"]) == (scales(measured), f"me/scales@{first}")
-    refuse("me/scales", model, tmp_path, "is damaged or changed")
-    refuse("me/scales@v9", model, tmp_path, "'me/scales' on the Hub has no revision 'v9'")
+    refused("me/scales", model, tmp_path / "out", "is damaged or changed")
+    refused("me/scales@v9", model, tmp_path / "out", "'me/scales' on the Hub has no revision 'v9'")
 
 
 def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monkeypatch):
@@ -372,7 +366,7 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     hub.put("me/scales", files(pack))
     hub.sizes["fp8kv_stats.safetensors"] = (pack / "fp8kv_stats.safetensors").stat().st_size + 1
-    refuse("me/scales", model, tmp_path, "pack 'me/scales'")
+    refused("me/scales", model, tmp_path / "out", "pack 'me/scales'")
     assert not [*(tmp_path / "cache").rglob("snapshots/*/fp8kv_stats.safetensors")]
     hub.sizes.clear()
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
@@ -380,26 +374,25 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
 
 
 def test_what_is_no_pack_or_too_large(hub, model, pack, tmp_path):
-    stats = "fp8kv_stats.safetensors"
-    half = {name: content for name, content in files(pack).items() if name != stats}
+    half = {name: content for name, content in files(pack).items() if name != STATS}
     for name, held in {"me/model": {"config.json": b"{}"}, "me/half": half, "me/scales": files(pack)}.items():
         hub.put(name, held)
     for name, said in (
         ("me/gone", "is neither a directory nor a pack on the Hub"),
         ("me/model", "is not a whole pack: it has no fp8kv_pack.json"),
-        ("me/half", f"it has no {stats}"),
+        ("me/half", f"it has no {STATS}"),
         ("half", "'half' does not exist"),
         ("me/half@-- x", "does not exist"),
     ):
-        refuse(name, model, tmp_path, said)
+        refused(name, model, tmp_path / "out", said)
     hub.requests.clear()
     for name, size, said in (
         ("fp8kv_pack.json", 1 << 40, "fp8kv_pack.json has more than 1,048,576 bytes"),
-        (stats, 1 << 40, f"{stats} has more than"),
-        (stats, None, f"the size of {stats} is not given, so it is not fetched; download the pack"),
+        (STATS, 1 << 40, f"{STATS} has more than"),
+        (STATS, None, f"the size of {STATS} is not given, so it is not fetched; download the pack"),
     ):
         hub.sizes = {name: size}
-        refuse("me/scales", model, tmp_path, said)
+        refused("me/scales", model, tmp_path / "out", said)
         assert not any(path.endswith(name) for method, path in hub.requests if method == "GET")
 
 

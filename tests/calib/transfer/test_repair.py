@@ -192,8 +192,7 @@ def test_statistics_of_another_model_repair_nothing(measured, per_head, tmp_path
         other = save_model(tiny_model("llama", **options), tmp_path / f"other-{i}")
         statistics = calibrated(other, tmp_path / f"{i}", "--format", "fp8kv", "--strategy", "attn_head")
         if bare:  # without the report
-            bare_file = statistics / "fp8kv_stats.safetensors"
-            statistics = shutil.copyfile(bare_file, tmp_path / f"{i}.safetensors")
+            statistics = shutil.copyfile(statistics / STATS_FILE, tmp_path / f"{i}.safetensors")
         done = fp8kv("repair", scaled, "--stats", statistics, "-o", tmp_path / "out")
         one_line_error(done, f"'{statistics}' is of another model: {said}")
         assert not (tmp_path / "out").exists()
@@ -250,12 +249,9 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
     one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
     one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_stats.safetensors; give a calibration's output")
-
     # one tensor of another size, which is not sampled for marks
-    def edit(tensors):
-        tensors["model.layers.0.mlp.down_proj.weight"] *= 30
-
-    tuned = copy(model, tmp_path / "tuned", edit)
+    weight = "model.layers.0.mlp.down_proj.weight"
+    tuned = copy(model, tmp_path / "tuned", lambda tensors: tensors[weight].mul_(30))
     revision = collected(tuned, texts / "b.jsonl", tmp_path / "revision")
     one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
     one_line_error(fp8kv("merge", a, b, *out, "--model", tuned), "is of another model or revision than")

@@ -202,13 +202,13 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     # the statistics of two engines are one's
     one, two = tmp_path / "watch", shutil.copytree(tmp_path / "watch", tmp_path / "two")
     one_line_error(fp8kv("merge", one, one, "-o", tmp_path / "both"), "each of them once")
-    done = fp8kv("merge", one, two, "-o", tmp_path / "both")
-    assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair" in done.stdout
+    done = fp8kv("merge", one, two, "-o", tmp_path / "of both")
+    assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair DIR --stats '" in done.stdout
     edit_json(two / "fp8kv_watch.json", model="here")
     one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "no"), "are of different models: here, there")
     for command in ("compare", "apply"):
         one_line_error(fp8kv(command, one, two), "statistics alone, as FP8KV_WATCH writes them: they are for")
-    shown = json.loads(fp8kv("inspect", tmp_path / "both", "--json").stdout)["layers"]
+    shown = json.loads(fp8kv("inspect", tmp_path / "of both", "--json").stdout)["layers"]
     assert shown[1]["v"] == pytest.approx((part.v.amax.amax(1) / 448).tolist())
 
 
@@ -429,6 +429,7 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
 
 
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
+    tmp_path /= "a b"
     x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
     write(tmp_path, *(watched(x, 2 / 448 if i == 7 else 1 / 64, i) for i in range(8)))
     done = fp8kv("watch", tmp_path)
@@ -437,7 +438,7 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     assert "and 4 more rows" in done.stdout
     assert "failed: layer 7's" in done.stderr
     assert "failed: recalibrate layer 7; scales for this traffic: fp8kv repair" in done.stderr
-    assert f"fp8kv repair {tmp_path} --stats {tmp_path} -o NEW" in done.stderr
+    assert f"fp8kv repair '{tmp_path}' --stats '{tmp_path}' -o NEW" in done.stderr
     assert json.loads(fp8kv("watch", tmp_path, "--json").stdout)["alarm"] == [7]
     assert fp8kv("watch", tmp_path, "--follow", "--every", "0.1").exit_code == 1
     assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
