@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, PROCESSOR_NAME
 
 from calib.choices import Device, DType
 from calib.errors import InputError
@@ -175,9 +175,15 @@ def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
         raise InputError("pictures need Pillow, which is not installed: pip install pillow")
     with _quiet_loading(f"the processor of '{checkpoint.path}'"):
         processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    if not isinstance(processor, ProcessorMixin):
-        raise InputError(f"'{checkpoint.path}' has no processor_config.json; download it whole")
-    return processor
+    if isinstance(processor, ProcessorMixin):
+        return processor
+    if not (checkpoint.path / PROCESSOR_NAME).exists():
+        raise InputError(f"'{checkpoint.path}' has no {PROCESSOR_NAME}; download it whole")
+    # code of the model's own may be of any class; transformers returns a tokenizer for one it does not know
+    raise InputError(
+        f"the processor of '{checkpoint.path}' is of class {type(processor).__name__}; pictures and sound "
+        "need a subclass of transformers' ProcessorMixin, so use text alone"
+    )
 
 
 def check_token_ids(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import wave
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from apply_cases import report_of
 from evaluations import plain_comparison
 from fake_quant import fake_quantized
-from families import save_model, tiny_model
+from families import edit_json, save_model, tiny_model
 from PIL import Image
 from pyarrow import parquet
 from seeing import AUDIO, IMAGE, PLACES, read_media, save_seeing, seeing_model, seeing_smollm2, write_rows
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from transformers import AutoModelForMultimodalLM, AutoProcessor, dynamic_module_utils
 
 from calib import Recipe, load_recipe, load_stats, run
 from calib.capture.attention import map_attention
@@ -29,6 +30,7 @@ from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import failures
+from calib.files.model_directory import open_model_directory
 from calib.files.text import parse_condition
 from calib.models import load
 from calib.scales.stats import MODALITIES
@@ -193,6 +195,21 @@ def test_rows_that_cannot_be_read(llava, tmp_path):
         with pytest.raises(Fp8kvError, match=message):
             path = str(tmp_path / "rows.jsonl")
             calibrated(llava / "model", tmp_path / "out", **{"data.dataset": path, "data.images": "image"})
+
+
+def test_a_processor_by_the_models_own_code_is_loaded_if_trusted_and_named_if_it_is_none(
+    llava, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = shutil.copytree(llava / "model", tmp_path / "model")
+    edit_json(model / "processor_config.json", auto_map={"AutoProcessor": "own.Own"}, processor_class="Own")
+    own = "from transformers import LlavaProcessor, LlamaTokenizer\nclass Own({}): ..."
+    (model / "own.py").write_text(own.format("LlavaProcessor"))
+    for trust, message in ((False, "contains custom code"), (True, "is of class Own; .* use text alone")):
+        with pytest.raises(Fp8kvError, match=message):
+            load.load_processor(open_model_directory(model), trust_remote_code=trust)
+            (model / "own.py").write_text(own.format("LlamaTokenizer"))
+            load.load_processor(open_model_directory(model), trust_remote_code=trust)
 
 
 def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
