@@ -51,15 +51,7 @@ VariantName = Literal[
     "v only", "qkv", "channel+k_center", "k only+k_center", "random",
 ]  # fmt: skip
 
-CacheName = Literal[
-    "all", "fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
-    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
-    "ultraquant_4bit", "nvfp4", "nvfp4_4over6", "fp8_k_nvfp4_v", "mxfp8", "fp4_mx_block16",
-    "lmdeploy_int8", "lmdeploy_int4", "lmdeploy_turboquant", "fp8_ds_mla", "nvfp4_ds_mla",
-]  # fmt: skip
-
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
-CACHES: tuple[CacheName, ...] = get_args(CacheName)
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 
 REFERENCE = "reference"  # the model's own cache, which all variants are compared with

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, Valida
 
 from calib import choices
 from calib.arguments import check_arguments, to_path
+from calib.caches.types import CacheName
 from calib.errors import InputError, did_you_mean, one_line
 from calib.files.text import parse_condition, parse_size
 from calib.strict_yaml import StrictModel, explain, read_yaml
@@ -115,7 +116,7 @@ class EvaluationRecipe(Settings):
         default=None, ge=16, description="tokens of long documents; default: the suite's"
     )
     variants: tuple[choices.VariantName, ...] | None = Field(default=None, description="default: all")
-    caches: tuple[choices.CacheName, ...] = Field(default=(), description="types beside static FP8, or all")
+    caches: tuple[CacheName, ...] = Field(default=(), description="types beside static FP8, or all")
     also: tuple[Source, ...] = Field(default=(), description="datasets of other text; or all built-in ones")
     backend: choices.Backend = "auto"
     attention: choices.AttentionMode = Field(default="exact", description="of an engine, simulated")

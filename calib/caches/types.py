@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError, did_you_mean
 
@@ -47,13 +47,8 @@ class Layers(NamedTuple):
     is_hybrid: bool = False  # some, or parts of some, keep a state of fixed size
 
 
-class Facts(BaseModel):
-    """A part of types.yaml; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Layout(Facts):
+@dataclass(frozen=True)
+class Layout:
     """The memory of one head's K or V of one token, or of a latent or k_pe."""
 
     bits: int  # of a value
@@ -77,19 +72,20 @@ class Layout(Facts):
         return count * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
 
 
-class CacheType(Facts):
-    """A type of KV cache."""
+@dataclass(frozen=True)
+class CacheType:
+    """A type of KV cache: a row of types.yaml."""
 
     name: str
     description: str
     simulated: str  # the evidence for what it computes
+    k: Layout
+    v: Layout
     evidence: Evidence = "run"
     attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
     is_static: bool = False  # its scales are 1.0, unless a checkpoint has some
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
     edge_layers: int = 0  # so many at either end of a model stay in 16 bits, but none of a hybrid
-    k: Layout
-    v: Layout
 
     def bytes_per_token(self, layers: Iterable[Layer]) -> int:
         """Return the bytes of one token with all scales, as the engine allocates them.
@@ -146,10 +142,21 @@ def cache_type(name: str) -> CacheType:
     return _TYPES[name]
 
 
-_FACTS = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text("utf-8"))
-_TYPES = {name: CacheType(name=name, **facts) for name, facts in _FACTS.items()}
+def _read_types() -> dict[str, CacheType]:
+    rows = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text("utf-8"))
+    for row in rows.values():
+        row |= {part: Layout(**row[part]) for part in "kv"}
+        row["attention"] = tuple(row.get("attention", ["heads"]))
+    return {name: CacheType(name, **row) for name, row in rows.items()}
+
+
+_TYPES = _read_types()
 UNSIMULATED = tuple(name for name, kind in _TYPES.items() if kind.evidence == "none")
 ALL_CACHES = tuple(name for name in _TYPES if name not in UNSIMULATED)
 # those of K and V of heads, but static FP8, which the evaluation knows by its granularity
 CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("heads",))
 LATENT_CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("latents",))
+if TYPE_CHECKING:
+    CacheName = str
+else:
+    CacheName = Literal[("all", *ALL_CACHES)]

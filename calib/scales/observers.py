@@ -150,9 +150,9 @@ class ScaleRule:
     def _finish(self, amax: Tensor, where: str) -> Tensor:
         scale = amax.float() * self.headroom / self.limit
         if not is_usable(scale.flatten().tolist()):
+            figures = dict.fromkeys(f"{float(x):.3g}" for x in (scale.min(), scale.max()))
             raise CalibrationError(
-                f"{where}: a scale would be {float(scale.min()):.3g} or {float(scale.max()):.3g}, "
-                "which no engine loads; check the weights"
+                f"{where}: a scale would be {' or '.join(figures)}, which no engine loads; check the weights"
             )
         return scale
 

@@ -1,5 +1,6 @@
 """Cache types by name: their bytes, the layers they hold; how they round K and V, as recorded, in numpy."""
 
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from itertools import product
@@ -8,43 +9,53 @@ import numpy as np
 import pytest
 import torch
 from number_grids import E2M1, E4M3, nearest
+from pydantic import TypeAdapter
 
 from calib.caches import per_token_head
 from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
 from calib.caches.rounding import rounding
-from calib.caches.types import CACHES, LATENT_CACHES, Layers, Shape, cache_type
+from calib.caches.types import ALL_CACHES, LATENT_CACHES, CacheType, Layers, Shape, cache_type
 from calib.errors import InputError
 
-# bytes of one head of 64 values of K and V, NVFP4 as 32 bytes and 4 scales; and the most that rounding
-# errs beside the size of normal values, none of 64 beyond five: half a step
+# by hand: bytes of one head of 64 values of K and V, NVFP4 as 32 bytes and 4 scales, or of a latent of 512
+# and k_pe of 64; and the most that rounding errs beside the size of normal values, none of 64 beyond five:
+# half a step. Then, of float32 and of bfloat16, what was read when check_caches.py found that engines store
+# the same
 TYPES = {
     "fp8": (64 + 64, 1 / 16),
-    "fp8_e5m2": (64 + 64, 1 / 8),
-    "fp8_per_token_head": (64 + 4 + 64 + 4, 1 / 16),
-    "int8_per_token_head": (64 + 4 + 64 + 4, 2.5 / 127),
-    "int4_per_token_head": (32 + 4 + 32 + 4, 5 / 15),
-    "turboquant_k8v4": (64 + 32 + 4, 5 / 15),
+    "fp8_e5m2": (64 + 64, 1 / 8, "423e6f161a9c", "c506f7e76b1a"),
+    "fp8_per_token_head": (64 + 4 + 64 + 4, 1 / 16, "cf026a96588d", "aedb10721671"),
+    "int8_per_token_head": (64 + 4 + 64 + 4, 2.5 / 127, "962b33ed85ec", "73297accc4af"),
+    "int4_per_token_head": (32 + 4 + 32 + 4, 5 / 15, "e8b86d3090a7", "bc11eff0ac26"),
+    "turboquant_k8v4": (64 + 32 + 4, 5 / 15, "1590c5301b28", "e514b3e51357"),
     "turboquant_4bit_nc": (32 + 2 + 32 + 4, 5 / 15),
     "turboquant_k3v4_nc": (24 + 2 + 32 + 4, 5 / 15),
     "turboquant_3bit_nc": (24 + 2 + 24 + 4, 5 / 7),
-    "ultraquant_4bit": (32 + 2 + 32 + 2, 1 / 4),
+    "ultraquant_4bit": (32 + 2 + 32 + 2, 1 / 4, "ecf2d4d38f9b", "bc2e79ff37d8"),
     "nvfp4": (32 + 4 + 32 + 4, 1 / 4),
     "nvfp4_4over6": (32 + 4 + 32 + 4, 1 / 4),
-    "fp8_k_nvfp4_v": (64 + 32 + 4, 1 / 4),
-    "mxfp8": (64 + 2 + 64 + 2, 1 / 16),
-    "fp4_mx_block16": (32 + 4 + 32 + 4, 1 / 4),
-    "lmdeploy_int8": (64 + 4 + 64 + 4, 5 / 255),
-    "lmdeploy_int4": (32 + 4 + 32 + 4, 5 / 15),
+    "fp8_k_nvfp4_v": (64 + 32 + 4, 1 / 4, "2bf9f3d40472", "cd1b9e89bc2c"),
+    "mxfp8": (64 + 2 + 64 + 2, 1 / 16, "f550c3363f22", "d7fabccc9fa8"),
+    "fp4_mx_block16": (32 + 4 + 32 + 4, 1 / 4, "fb5862921b13", "27b7d1c40eae"),
+    "lmdeploy_int8": (64 + 4 + 64 + 4, 5 / 255, "4f7f27280aa8", "433a88adb408"),
+    "lmdeploy_int4": (32 + 4 + 32 + 4, 5 / 15, "170f641c84fb", "6005404b6ae6"),
     "lmdeploy_turboquant": (32 + 2 + 2 + 16 + 2, 5 / 15),
+    "fp8_ds_mla": (512 + 4 * 4 + 2 * 64, 1 / 4, "6f565e972643", "4b8839a1b467"),
+    "nvfp4_ds_mla": (256 + 32 + 64, 1 / 4, "bce7c9432fcb", "dc035d98962b"),
 }
 HEADS, LATENTS = Shape(2, 64, 64), Shape(1, 512, 64, "latents")
 ONE = Layers({0: HEADS}, 1)
 
 
 def test_bytes_per_token_and_sizes_that_do_not_fit():
-    assert [*TYPES] == ["fp8", *CACHES]
-    for name, (size, _) in TYPES.items():
+    assert [*TYPES] == [*ALL_CACHES]
+    for name, (size, *_) in TYPES.items():
         kind = cache_type(name)
+        assert TypeAdapter(CacheType).validate_python(asdict(kind)) == kind
+        if name in LATENT_CACHES:  # 61 layers of DeepSeek-V3
+            for shape in (LATENTS, LATENTS._replace(attention="sparse latents")):
+                assert kind.bytes_per_token([shape] * 61) == 61 * size, name
+            continue
         assert kind.bytes_per_token([(3, 64, 64)] * 5) == 15 * size, name
         for layers, in_16_bits in ((range(5), 4), (range(3), 2), ([3, 7], 0)):  # a hybrid keeps none
             model = Layers(dict.fromkeys(layers, Shape(1, 64, 64)), layers[-1] + 1, is_hybrid=not in_16_bits)
@@ -52,13 +63,9 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
             assert kind.model_bytes(model) == size * (len(layers) - in_16_bits) + 256 * in_16_bits, name
     # layers, and K and V, are counted apart
     assert cache_type("fp8_k_nvfp4_v").bytes_per_token([(2, 128, 64), (1, 32, 256)]) == 2 * 164 + 176
-    # 61 layers of DeepSeek-V3: latents of 512, k_pe of 64
-    for name, size in {"fp8": 576, "fp8_ds_mla": 512 + 4 * 4 + 2 * 64, "nvfp4_ds_mla": 352}.items():
-        for shape in (LATENTS, LATENTS._replace(attention="sparse latents")):
-            assert shape.values == 576
-            assert cache_type(name).bytes_per_token([shape] * 61) == 61 * size, name
     # a shorter last tile has a scale of its own
     assert cache_type("fp8_ds_mla").bytes_per_token([Shape(1, 576, 192, "latents")]) == 576 + 5 * 4 + 2 * 192
+    assert LATENTS.values == 576
     assert cache_type("fp8").bytes_per_token([HEADS, LATENTS]) == 256 + 576
     with pytest.raises(InputError, match=r"^nvfp4 holds K and V of heads, .* latents \(MLA\)$"):
         cache_type("nvfp4").bytes_per_token([HEADS, LATENTS])
@@ -76,8 +83,7 @@ def test_bytes_per_token_and_sizes_that_do_not_fit():
 def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
     key, value = torch.randn(2, 1, 3, 5, 64, generator=torch.Generator().manual_seed(0)).unbind()
     key[0, 0, 2, 3] = value[0, 0, 2, 3] = float("nan")
-    for name, dtype in product((*TYPES, *LATENT_CACHES), (torch.float32, torch.bfloat16)):
-        _, worst = TYPES.get(name, (0, 1 / 4))
+    for (name, (_, worst, *_)), dtype in product(TYPES.items(), (torch.float32, torch.bfloat16)):
         pair = key.to(dtype), value.to(dtype)
         together = rounding(name, ONE)(0, *pair)
         alone = rounding(name, ONE)(0, *(x[:, 1:2, 3:4] for x in pair))
@@ -98,22 +104,6 @@ def test_every_type_rounds_k_and_v_token_by_token_and_keeps_their_dtype():
 
 
 lmdeploy_int8 = partial(per_token_head.lmdeploy, steps=255)
-# of float32, and of bfloat16, when check_caches.py found that engines store the same
-RECORDED = {
-    "fp8_e5m2": ("423e6f161a9c", "c506f7e76b1a"),
-    "fp8_per_token_head": ("cf026a96588d", "aedb10721671"),
-    "int8_per_token_head": ("962b33ed85ec", "73297accc4af"),
-    "int4_per_token_head": ("e8b86d3090a7", "bc11eff0ac26"),
-    "turboquant_k8v4": ("1590c5301b28", "e514b3e51357"),
-    "ultraquant_4bit": ("ecf2d4d38f9b", "bc2e79ff37d8"),
-    "fp8_k_nvfp4_v": ("2bf9f3d40472", "cd1b9e89bc2c"),
-    "mxfp8": ("f550c3363f22", "d7fabccc9fa8"),
-    "fp4_mx_block16": ("fb5862921b13", "27b7d1c40eae"),
-    "lmdeploy_int8": ("4f7f27280aa8", "433a88adb408"),
-    "lmdeploy_int4": ("170f641c84fb", "6005404b6ae6"),
-    "fp8_ds_mla": ("6f565e972643", "4b8839a1b467"),
-    "nvfp4_ds_mla": ("bce7c9432fcb", "dc035d98962b"),
-}
 
 
 def numbers(size):
@@ -133,7 +123,7 @@ def numbers(size):
     return x[None, None]
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name, (_, _, *recorded) in TYPES.items() if recorded])
 def test_types_read_what_they_read_when_it_was_compared(name):
     sizes = (576, 64) if name.endswith("mla") else (64, 96)
     layers = Layers({0: Shape(1, *sizes, "latents" if name.endswith("mla") else "heads")}, 1)
@@ -143,7 +133,7 @@ def test_types_read_what_they_read_when_it_was_compared(name):
         # what LMDeploy divides by 0 has no sign that every processor agrees on
         values = [x.float().nan_to_num(-1.0).contiguous().view(torch.uint8) for x in pair]
         found.append(sha256(torch.cat([x.flatten() for x in values]).numpy()).hexdigest()[:12])
-    assert tuple(found) == RECORDED[name]
+    assert found == [*TYPES[name][2:]]
 
 
 def test_halves_are_rounded_as_each_engine_rounds_them():
