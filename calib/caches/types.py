@@ -156,7 +156,8 @@ ALL_CACHES = tuple(name for name in _TYPES if name not in UNSIMULATED)
 # those of K and V of heads, but static FP8, which the evaluation knows by its granularity
 CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("heads",))
 LATENT_CACHES = tuple(name for name in ALL_CACHES if _TYPES[name].attention == ("latents",))
+_CHOICES = ("all", *ALL_CACHES)
 if TYPE_CHECKING:
     CacheName = str
 else:
-    CacheName = Literal[("all", *ALL_CACHES)]
+    CacheName = Literal[_CHOICES]
