@@ -24,6 +24,8 @@ from calib.files.names import pattern_of
 FOLDER = Path(__file__).parent
 # how a fact is known: the engine's own code was run, or its source was read
 Evidence = Literal["run", "read"]
+# attention in checkpoints of the classes that rules were read for
+_MODULES = "model.layers.N.self_attn"
 Stray = Literal["refused", "ignored"]  # what happens to a scale without a place in the model
 
 
@@ -175,10 +177,8 @@ class Engine(Section):
     without_method: Method | None = None  # how such scales are read, if they are
     unknown: Stray = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
-    # the model classes that the rules were read for, and the name of attention modules in their checkpoints;
-    # without these and `classes`, loading does not depend on the class
+    # that the rules were read for; without these and `classes`, loading does not depend on the model's class
     architectures: tuple[str, ...] = ()
-    modules: str = "model.layers.N.self_attn"
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     # the command that serves {path}, without the flag; arguments after the path are for FP8 caches alone
@@ -260,11 +260,6 @@ class Engine(Section):
         ran = self.classes_version
         return ran is not None and (not self.version or _parse(self.version) == _parse(ran))
 
-    @property
-    def latent_fate(self) -> str:
-        """The fate of scales where latents are cached (MLA)."""
-        return self.latent or f"whether {self.engine} computes with scales of latents is not known"
-
     def class_caches_latents(self, config: Mapping[str, Any]) -> bool:
         """Return whether the class that config.json names was run and caches latents (MLA)."""
         return self.classes is not None and architecture(config) in self.classes.latent
@@ -289,8 +284,8 @@ class Engine(Section):
         if not self.architectures:
             return None
         if name in self.architectures:
-            stranger = next((m for m in modules if pattern_of(m) != self.modules), None)
-            return stranger and f"not known: the rules were read for '{self.modules}', not '{stranger}'"
+            stranger = next((m for m in modules if pattern_of(m) != _MODULES), None)
+            return stranger and f"not known: the rules were read for '{_MODULES}', not '{stranger}'"
         return (
             f"not known for {name or 'a model whose config.json does not name one architecture'}: "
             f"the rules were read for {', '.join(self.architectures)}"

@@ -1,11 +1,19 @@
-"""Outcomes of scales that an engine loads, on some GPUs."""
+"""Outcomes of scales that an engine loads, on some GPUs, and the values that layers compute with."""
 
+import math
+import struct
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from calib.engines.catalogue import Engine
+from calib.engines.catalogue import Engine, Method
+from calib.files.config import head_count, layer_config
+from calib.files.model_directory import ModelDirectory
+from calib.files.scale_files import ScaleTensor
+from calib.files.stored_scales import Values
 
-Values = tuple[float, ...]
+Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 
 
 class Outcome(str, Enum):
@@ -59,13 +67,13 @@ class Place:
 
 @dataclass(frozen=True)
 class LayerScale:
-    """The scale of K, V or Q that one attention layer computes with."""
+    """The scale of K, V or Q that one attention layer computes with; by default none is in the files."""
 
     module: str
     letter: str
-    status: Outcome  # loaded, default or unknown
-    values: Values  # none where they are not known
-    reason: str = ""
+    status: Outcome = Outcome.DEFAULT  # loaded, default or unknown
+    values: Values = (1.0,)  # none where they are not known
+    reason: str = "nothing for it in the files: 1.0"
 
 
 @dataclass
@@ -100,6 +108,135 @@ class Simulation:
         return not (self.refused or self.problem) and bool(arrived) and all(arrived)
 
 
-def default_scale(module: str, letter: str) -> LayerScale:
-    """Return the scale of a layer for which nothing is in the files."""
-    return LayerScale(module, letter, Outcome.DEFAULT, (1.0,), "nothing for it in the files: 1.0")
+def layer_scales(
+    directory: ModelDirectory,
+    module: str,
+    loaded: Mapping[tuple[str, str], ScaleTensor],
+    method: Method | None,
+    place: Place,
+) -> list[LayerScale]:
+    """Return the scales of K, V and Q that the attention layer `module` computes with under `method`."""
+    tensors = {letter: loaded.get((module, letter)) for letter in "kvq"}
+    if method is None or method.kind == "none":
+        return [LayerScale(module, letter) for letter in "kv"]
+    if method.kind == "pair":
+        return _pair(module, tensors, loaded.get((module, "kv")))
+    if method.kind == "scalar":
+        if not method.reads_q:
+            tensors["q"] = None
+        return _scalars(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
+    scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
+    is_per_head = scheme.get("strategy") == "attn_head"
+    return _one_or_per_head(directory, module, tensors, place if is_per_head else None)
+
+
+def _one_or_per_head(
+    directory: ModelDirectory, module: str, tensors: Tensors, place: Place | None
+) -> list[LayerScale]:
+    """Load as vLLM's `CompressedTensorsKVCacheMethod`: ones, overwritten without a check.
+
+    `place` is None where there is one scale per layer, not one per head.
+    """
+    scales = {letter: LayerScale(module, letter) for letter in tensors}
+    for letter, tensor in tensors.items():
+        if tensor is not None:
+            values = _head_values(directory, letter, tensor, place) if place else _one(tensor)
+            scales[letter] = LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values)), "")
+    return [*scales.values()]
+
+
+def _scalars(module: str, tensors: Tensors, method: Method, factor: float) -> list[LayerScale]:
+    """Load as vLLM's and SGLang's `BaseKVCacheMethod`: a scale that is absent is -1.
+
+    `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
+    """
+    rounded = _bfloat16 if method.through_bf16 else _float32
+    k, v, q = (rounded(_one(tensor)[0]) if tensor else -1.0 for tensor in map(tensors.get, "kvq"))
+    query = _loaded(module, "q", q * factor) if q > 0 else LayerScale(module, "q")
+    if k > 0 and v > 0:
+        return [_loaded(module, "k", k * factor), _loaded(module, "v", v * factor), query]
+    is_absent = max(k, v) <= 0 if method.zero_is_absent else max(k, v) < 0
+    if is_absent and not math.isnan(k + v):
+        return [LayerScale(module, "k"), LayerScale(module, "v"), query]
+    if not k > 0:
+        if tensors["k"] is None:
+            raise Refused(f"{module} has a V scale and no K scale; repair it")
+        raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
+    both = factor * (k if math.isnan(v) else max(k, v))
+    why = (
+        f"a V scale of {v:g} is replaced by K's" if tensors["v"] else "the layer has no V scale: V takes K's"
+    )
+    return [_loaded(module, "k", both), _loaded(module, "v", both, why), query]
+
+
+def _pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[LayerScale]:
+    """Load as TGI's `get_kv_scales`: both K and V, else the scale that they share, else 1.0."""
+    k, v = tensors["k"], tensors["v"]
+    if k and v:
+        return [_loaded(module, x, _one(tensor)[0]) for x, tensor in (("k", k), ("v", v))]
+    if shared:
+        return [_loaded(module, x, _bfloat16(_one(shared)[0])) for x in "kv"]
+    return [LayerScale(module, x) for x in "kv"]
+
+
+def _loaded(module: str, letter: str, value: float, reason: str = "") -> LayerScale:
+    return LayerScale(module, letter, Outcome.LOADED, (value,), reason)
+
+
+def _one(tensor: ScaleTensor) -> Values:
+    if len(tensor.values) != 1:
+        raise Refused(
+            f"'{tensor.name}' has {len(tensor.values)} values where one per layer is read; export "
+            "the scales with --reduce max, or for an engine that reads one per head"
+        )
+    return tensor.values
+
+
+def _head_values(directory: ModelDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
+    """Return every rank's values, one rank after the other."""
+    if "config_groups" not in (directory.quantization or {}):
+        raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
+    heads, kv_heads = heads_of(directory, tensor.parsed.layer)
+    values = tensor.values
+    if letter == "q":
+        # query heads share a scale with their KV head: the largest
+        group = heads // kv_heads
+        if len(values) % group:
+            raise Refused(f"'{tensor.name}' has {len(values)} values; the model has {heads} heads")
+        values = tuple(_max(values[i : i + group]) for i in range(0, len(values), group))
+    count = max(1, kv_heads // place.ranks)
+    parts = [values[place.head_slice(rank, kv_heads)] for rank in range(place.ranks)]
+    wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, count)), None)
+    if wrong is not None:
+        rank = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
+        raise Refused(f"{rank}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads")
+    return tuple(value for part in parts for value in part * (count // len(part)))
+
+
+def heads_of(directory: ModelDirectory, layer: int) -> tuple[int, int]:
+    """Return query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
+    config = layer_config(directory.text_config, layer)
+    heads, kv_heads = head_count(config, "q"), head_count(config, "k")
+    if heads is None or kv_heads is None:
+        kind = "KV" if heads else "attention"
+        raise NotKnown(f"config.json does not say how many {kind} heads there are")
+    if kv_heads > heads:
+        raise Refused(f"config.json names {kv_heads} KV heads, and only {heads} query heads")
+    return heads, kv_heads
+
+
+def _max(values: Values) -> float:
+    # as torch.amax: NaN stays
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _float32(value: float) -> float:
+    return array("f", [value])[0]
+
+
+def _bfloat16(value: float) -> float:
+    bits = int.from_bytes(struct.pack("<f", _float32(value)), "little")
+    if not math.isnan(value):
+        bits += 0x7FFF + (bits >> 16 & 1)  # to the nearest, ties to even
+    rounded: float = struct.unpack("<f", (bits >> 16 << 16).to_bytes(5, "little")[:4])[0]
+    return rounded

@@ -32,14 +32,12 @@ def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
     if method.mixed and directory.algorithms.get("quant_algo") == _MIXED:
         return _mixed_method(directory, method, engine)
     _check_algorithm(directory, method)
-    _check_weight_groups(config)
+    _check_groups(config, need_weights=method.groups_need_weights)
     missing = next((key for key in method.needs if not isinstance(config.get(key), dict)), None)
     if missing:
         raise Refused(f"the quantization config has no '{missing}', which {name} needs")
     if method.cache_group:
         _check_quark_group(config, by_pattern=method.cache_group == "patterns")
-    if method.groups_need_weights:
-        _check_groups(config.get("config_groups"))
     if method.needs_fp8_cache and not nvfp4 and not names_fp8_cache(directory):
         return _NO_CACHE
     if method.needs_fp8_cache and nvfp4 and not _has_nvfp4_place(directory):
@@ -164,16 +162,13 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
     return method if has_place else _NO_CACHE
 
 
-def _check_weight_groups(config: Mapping[str, Any]) -> None:
-    """Raise `NotKnown` for malformed settings of weights, with which nobody ran the engine."""
+def _check_groups(config: Mapping[str, Any], *, need_weights: bool) -> None:
+    """Raise `NotKnown` for malformed settings of weights; refuse groups without weights that need some."""
     for key, kind, article in (("config_groups", dict, "an object"), ("ignore", list, "a list")):
         if not isinstance(config.get(key), kind | None):
             raise NotKnown(f"not known: '{key}' of the quantization config is not {article}")
-
-
-def _check_groups(groups: Any) -> None:
-    for name, group in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and not group.get("weights"):
+    for name, group in (config.get("config_groups") or {}).items():
+        if need_weights and isinstance(group, dict) and not group.get("weights"):
             raise Refused(
                 f"config_groups has '{name[:40]}' without weights, as llm-compressor writes it for "
                 "queries, and it cannot read that; write it again with fp8kv convert --to vllm"

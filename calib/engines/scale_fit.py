@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1.005  # rounding to bfloat16 takes 0.4 %
 _NEAR = 0.02
-_SMALLEST_SHARE = 1 / (16 * _ROUNDING)  # headroom is 16 at most
+_SMALLEST_SHARE = 1 / (16 * _ROUNDING)  # of the range, that scales use: headroom is 16 at most
 _SIMILAR = 1.5  # another text has another absmax
 _FAR = 4.0
 # medians of the factor between a scale and an absmax, where it fits and where it does not
@@ -72,10 +72,6 @@ class Fit:
     def clipped(self) -> list[str]:
         """Letters of K, V and Q that are cut off."""
         return [letter for letter, used in self.used.items() if used > _ROUNDING]
-
-    def is_low(self, letter: str) -> bool:
-        """Return whether one of the scales leaves more than 15/16 of the range unused."""
-        return self.least.get(letter, 1.0) < _SMALLEST_SHARE
 
 
 @dataclass(frozen=True)
@@ -162,10 +158,11 @@ def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[F
 
 
 def judge(
-    layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: MeasuredAmax, largest: float
-) -> list[Finding]:
-    """Return how measured absmax contradicts scales; `fits` are of a cache that holds up to `largest`."""
-    amax, indices = measured.amax, [layer.layer for layer in layers]
+    layers: Sequence[StoredLayer], measured: MeasuredAmax, limits: Limits
+) -> tuple[list[Fit], list[Finding]]:
+    """Return how each layer's scales fit measured absmax, and how that contradicts them."""
+    amax, largest, indices = measured.amax, limits.largest, [layer.layer for layer in layers]
+    fits = compare(layers, amax, limits)
     findings = _compare_head_counts(layers, amax)
     mistake = _find_mistake(layers, amax, largest)
     if mistake:
@@ -186,7 +183,7 @@ def judge(
         findings += _judge_range(letter, [share for share in shares if share.letter == letter], fits, largest)
     if absent := {fit.layer for fit in fits} ^ {layer for layer, _ in amax}:
         findings.append(Finding(f"layer {min(absent)} is only in the scales, or only in the statistics"))
-    return findings
+    return fits, findings
 
 
 def judge_mtp(
@@ -199,9 +196,9 @@ def judge_mtp(
     if not layers or not amax or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
         return [], [Finding(text, is_problem=False)] * bool(drafts)
-    fits = [replace(fit, is_draft=True) for fit in compare(layers, amax, limits)]
-    findings = judge(layers, fits, measured._replace(amax=amax), limits.largest)
-    return fits, [replace(finding, text=f"draft: {finding.text}") for finding in findings]
+    fits, findings = judge(layers, measured._replace(amax=amax), limits)
+    findings = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
+    return [replace(fit, is_draft=True) for fit in fits], findings
 
 
 def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:
@@ -294,7 +291,8 @@ def _judge_range(
     """Yield problems and warnings where the scales of a letter are too large, or of another kind."""
     name = letter.upper()
     zero = [fit.layer for fit in fits if letter in fit.zero]
-    low = {fit.layer: fit.least[letter] for fit in fits if fit.is_low(letter) and fit.layer not in zero}
+    least = {fit.layer: fit.least[letter] for fit in fits if letter in fit.least and fit.layer not in zero}
+    low = {layer: share for layer, share in least.items() if share < _SMALLEST_SHARE}
     is_odd = zero or low or any(letter in fit.clipped for fit in fits)
     kind = _describe_kind(shares, largest) if is_odd else None
     if kind:

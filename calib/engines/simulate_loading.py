@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,10 +16,10 @@ from calib.engines.outcome import (
     Refused,
     Simulation,
     SimulationEnd,
-    default_scale,
+    heads_of,
+    layer_scales,
 )
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
-from calib.engines.values import heads_of, layer_scales
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
 from calib.files.config import LAYER_KEYS, can_be_split
 from calib.files.model_directory import ModelDirectory
@@ -287,10 +288,10 @@ def _load_json(directory: ModelDirectory, place: Place, simulation: Simulation) 
     mistake = scales and _json_mistake(scales, config, count, place.ranks)
     simulation.ignored += [(JSON_FILE, mistake)] if mistake else []
     for layer, letter in product(range(count), "kv"):
-        scale = default_scale(f"layer {layer}", letter)
+        scale = LayerScale(f"layer {layer}", letter)
         if scales and not mistake:
             values = tuple(scales.ranks[rank][layer] for rank in range(place.ranks))
-            scale = LayerScale(scale.module, letter, Outcome.LOADED, values)
+            scale = replace(scale, status=Outcome.LOADED, values=values, reason="")
         simulation.outcomes.append(scale)
 
 
@@ -345,7 +346,8 @@ def _flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
         return engine.flag
     model_type = (text if isinstance(text, dict) else config).get("model_type")
     if engine.classes and engine.is_run_version:
-        if engine.class_caches_latents(config) or _is_served_as_latents(engine, model_type):
+        ways = (way for way in engine.caches.types.get("fp8", ()) if "heads" not in way.attention)
+        if engine.class_caches_latents(config) or any(model_type in (way.models or ()) for way in ways):
             return engine.flag
         if any(kind.endswith(TRANSFORMERS) for kind in engine.classes.results.get(name or "", {})):
             return f"{engine.transformers_flag} {engine.flag}"
@@ -359,9 +361,3 @@ def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
         return _flags_at_one(engine, config)
     except SimulationEnd:
         return None
-
-
-def _is_served_as_latents(engine: Engine, model_type: object) -> bool:
-    """Return whether the engine is known to cache latents of that type, whose class was not run."""
-    ways = (way for way in engine.caches.types.get("fp8", ()) if way.models and "heads" not in way.attention)
-    return any(model_type in (way.models or ()) for way in ways)

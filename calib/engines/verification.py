@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from calib.engines.catalogue import Backend, Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
-from calib.engines.scale_fit import Fit, Limits, compare, judge, judge_mtp, measured_amax, measured_convention
+from calib.engines.scale_fit import Fit, Limits, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import Fp8kvError, InputError, NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
@@ -100,10 +100,8 @@ def verify_directory(
         if bake:
             layers = [StoredLayer(i, (1.0,), (1.0,)) for i in sorted({i for i, _ in measured.amax})]
         limits = _cache_limits(scales, place, nvfp4, baked=bool(bake))
-        fits = compare(layers, measured.amax, limits)
-        findings = judge(layers, fits, measured, limits.largest)
-        fits_of_drafts, findings_of_drafts = judge_mtp(scales.drafts, against, measured, limits)
-        fits, findings = fits + fits_of_drafts, findings + findings_of_drafts
+        own, drafts = judge(layers, measured, limits), judge_mtp(scales.drafts, against, measured, limits)
+        fits, findings = own[0] + drafts[0], own[1] + drafts[1]
         problems += [finding.text for finding in findings if finding.is_problem]
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one = bake.get("latent") is True
@@ -128,18 +126,16 @@ def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]
     """Say which head sizes of the model `backend` does not take, where both are known."""
     from calib.models.config import caches_latents, layer_configs, read_config  # imports transformers
 
-    sizes = set[int]()
+    allowed, sizes = backend.head_sizes, set[int]()
+    if allowed is None:
+        return []
     with suppress(AttributeError, Fp8kvError, TypeError):  # code of its own, or no heads
         config = read_config(directory.path, directory.config, trust_remote_code=False)
         if not caches_latents(config):
             layers = layer_configs(config)
             sizes = {getattr(x, "head_dim", 0) or x.hidden_size // x.num_attention_heads for x in layers}
-    allowed = backend.head_sizes
-    return [
-        f"with an FP8 cache the head size must be {allowed}; this model's is {size}"
-        for size in sorted(sizes)
-        if allowed and size not in allowed
-    ]
+    wrong = sorted(size for size in sizes if size not in allowed)
+    return [f"with an FP8 cache the head size must be {allowed}; this model's is {size}" for size in wrong]
 
 
 def _own_problems(path: Path) -> list[str]:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from calib.engines.loaded_scales import ScalesInForce, compare, layers_of_files
+from calib.engines.loaded_scales import ScalesInForce, compare, fingerprint, layers_of_files, stored_scales
 from calib.engines.outcome import Place
-from calib.engines.scale_fingerprint import fingerprint, stored_scales
 from calib.serving.engine_layers import read_files, sglang_layers
 
 

@@ -13,8 +13,7 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
-from calib.engines.loaded_scales import ScalesInForce
-from calib.engines.scale_fingerprint import fingerprint, join_ranks
+from calib.engines.loaded_scales import ScalesInForce, fingerprint, join_ranks
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.skipped_layers import skipped_layers

@@ -4,9 +4,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from calib.engines.loaded_scales import EngineLayer, ScalesInForce, compare, layers_of_files
+from calib.engines.loaded_scales import (
+    EngineLayer,
+    ScalesInForce,
+    Stored,
+    compare,
+    fingerprint,
+    layers_of_files,
+    stored_scales,
+)
 from calib.engines.outcome import Place
-from calib.engines.scale_fingerprint import Stored, fingerprint, stored_scales
 from calib.errors import Fp8kvError
 from calib.files.stored_scales import StoredLayer
 from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vllm_attention, vllm_layers

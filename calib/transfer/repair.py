@@ -7,7 +7,7 @@ from pathlib import Path
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
-from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, compare, judge, measured_amax
+from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, judge, measured_amax
 from calib.engines.verification import verify_directory
 from calib.errors import NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
@@ -178,7 +178,7 @@ def _find_wrong(
     for layer, letter in scales.keys() - wrong:
         setattr(right[layer], letter, scales[layer, letter])
     usable, limits = [*right.values()], Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
-    for finding in judge(usable, compare(usable, measured.amax, limits), measured, limits.largest):
+    for finding in judge(usable, measured, limits)[1]:
         wrong |= finding.scales
     return wrong & scales.keys()
 

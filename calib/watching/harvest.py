@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from calib.engines.scale_fingerprint import Stored, fingerprint, join_ranks, stored_scales
+from calib.engines.loaded_scales import Stored, fingerprint, join_ranks, stored_scales
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.files.strict_json import json_text
 from calib.scales.cache_counts import CacheCounts, WatchedLayer, join_watched, watched_stats

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from watched_engine import DOCUMENTATION, LOG, Engine, by_head, by_name
 
 from calib.capture.loop import calibrate as measure
-from calib.engines.scale_fingerprint import fingerprint
+from calib.engines.loaded_scales import fingerprint
 from calib.evaluate.served.watch_report import read_watched
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.recipe import load_recipe

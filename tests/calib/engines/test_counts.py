@@ -190,8 +190,7 @@ def judged(factors, change=lambda scale: scale, amax=AMAX, *, per_head=True):
         right = [(a or max(heads)) / 448 for a in (heads if per_head else [max(heads)])]
         setattr(layer, x, tuple(change(scale) * factor for scale in right))
     measured = {(i, x): tuple(each) for x, both in amax.items() for i, each in enumerate(both)}
-    fits = compare(layers, measured, Limits(448.0, SMALLEST))
-    findings = judge(layers, fits, MeasuredAmax(measured, 1.0, [], {}), 448.0)
+    _, findings = judge(layers, MeasuredAmax(measured, 1.0, [], {}), Limits(448.0, SMALLEST))
     return ([each.text for each in findings if each.is_problem == kind] for kind in (True, False))
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from calib import push_scales
-from calib.engines.loaded_scales import EngineLayer, ScalesInForce
-from calib.engines.scale_fingerprint import fingerprint, join_ranks, stored_scales
+from calib.engines.loaded_scales import EngineLayer, ScalesInForce, fingerprint, join_ranks, stored_scales
 from calib.errors import InputError
 from calib.serving import vllm_engine, vllm_worker
 from calib.serving.plugin import ScalesNotUsedError
