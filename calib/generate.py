@@ -66,24 +66,20 @@ class GenerationResult:
     plain: Generation | None
     cached_tokens: int
     block_size: int | None  # None: the cache was simulated
-    bytes_per_token: int  # of K and V, over all layers
-    cache_bytes: int  # of the blocks in use at the end
+    values_per_token: int  # of K and V, over all layers
+    bytes_per_token: int
+    cache_bytes: int  # of the blocks in use at the end, or of the tokens without blocks
+    cache_bytes_16bit: int  # of the same blocks or tokens in 16 bits
     warnings: tuple[str, ...] = ()
     cache: str = STATIC_FP8
     simulated: str = ""  # how it is known what the cache computes
-    values_per_token: int | None = None  # None: one in each byte
     bytes_per_token_in_blocks: int | None = None  # more, where heads of K and V differ in size
     keeps_decoded: bool = False  # K and V are kept in float32 too, which no figure counts
 
     @property
     def bytes_per_token_16bit(self) -> int:
         """Bytes of a token's K and V in float16 or bfloat16."""
-        return 2 * (self.values_per_token or self.bytes_per_token)
-
-    @property
-    def cache_bytes_16bit(self) -> int:
-        """Bytes of the same tokens in 16 bits, not rounded up to blocks."""
-        return self.bytes_per_token_16bit * self.cached_tokens
+        return 2 * self.values_per_token
 
     @property
     def same_tokens(self) -> int | None:
@@ -95,7 +91,7 @@ class GenerationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
-        derived = ("same_tokens", "bytes_per_token_16bit", "cache_bytes_16bit")
+        derived = ("same_tokens", "bytes_per_token_16bit")
         facts = asdict(self) | {name: getattr(self, name) for name in derived}
         for name, generation in (("fp8", self.fp8), ("plain", self.plain)):
             if generation is not None:
@@ -164,6 +160,7 @@ def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[st
         "block_size": blocks.block_size,
         "bytes_per_token": values + in_16_bits,
         "cache_bytes": blocks.num_bytes_used + in_16_bits * cached_tokens,
+        "cache_bytes_16bit": 2 * blocks.num_bytes_used + in_16_bits * cached_tokens,
         "bytes_per_token_in_blocks": blocks.bytes_per_token + in_16_bits,
         "values_per_token": all_values,
         "keeps_decoded": model.device.type == "cpu",
@@ -179,14 +176,15 @@ def _check_cache(kind: CacheType, layers: Layers) -> tuple[str, ...]:
 
 def _simulated_memory(kind: CacheType, layers: Layers, cached_tokens: int) -> dict[str, Any]:
     """Return the memory that a cache of this type would take, by the fields of the result."""
-    size = kind.model_bytes(layers)
+    size, values = kind.model_bytes(layers), sum(shape.values for shape in layers.shapes.values())
     return {
         "block_size": None,
+        "values_per_token": values,
         "bytes_per_token": size,
         "cache_bytes": size * cached_tokens,
+        "cache_bytes_16bit": 2 * values * cached_tokens,
         "cache": kind.name,
         "simulated": kind.simulated,
-        "values_per_token": sum(shape.values for shape in layers.shapes.values()),
     }
 
 
@@ -201,6 +199,7 @@ def _open_scales(
     """Open the scales of a static FP8 cache; None for another type, which is simulated without any."""
     if kind.evidence == "none":
         raise InputError(f"cache {kind.name} is {kind.simulated}")
+    kind.check_attention(is_latent=checkpoint.caches_latents)
     if kind.name != STATIC_FP8:
         if scales is None and backend != "triton":
             return None

@@ -28,7 +28,7 @@ ADVICE = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its r
 def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp_path):
     out = tmp_path / "out"
     done = succeeded(calibrate(tiny_directory, "-o", out, "--strategy", "attn_head"))
-    for heading in ("layer", "K amax", "V scale", "K range used"):
+    for heading in ("layer", "K amax", "V scale", "K smallest head"):
         assert heading in done.stdout
     assert "128 tokens in" in done.stdout
     assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
@@ -143,7 +143,7 @@ def test_git_lfs_pointers_in_place_of_text_and_scales_but_not_of_what_is_not_rea
     one_line_error(fp8kv("verify", out, "--engine", "vllm"), f"'{out / SCALES_SHARD}' {ADVICE}")
     # nothing of the user's own can be downloaded again
     (out / SCALES_SHARD).write_bytes(b"cut off")
-    one_line_error(fp8kv("verify", out), "not a whole safetensors file", "; put it back, or calibrate again")
+    one_line_error(fp8kv("verify", out), "not a whole safetensors file", "; put it back, or write it with")
     (out / SCALES_SHARD).unlink()
     one_line_error(fp8kv("verify", out), f"names '{SCALES_SHARD}' for KV-cache scales, and it is missing")
     one_line_error(fp8kv("generate", out, "w3"), f"names '{SCALES_SHARD}', which is missing; put it back, or")

@@ -93,11 +93,8 @@ class CacheType:
         Raises an InputError for a head size, or a kind of attention, that the type is not for.
         """
         shapes = [Shape(*layer) for layer in layers]
-        if not all(self.holds(shape) for shape in shapes):
-            kind, model = "latents (MLA)", "K and V of heads"
-            if "heads" in self.attention:
-                kind, model = model, kind
-            raise InputError(f"{self.name} holds {kind}, and this model caches {model}")
+        for shape in shapes:
+            self.check_attention(is_latent=shape.attention != "heads")
         try:
             sizes = ((shape, self.k.size(shape.k, shape.k_size), self.v.size(shape.v)) for shape in shapes)
             return sum(shape.heads * (k + v) for shape, k, v in sizes)
@@ -129,9 +126,12 @@ class CacheType:
         count = min(self.edge_layers, len(indices) // 2)
         return {*indices[:count], *indices[len(indices) - count :]}
 
-    def holds(self, shape: Shape) -> bool:
-        """Return whether this type can hold a layer with the attention of `shape`; sizes are not checked."""
-        return ("heads" if shape.attention == "heads" else "latents") in self.attention
+    def check_attention(self, *, is_latent: bool) -> None:
+        """Refuse a model that caches latents, or K and V of heads, where this type is for the other alone."""
+        if ("latents" if is_latent else "heads") not in self.attention:
+            kinds = ("K and V of heads", "latents (MLA)")
+            own, model = kinds if is_latent else reversed(kinds)
+            raise InputError(f"{self.name} holds {own}, and this model caches {model}")
 
 
 def cache_type(name: str) -> CacheType:

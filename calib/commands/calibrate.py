@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 
-_HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
+_HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K smallest head", "V smallest head")
 
 
 @job_command

@@ -82,7 +82,7 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
         f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)"
     )
     own += " of codes, beside which a CPU keeps what they stand for" * result.keeps_decoded
-    yield f"{result.cached_tokens} tokens{blocks}: {own}; in 16 bits {full}"
+    yield f"{result.cached_tokens} tokens{blocks}: {own}; {full} in 16 bits"
     if result.simulated:
         yield f"simulated, so the speed is not an engine's; known from {result.simulated}"
     if plain is not None:

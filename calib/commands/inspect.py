@@ -156,10 +156,10 @@ def compare(
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:
     from calib.same_model.scale_ratios import ratio
 
-    low, high = ratio(a, b) or (None, None)
-    shown = "-" if low is None else f"{low:.4g}"
-    if low != high:
-        shown = f"{low:.4g} to {high:.4g}"
+    shown, form = "-", "{:.4g}"
+    if ends := ratio(a, b):
+        # NaN is in both ends, where one head has it
+        shown = " to ".join(dict.fromkeys(show_number(end, form) for end in ends))
     return _show_scale(a), _show_scale(b), shown
 
 

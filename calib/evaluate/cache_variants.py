@@ -30,6 +30,16 @@ def cache_names(names: Sequence[str]) -> list[str]:
     return [*(name for name in types if name != "fp8"), *baked]
 
 
+def check_types(names: Sequence[str], *, is_latent: bool) -> None:
+    """Refuse types in `names` that cannot hold the latents, or K and V of heads, of a model."""
+    for name in names:
+        try:
+            if name != "all":
+                cache_type(name).check_attention(is_latent=is_latent)
+        except InputError as error:
+            raise InputError(f"{error}; leave it out of --caches") from None
+
+
 def select_types(names: Sequence[str], layers: Layers) -> tuple[list[CacheType], list[str]]:
     """Return the types in `names`, and warnings; `all` leaves out those that `layers` do not allow.
 

@@ -12,7 +12,14 @@ from calib.data import MediaReader
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
-from calib.evaluate.cache_variants import STATIC, cache_names, cache_variants, count_bytes, select_types
+from calib.evaluate.cache_variants import (
+    STATIC,
+    cache_names,
+    cache_variants,
+    check_types,
+    count_bytes,
+    select_types,
+)
 from calib.evaluate.held_out import add_own_samples, find_readers
 from calib.evaluate.measure import choose_searched, measure, search_layers, written_texts
 from calib.evaluate.other_text import check_other_texts, load_other_texts, measure_other_texts, other_datasets
@@ -72,6 +79,7 @@ def open_inputs(
     check_backend(recipe.evaluation.backend, recipe.device)
     checkpoint = find_model(model_name)
     config = load_config(checkpoint, recipe.trust_remote_code)
+    check_types(recipe.evaluation.caches, is_latent=checkpoint.caches_latents)
     suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
     if (few := suite.documents) < inputs.ENOUGH:
         warnings.append(f"an interval over {few} documents tells little: measure {inputs.ENOUGH} or more")

@@ -353,7 +353,7 @@ def _check_weights(directory: ModelDirectory) -> None:
     for name, shard in (directory.index or {}).items():
         if weight_map.get(name) != shard:
             raise InputError(
-                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; download the model again"
+                f"'{path / INDEX_FILE}' says '{name}' is in '{shard}', but it is not; {way_back(shard)}"
             )
     check_layers(path, directory.config, weight_map)
 

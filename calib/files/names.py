@@ -52,7 +52,7 @@ _IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<re
 
 def way_back(file: str) -> str:
     """Return advice for a safetensors file that is missing or damaged: ours comes from no server."""
-    return "put it back, or calibrate again" if file == SCALES_SHARD else "download it again"
+    return "put it back, or write it with fp8kv calibrate" if file == SCALES_SHARD else "download it again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,8 @@ def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:
     return next((key for key in one.keys() & two.keys() if one[key] != two[key]), None)
 
 
-def _compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
+def compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
+    """Say by which weight K and V of the two are not the same, where marks of both are known."""
     if scales.marks is None or model.marks is None:
         return None
     from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
@@ -247,5 +248,5 @@ FACTS = (
     Fact(_compare_layers, _OTHER_MODEL),
     Fact(_compare_fingerprints, "'{scales}' is of another model or revision than '{model}'"),
     Fact(_compare_settings, _OTHER_MODEL),
-    Fact(_compare_weights, "the scales of '{scales}' do not fit '{model}': {difference}"),
+    Fact(compare_weights, "the scales of '{scales}' do not fit '{model}': {difference}"),
 )

@@ -1,6 +1,7 @@
 """The scales of two directories beside each other."""
 
 from dataclasses import dataclass
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from calib.errors import InputError
 from calib.files.cache_type import nvfp4_convention
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
 from calib.files.text import show_layers
-from calib.same_model.check import config_difference, known_config
+from calib.same_model.check import compare_weights, config_difference, scales_facts
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ def compare_scales(a: Path, b: Path) -> ScaleComparison:
         if layers:
             names = [empty[key].name for key in sorted(layers)]
             notes.append(f"only {name} has scales of {show_layers(names)}")
-    if difference := config_difference(known_config(a), known_config(b)):
+    facts_a, facts_b = scales_facts(a), scales_facts(b)
+    if difference := config_difference(facts_a.config, facts_b.config):
         notes.append(f"A and B are of other models: {difference[0]} and {difference[1]}")
+    elif weights := compare_weights(facts_a, facts_b):
+        notes.append(f"A and B are of models with other weights: {weights}")
     kind_a, kind_b = map(_describe, scales.values())
     if kind_a != kind_b:
         notes.append(f"A holds {kind_a}, B {kind_b}: equal absmax gives other numbers")
@@ -51,8 +55,8 @@ def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:
     if not a or not b or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
     pairs = zip(a * (len(b) if len(a) == 1 else 1), b * (len(a) if len(b) == 1 else 1), strict=True)
-    ratios = [second / first if first else float("inf") for first, second in pairs]
-    return min(ratios), max(ratios)
+    ratios = [second / first if first else inf for first, second in pairs]
+    return (nan, nan) if any(map(isnan, ratios)) else (min(ratios), max(ratios))
 
 
 def _describe(scales: StoredScales) -> str:

@@ -43,7 +43,7 @@ class LayerSummary:
     v_amax: float
     k_scale: float
     v_scale: float
-    k_range_used: float  # share of the FP8 range that the smallest head's amax reaches
+    k_range_used: float  # by the head with the smallest amax: its share of the FP8 range, at most 1
     v_range_used: float
 
 
@@ -51,7 +51,7 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
     """Return one row per layer, in layer order."""
     limit = FP8_MAX[scales.fp8_dtype]
 
-    def range_used(amax: Tensor, scale: Tensor) -> float:
+    def smallest_share(amax: Tensor, scale: Tensor) -> float:
         per_head = scale.amax(-1) if scale.dim() == 2 else scale
         return float((amax.amax(-1) / (per_head * limit)).min().clamp(max=1.0))
 
@@ -61,7 +61,7 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
         stored_k = layer.k.amax if own.k_center is None else layer.centered_keys()[1]
         amax = float(layer.k.amax.max()), float(layer.v.amax.max())
         largest = float(own.k.max()), float(own.v.max())
-        used = range_used(stored_k, own.k), range_used(layer.v.amax, own.v)
+        used = smallest_share(stored_k, own.k), smallest_share(layer.v.amax, own.v)
         rows.append(LayerSummary(name, layer.layer_idx, *amax, *largest, *used))
     return rows
 

@@ -1,6 +1,7 @@
 """`fp8kv generate`: text, speed, bytes, a line for each mistake; whole jobs on models with uneven heads."""
 
 import json
+import re
 import shutil
 
 import families
@@ -40,12 +41,12 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
     assert f"{len(expected)} tokens in " in lines[1]
     assert "tokens/s" in lines[1]
     assert lines[2] == "KV cache: 192 bytes a token in FP8, 384 in 16 bits (0.50x)"
-    assert lines[3].startswith("14 tokens in blocks of 64: ")
+    assert re.fullmatch("14 tokens in blocks of 64: 0.01 MiB of codes.*; 0.02 MiB in 16 bits", lines[3])
     facts = as_json(model, PROMPT, "--scales", calibrated)
     assert facts["fp8"]["token_ids"] == expected
     sizes = ("plain", "cached_tokens", "bytes_per_token", "cache_bytes", "cache_bytes_16bit")
     tokens = 6 + 9 - 1  # the last one is never fed back
-    assert [facts[name] for name in sizes] == [None, tokens, *(n * BYTES_PER_TOKEN for n in (1, 64, 28))]
+    assert [facts[name] for name in sizes] == [None, tokens, *(n * BYTES_PER_TOKEN for n in (1, 64, 128))]
     facts = as_json(calibrated, PROMPT, "--compare")
     ours, plain = (facts[name]["token_ids"] for name in ("fp8", "plain"))
     assert plain == continuation(model)
@@ -54,7 +55,7 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
     assert "with a 16-bit cache" in generate(calibrated, PROMPT, "--compare").stdout
     for theirs, same in (([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)):
         ours, plain = Generation("", [4, 5, 6], 1.0), Generation("", theirs, 1.0)
-        assert GenerationResult(ours, plain, 3, 64, 1, 1).same_tokens == same
+        assert GenerationResult(ours, plain, 3, 64, 1, 1, 1, 1).same_tokens == same
 
 
 def test_sampling_repeats_with_its_seed_and_next_to_zero_is_greedy(calibrated):
@@ -79,6 +80,11 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         (tmp_path / name).mkdir()
         (tmp_path / name / "kv_cache_scales.json").write_text(text)
     louder = copy(model, tmp_path / "louder", lambda tensors: rescale_values(tensors, 8))
+    succeeded(calibrate(louder, "-o", tmp_path / "own", "--strategy", "attn_head"))
+    note = "note: A and B are of models with other weights: "
+    assert note in " ".join(ran("compare", calibrated, tmp_path / "own").stdout.split())
+    cut, lost = shutil.copytree(calibrated, tmp_path / "cut"), "model.layers.1.self_attn.v_scale"
+    edit_tensors(cut, lambda tensors: tensors.pop(lost), SCALES_SHARD)
     nvfp4 = ("--cache", "nvfp4")
     # layers and heads are as many
     mistral = save_model(tiny_model("mistral"), tmp_path / "mistral")
@@ -96,6 +102,8 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((calibrated, PROMPT, "--chat"), "no chat template; leave out --chat"),
         ((model, PROMPT, "--cache", "fp8_e4m3"), "nvfp4_ds_mla (did you mean 'fp8'?)"),
         ((model, PROMPT, "--cache", "octave_k3v4"), "cache octave_k3v4 is not simulated: its writer is HIP"),
+        ((model, PROMPT, "--cache", "fp8_ds_mla"), "fp8_ds_mla holds latents (MLA), and this model caches K"),
+        ((cut, PROMPT), f"says '{lost}' is in '{SCALES_SHARD}', but it is not; put it back, or write it"),
         ((model, PROMPT, *nvfp4, "--scales", "none"), "--scales is for --cache fp8, not for nvfp4; leave it"),
         ((model, PROMPT, *nvfp4, "--backend", "triton"), "--backend triton is for --cache fp8"),
         ((calibrated, "w3 " * 248), "prompt + --max-new-tokens 257 is longer than the model's 256 positions"),
@@ -121,7 +129,7 @@ def test_int8_is_what_attention_reads_and_its_bytes_and_speed_are_said(model, mo
     assert facts["fp8"]["token_ids"] == continuation(model, attend)
     assert facts["plain"]["token_ids"] == plain_text
     assert (facts["bytes_per_token"], facts["bytes_per_token_16bit"]) == (size, plain)
-    assert facts["cache_bytes"] == (6 + 9 - 1) * size
+    assert [facts[f"cache_bytes{x}"] for x in ("", "_16bit")] == [14 * size, 14 * plain]
     said = generate(model, PROMPT, "--cache", "int8_per_token_head", "--compare").stdout
     ratio = f"({size / plain:.2f}x)"
     assert f"KV cache: {size} bytes a token in int8_per_token_head, {plain} in 16 bits {ratio}" in said

@@ -131,12 +131,17 @@ def test_ratios_of_each_layer(tmp_path):
     per_head = model(tmp_path / "heads", k=([0.5, 0.25], [0.25, 0.25]), v=([0.5, 0.125], [0.5, 0.5]))
     assert compare_scales(a, per_head).to_json()["layers"][0]["k"] == (0.5, 1.0)
     assert " to 1 " in lines_of(ran("compare", a, per_head))
+    not_finite = model(tmp_path / "nan", k=(float("nan"), 0.25))
+    said = lines_of(ran("compare", a, not_finite))
+    assert "│ not finite │" in said
+    assert "nan to nan" not in said
 
 
 def test_one_scale_stands_for_all_heads():
     assert ratio((0.5,), (0.25, 1.0)) == ratio((0.25, 1.0), (0.5,)) == (0.5, 2.0)
     assert ratio((0.5, 0.5), (0.5, 0.25)) == (0.5, 1.0)
     assert ratio((0.0,), (0.5,)) == (float("inf"),) * 2
+    assert str(ratio((0.5,), (0.5, float("nan")))) == "(nan, nan)"
     for a, b in (((0.5, 0.5), (0.5, 0.5, 0.5)), ((), (0.5,)), ((0.5,), None)):
         assert ratio(a, b) is None
 
