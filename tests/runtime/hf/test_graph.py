@@ -3,6 +3,7 @@
 import copy
 import itertools
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -70,13 +71,16 @@ def replays(monkeypatch):
     return replays
 
 
-def logits_of(model, monkeypatch, *, waits, padding=0, holes=0, backend="triton", before_step=None):
+def logits_of(
+    model, monkeypatch, *, waits, padding=0, holes=0, backend="triton", before_step=None, num_scaled=None
+):
     """Logits of eight steps after a prompt of twelve tokens: one block of 16 is filled up on the way."""
     monkeypatch.setattr(rows.CacheRows, "waits", lambda *_: waits)
     ids, positions, logits = torch.arange(3, 15)[None].repeat(2, 1), torch.arange(20)[None].repeat(2, 1), []
     mask = (torch.arange(20) >= torch.tensor([[padding], [0]])).long()
     mask[:, 18:] -= holes
     scales = scales_for(model, strategy="tensor")
+    scales = replace(scales, layers=dict([*scales.layers.items()][:num_scaled]))
     with ExitStack() as block, torch.no_grad():
         block.enter_context(fp8_attention(model, scales, backend=backend, block_size=16))
         cache = model(ids, attention_mask=mask[:, :12], position_ids=positions[:, :12]).past_key_values
@@ -131,6 +135,7 @@ NOT_RECORDED = {
     "counts its calls": ("llama", {}, "triton", lambda x, own: own(x) * (1 + 0.1 * next(COUNT))),
     "torch": ("llama", {}, "torch", None),
     "keeps states": ("falcon_h1", PARALLEL["falcon_h1"], "triton", None),
+    "layers without scales": ("llama", {"num_hidden_layers": 2}, "triton", None),
     "in chunks": ("llama4_text", LLAMA4, "triton", None),
 }
 
@@ -143,6 +148,7 @@ def test_what_cannot_be_recorded_runs_itself(case, replays, monkeypatch):
         norm = model.model.norm
         monkeypatch.setattr(norm, "forward", partial(forward, own=norm.forward))
     for waits in (False, True):
-        logits.append(logits_of(model, monkeypatch, waits=waits, backend=backend))
+        num_scaled = 1 if case == "layers without scales" else None
+        logits.append(logits_of(model, monkeypatch, waits=waits, backend=backend, num_scaled=num_scaled))
     counts = case == "counts its calls"
     assert (len(replays), torch.equal(*logits)) == (int(counts), not counts)  # a first replay is compared
