@@ -17,7 +17,6 @@ import typer
 from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, succeeded
 from rich.console import Console
 
-from calib import choices
 from calib.capture.resume import Share
 from calib.commands import running
 from calib.commands.app import app
@@ -26,6 +25,7 @@ from calib.commands.running import run
 from calib.commands.terminal import TextTable, table_text
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory
+from calib.formats import FORMATS
 from calib.rescale.stress import write_stress_card
 
 
@@ -125,11 +125,11 @@ def test_at_40_columns_no_word_is_broken(command, directories, output, monkeypat
 
 def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
     out = tmp_path / "it's out; rm"
-    formats = [f"--format={name}" for name in choices.FORMATS if name != "fp8kv"]
-    done = succeeded(calibrate(tiny_directory, "-o", out, *formats))
-    served = [str(out / name) for name in ("vllm", "modelopt", "vllm-nvfp4")]
+    formats = [name for name, target in FORMATS.items() if target.serve]
+    done = succeeded(calibrate(tiny_directory, "-o", out, *(f"--format={name}" for name in formats)))
+    served = [str(out / name) for name in formats if FORMATS[name].serve.startswith("vllm serve")]
     assert commands_in(done.stdout, "vllm serve") == served
-    for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "trtllm", "sglang-nvfp4"):
+    for name in formats:
         card = (out / name / "README.md").read_text()
         [command] = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
         assert any(str(out / name) in word for word in shlex.split(command))

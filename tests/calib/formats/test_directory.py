@@ -168,7 +168,6 @@ def test_output_matches_its_golden_file(name, strategy, targets, checkpoint, tmp
     assert found == json.loads(golden.read_text())
 
 
-PER_HEAD = ("vllm", "aphrodite")
 NEEDING = "transformers opens this directory only where `compressed-tensors` is installed"
 
 
@@ -212,7 +211,7 @@ def test_the_card_says_what_transformers_needs_to_open_an_output(tiny_directory,
     for name in formats:
         for directory in (tmp_path / "out" / name, tmp_path / f"converted-{name}"):
             says = NEEDING in (directory / "README.md").read_text()
-            assert says == (name in ("vllm", "aphrodite", "sglang")) == (not opens(directory)), directory
+            assert says == (not opens(directory)), directory
     assert NEEDING not in (tmp_path / "converted-json" / "README.md").read_text()
     ran("strip", source, "-o", tmp_path / "stripped")
     assert opens(tmp_path / "stripped")
@@ -224,7 +223,7 @@ def expected(name, strategy, reduce):
         return None if reduce == "max" and strategy != "tensor" else strategy
     if reduce == "max" or strategy == "tensor":
         return "tensor"
-    return strategy if strategy == "attn_head" and name in PER_HEAD else None
+    return strategy if strategy in FORMATS[name].strategies else None
 
 
 def test_every_format_does_with_every_strategy_what_is_asked_or_refuses(checkpoint):

@@ -10,8 +10,6 @@ from calib.errors import UnsupportedExportError
 from calib.formats import FORMATS, export
 from calib.formats.refusals import FormatRefusal, WayOut
 
-SCALAR_ONLY = ["sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4", "sglang-nvfp4"]
-
 
 def refuse(scales, checkpoint, name, message):
     with pytest.raises(UnsupportedExportError, match=message):
@@ -27,18 +25,18 @@ def factors_of(made):
 
 
 def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(checkpoint):
-    assert tuple(FORMATS) == NAMES
-    assert [name for name, each in FORMATS.items() if "attn_head" not in each.strategies] == SCALAR_ONLY
-    for name in SCALAR_ONLY:
-        way_out = r"Use --strategy tensor, or --reduce max, or --format vllm"
-        refuse(make_scales("attn_head"), checkpoint, name, way_out)
-        refuse(make_scales(q=True), checkpoint, name, "holds no query scales. Use --targets kv")
-    for name in (name for name in FORMATS if name != "fp8kv"):
-        refuse(make_scales("channel"), checkpoint, name, r"--reduce max, or --format fp8kv")
-        for fp8_dtype in ("e4m3fnuz", "e5m2"):
-            if (name, fp8_dtype) != ("tgi", "e4m3fnuz"):
-                fp8_types = "holds e4m3fn .*scales; .* --fp8-dtype e4m3fn"
-                refuse(make_scales(fp8_dtype=fp8_dtype), checkpoint, name, fp8_types)
+    assert {*FORMATS} == {*NAMES}, "FormatName in calib/choices.py and FORMATS name the same formats"
+    for name, target in FORMATS.items():
+        if "attn_head" not in target.strategies:
+            way_out = r"Use --strategy tensor, or --reduce max, or --format vllm"
+            refuse(make_scales("attn_head"), checkpoint, name, way_out)
+        if not target.reads_q:
+            refuse(make_scales(q=True), checkpoint, name, "holds no query scales. Use --targets kv")
+        if "channel" not in target.strategies:
+            refuse(make_scales("channel"), checkpoint, name, r"--reduce max, or --format fp8kv")
+        for fp8_dtype in {"e4m3fnuz", "e5m2"} - {*target.fp8_dtypes}:
+            fp8_types = "holds e4m3fn .*scales; .* --fp8-dtype e4m3fn"
+            refuse(make_scales(fp8_dtype=fp8_dtype), checkpoint, name, fp8_types)
     made = export(make_scales(fp8_dtype="e4m3fnuz"), checkpoint, "tgi")
     assert made.config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
 
@@ -185,9 +183,9 @@ REASONS = {
 
 
 def test_a_format_whose_engine_reads_no_latents_is_refused_with_the_way_out(make_checkpoint):
-    assert [name for name in NAMES if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
+    assert [name for name in FORMATS if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
     source = of_latents(make_checkpoint)
-    for name in (name for name in NAMES if FORMATS[name].latent):
+    for name in (name for name, target in FORMATS.items() if target.latent):
         refuse(scales(), source, name, f"--format {name}: .* Use {BAKE}")
         refuse(scales(), source, name, REASONS.get(name, "latents"))
         # scales that do not say so are known by the model's config

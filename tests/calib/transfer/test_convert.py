@@ -25,8 +25,10 @@ from calib.formats import FORMATS
 from calib.scales.stats_file import load_stats
 from calib.transfer import convert as conversion
 
-# those that hold a scale per layer, and of these those that hold one per head
-SCALAR, PER_HEAD = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm"), ("vllm", "aphrodite")
+# checkpoints, of these those that hold scales of FP8, and of these those that hold one per head
+FORMS = tuple(name for name, target in FORMATS.items() if target.with_weights)
+SCALAR = tuple(name for name in FORMS if not FORMATS[name].nvfp4)
+PER_HEAD = tuple(name for name in SCALAR if "attn_head" in FORMATS[name].strategies)
 ENDINGS = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "{x}_proj.output_scale", "{x}_cache.scale")
 NAMES = [f"{{module}}.{name}" for name in (*ENDINGS, "qkv_proj.{x}_scale")]
 CONVERT = "convert {} --without-q"
@@ -76,7 +78,6 @@ def command_line(command, source, statistics, out, to="vllm"):
 
 
 def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp_path):
-    assert {*SCALAR, "json", "fp8kv"} == {name for name, spec in FORMATS.items() if not spec.nvfp4}
     out = tmp_path / "out"
     one_line_error(fp8kv("convert", per_head, "--to", "tgi", "-o", out), "holds no query scales")
     for name in ("convert", "repair"):
@@ -269,7 +270,6 @@ def test_what_is_for_fp8_alone_is_refused(several, tiny_directory, tmp_path):
     assert left == {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
-FORMS = tuple(name for name, target in FORMATS.items() if target.with_weights)
 INDEX, GOLDEN = "model.safetensors.index.json", Path(__file__).parents[2] / "golden"
 CARD = b"---\nlicense: mit\n---\n\r\n<h1>A model</h1>\xff, in no encoding\n"
 
