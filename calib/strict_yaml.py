@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -56,6 +57,13 @@ def read_yaml(text: str, source: str) -> Any:
     raise InputError(f"cannot read {source[:_MAX_QUOTED]}: {reason}")
 
 
+def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _dotted_keys(field.annotation, f"{prefix}{name}.")
+
+
 def explain(source: str | None, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line that says why the document from `source` is not a `model`."""
     problems = error.errors()
@@ -64,10 +72,11 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
         *parents, leaf = map(str, first["loc"])
+        deeper = [f"'{key}'" for key in _dotted_keys(model) if key.endswith(f".{leaf}")]
         for part in parents:
             model = model.model_fields[part].annotation  # type: ignore[assignment]
         legal = [*model.model_fields]
-        suggestion = did_you_mean(leaf, legal)
+        suggestion = f" (did you mean {' or '.join(deeper)}?)" if deeper else did_you_mean(leaf, legal)
         return f"{where}: unknown key '{dotted}'{suggestion}; legal keys here: {', '.join(legal)}"
     message = first["msg"].removeprefix("Value error, ")
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -45,6 +45,7 @@ class CalibrationData:
     warnings: tuple[str, ...] = ()
     unknown: frozenset[int] | None = None  # ids of what the tokenizer does not know
     words: tuple[int, int] | None = None  # of the documents, and the tokens that they became
+    columns: Mapping[str, str] = field(default_factory=dict)  # that were read, each as `text` or `chats`
 
     @cached_property
     def samples(self) -> list[list[int]]:
@@ -91,6 +92,8 @@ class CalibrationData:
         parts = [f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media]
         text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
         parts += [f"; text: {text:,} of the tokens"] * bool(parts)
+        columns = ", ".join(f"{name} ({kind})" for name, kind in self.columns.items())
+        parts += [f"; columns read: {columns}"] * bool(columns)
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
             f"{self.num_tokens:,} tokens read, {self.unread:,} left unread{''.join(parts)}"
@@ -146,8 +149,8 @@ def load_data(
         unknown, tokenized = None, reader.read(chain(first, rows), recipe, source.folder)
     else:
         unknown, tokenized = unknown_ids(tokenizer), tokenize_rows(chain(first, rows), tokenizer, recipe)
-    pieces, warnings, words = tokenized
-    return CalibrationData(pieces, source.name, source.warnings + warnings, unknown or None, words)
+    pieces, warnings, words, columns = tokenized
+    return CalibrationData(pieces, source.name, source.warnings + warnings, unknown or None, words, columns)
 
 
 class RowSource(NamedTuple):

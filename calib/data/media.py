@@ -34,6 +34,7 @@ from calib.data.samples import (
     Tokenized,
     UnusableRow,
     apply_template,
+    columns_read,
     count_words,
     find_document,
 )
@@ -78,14 +79,17 @@ class MediaReader:
         skipped = SkippedRows()
         samples = [*islice(skipped.others(rows, lambda row: self._read(row, recipe, folder)), recipe.samples)]
         pieces = [piece._replace(document=i) for i, (piece, *_) in enumerate(samples)]
-        words = sum(x for _, x, _ in samples), sum(x for *_, x in samples)
+        words = sum(x for _, _, x, _ in samples), sum(x for *_, x in samples)
+        columns = {name: kind for _, own, *_ in samples for name, kind in own.items()}
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
             reason = next(iter([*skipped.unusable, *skipped.refusals]), "no row has one")
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
-        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), words)
+        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), words, columns)
 
-    def _read(self, row: Row, recipe: DataRecipe, folder: Path | None) -> tuple[Piece, int, int]:
-        """Return what is read of a row, and the numbers of its words and tokens before it was cut."""
+    def _read(
+        self, row: Row, recipe: DataRecipe, folder: Path | None
+    ) -> tuple[Piece, dict[str, str], int, int]:
+        """Return what is read of a row, of which columns, and its words and tokens before it was cut."""
         document = find_document(row, recipe.column, media=True)
         prompt, media = self._prompt(document, row, recipe)
         ids, arguments = self._process(prompt, media, folder)
@@ -105,7 +109,8 @@ class MediaReader:
         sample = MediaSample(
             counts, modalities[:length], digest.digest(), lambda: cut(self._process(prompt, media, folder)[1])
         )
-        return Piece(0, length, ids[:length].tolist(), sample), count_words(document), len(ids)
+        piece, columns = Piece(0, length, ids[:length].tolist(), sample), columns_read(row, recipe.column)
+        return piece, columns, count_words(document), len(ids)
 
     def _prompt(self, document: Document, row: Row, recipe: DataRecipe) -> tuple[dict[str, Any], Media]:
         """Write a row's prompt: a chat by the processor's template, text with places for media as it is."""

@@ -116,6 +116,7 @@ class Tokenized(NamedTuple):
     pieces: list[Piece]
     warnings: tuple[str, ...]
     words: tuple[int, int]
+    columns: dict[str, str]  # that were read, each as `text` or `chats`
 
 
 def tokenize_rows(
@@ -127,15 +128,16 @@ def tokenize_rows(
     """
     pieces, skipped = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer)), SkippedRows()
     long_chats: list[tuple[int, list[Message], list[int]]] = []
-    words = word_tokens = 0
+    words, word_tokens, columns = 0, 0, dict[str, str]()
 
-    def read(row: Row) -> tuple[Document, list[int]]:
+    def read(row: Row) -> tuple[Row, Document, list[int]]:
         document = find_document(row, recipe.column)
-        return document, encode(document, tokenizer) if count_words(document) else []
+        return row, document, encode(document, tokenizer) if count_words(document) else []
 
-    for document, ids in skipped.others(rows, read):
+    for row, document, ids in skipped.others(rows, read):
         words, word_tokens = words + count_words(document), word_tokens + len(ids)
         if ids:
+            columns |= columns_read(row, recipe.column)
             number = pieces.add(ids)
             if isinstance(document, str):
                 pieces.cut(number, ids)
@@ -149,7 +151,33 @@ def tokenize_rows(
         for number, messages, ids in long_chats:
             pieces.cut(number, ids, _turns(messages, tokenizer))
     samples = pieces.all()
-    return Tokenized(samples, skipped.warnings(recipe, len(samples)), (words, word_tokens))
+    return Tokenized(samples, skipped.warnings(recipe, len(samples)), (words, word_tokens), columns)
+
+
+def columns_read(row: Row, column: str | None) -> dict[str, str]:
+    """Name the columns of `row` that `find_document` reads, each with what it holds: `text` or `chats`.
+
+    Raises:
+        UnusableRow: the column is missing, or no column is an obvious choice.
+    """
+    if isinstance(row, str):
+        return {}
+    if not row:
+        raise UnusableRow("the row holds nothing")
+    if column is not None and column not in row:
+        raise UnusableRow(f"no column '{column}' in the dataset; {_choice(row)}")
+    usual = (name for name in (*CHAT_COLUMNS, *TEXT_COLUMNS, *OPENING_COLUMNS) if name in row)
+    name = next(usual, None) if column is None else column
+    if name is None:
+        strings = [name for name, value in row.items() if isinstance(value, str)]
+        if len(strings) != 1:
+            raise UnusableRow(f"cannot tell which column holds the text; {_choice(row)}")
+        name = strings[0]
+    names, kind = [name], list if isinstance(row[name], list) else str
+    if column is None and name in OPENING_COLUMNS:
+        # an answer of another type is a label, such as the number of a choice
+        names += [name for name in CONTINUING_COLUMNS if isinstance(row.get(name), kind)]
+    return dict.fromkeys(names, "chats" if kind is list else "text")
 
 
 def find_document(row: Row, column: str | None, *, media: bool = False) -> Document:
@@ -160,29 +188,17 @@ def find_document(row: Row, column: str | None, *, media: bool = False) -> Docum
     Raises:
         UnusableRow: the column is missing, or holds neither; or no column is an obvious choice.
     """
+    columns = columns_read(row, column)
     if isinstance(row, str):
         return row
-    if not row:
-        raise UnusableRow("the row holds nothing")
-    columns = f"columns: {', '.join(row)}; choose one with `--set data.column=NAME`"
-    if column is not None and column not in row:
-        raise UnusableRow(f"no column '{column}' in the dataset; {columns}")
-    usual = (name for name in (*CHAT_COLUMNS, *TEXT_COLUMNS, *OPENING_COLUMNS) if name in row)
-    name = next(usual, None) if column is None else column
-    if name is None:
-        strings = [name for name, value in row.items() if isinstance(value, str)]
-        if len(strings) != 1:
-            raise UnusableRow(f"cannot tell which column holds the text; {columns}")
-        name = strings[0]
-    document = _document(row[name], name, columns, media)
-    if column is not None or name not in OPENING_COLUMNS:
-        return document
-    # an answer of another type is a label, such as the number of a choice
-    names = [name for name in CONTINUING_COLUMNS if isinstance(row.get(name), type(document))]
-    parts = [document, *(_document(row[name], name, columns, media) for name in names)]
-    if isinstance(document, str):
-        return "\n\n".join(part for part in parts if isinstance(part, str) and part)
-    return [message for part in parts for message in part if isinstance(message, dict)]
+    parts = [_document(row[name], name, _choice(row), media) for name in columns]
+    if "chats" in columns.values():
+        return [message for part in parts for message in part if isinstance(message, dict)]
+    return "\n\n".join(part for part in parts if isinstance(part, str) and part)
+
+
+def _choice(row: Mapping[str, Any]) -> str:
+    return f"columns: {', '.join(row)}; choose one with `--set data.column=NAME`"
 
 
 def has_media(row: Row) -> bool:

@@ -55,6 +55,9 @@ class Replay:
         self._embedded: list[Tensor] = []
 
     def __enter__(self) -> "Replay":
+        # hooks such as accelerate's are a forward of the module's own
+        modules = (*self._layers, *self._embeddings)
+        self._own = [(module, vars(module).get("forward")) for module in modules]
         for index, layer in enumerate(self._layers):
             layer.forward = partial(self._layer, index, layer.forward)
         for embedding in self._embeddings:
@@ -63,8 +66,11 @@ class Replay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in (*self._layers, *self._embeddings):
-            del module.forward
+        for module, forward in self._own:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward  # type: ignore[method-assign]
 
     def run_embeddings(self, batch: Batch) -> Output:
         """Run the model up to its first layer and return what its embeddings returned."""

@@ -10,9 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,7 @@ class WatchFiles:
 
     def __init__(self, core: Any, directory: Path) -> None:
         """Take the directory, without files of an earlier run; a ValueError where another engine has it."""
+        self._seconds = _seconds_between_writes()
         parallel = core.vllm_config.parallel_config
         # vLLM gives engines of a dense model a size of 1, the first an index of 0, and leaves them this
         most = max(parallel.data_parallel_size, getattr(parallel, "elastic_ep_max_dp_size", None) or 1)
@@ -262,7 +265,6 @@ class WatchFiles:
             raise ValueError(f"another engine writes to {directory}; {advice}") from None
         _remove_files(directory)
         self._core, self.directory, self._failure = core, directory, ""
-        self._seconds = float(os.environ.get("FP8KV_WATCH_SECONDS", _SECONDS))
         self._last, self._earliest = -self._seconds, 0.0
 
     def after_step(self) -> None:
@@ -313,6 +315,14 @@ class WatchFiles:
         }
         _replace(self.directory / STATS_FILE, partial(save_stats, watched_stats(layers)))
         _replace(self.directory / WATCH_FILE, lambda path: path.write_text(json_text(facts) + "\n"))
+
+
+def _seconds_between_writes() -> float:
+    text = os.environ.get("FP8KV_WATCH_SECONDS", str(_SECONDS))
+    with suppress(ValueError):
+        if 0 <= float(text) < inf:
+            return float(text)
+    raise ValueError(f"FP8KV_WATCH_SECONDS is '{text}'; give the seconds between two writes, such as 10")
 
 
 def _remove_files(directory: Path) -> None:

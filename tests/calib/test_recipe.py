@@ -52,6 +52,11 @@ def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
 def test_a_mistake_is_one_line_that_names_it(tmp_path):
     for text, message in (
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\); legal keys"),
+        (
+            "batch_size: 4",
+            r"unknown key 'batch_size' \(did you mean 'data.batch_size'\?\); legal keys here: ver",
+        ),
+        ("samples: 4", r"\(did you mean 'data.samples' or 'evaluation.samples'\?\)"),
         ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
         ("evaluation: {seq_len: 15}", "evaluation.seq_len: Input should be greater than or equal to 16"),

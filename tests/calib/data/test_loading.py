@@ -39,11 +39,15 @@ def fingerprint(*samples):
 
 
 def test_a_local_file_becomes_samples_with_source_and_warnings(tokenizer, tmp_path):
-    mixed, rows = tmp_path / "mixed.jsonl", [{"messages": CHAT}, {"text": "plain"}, {"text": " "}]
+    mixed = tmp_path / "mixed.jsonl"
+    rows = [{"messages": CHAT}, {"prompt": "a", "answer": "b", "input": 3}, {"text": " "}]
     mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load_data(DataRecipe(dataset=str(mixed), split="x", samples=9), tokenizer, None)
-    assert {tokenizer.decode(ids) for ids in loaded.samples} == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
-    assert (loaded.num_tokens, loaded.source) == (7 + 6, str(mixed))
+    assert {tokenizer.decode(ids) for ids in loaded.samples} == {"<s><|user|>hi<|assistant|>yo", "<s>a\n\nb"}
+    assert (loaded.num_tokens, loaded.source) == (7 + 5, str(mixed))
+    assert {*loaded.line.partition("; columns read: ")[2].split(", ")} == {
+        "messages (chats)", "prompt (text)", "answer (text)",
+    }  # fmt: skip
     assert loaded.fingerprint == fingerprint(*loaded.samples)
     assert loaded.warnings == (
         f"data.split 'x' is ignored: dataset '{mixed}' has none",

@@ -32,6 +32,7 @@ from calib.layerwise.hidden import HiddenStates, to_meta
 from calib.layerwise.loop import scratch_directory
 from calib.layerwise.memory import MemoryPlan, available_bytes
 from calib.layerwise.probe import find_layers, random_bytes, random_weights
+from calib.layerwise.replay import Replay
 from calib.layerwise.weights import plan_stages
 from calib.models.config import load_config
 from calib.models.sources import find_model
@@ -73,6 +74,16 @@ def test_nor_do_they_depend_on_where_things_are_held(plan, llama, monkeypatch):
     monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: plan)
     llama.check(llama.recipe(), llama.batches(size=1))
     assert list(llama.scratch.iterdir()) == []
+
+
+def test_a_forward_of_a_modules_own_is_there_again_after_a_replay(llama):
+    source = llama.open(llama.recipe())
+    layer, before = source.parts.layers[0], [vars(module).copy() for module in source.model.modules()]
+    own = layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    with Replay(source.model, source.parts):
+        assert layer.forward is not own
+    assert vars(layer).pop("forward") is own
+    assert [vars(module) for module in source.model.modules()] == before
 
 
 def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save):
@@ -188,6 +199,8 @@ def test_too_little_memory_says_how_much_is_enough(llama, monkeypatch):
         llama.by_layer(recipe, batches, limit=(1 << 30) + 1000)
     enough = float(re.search(r"--max-memory ([\d.]+)GiB", str(raised.value))[1])
     assert llama.by_layer(recipe, batches, limit=int(enough * 2**30)).tokens == 88
+    with pytest.raises(InputError, match="^1 KiB of memory is too little: 1.00GiB are in use and one layer"):
+        llama.open(llama.recipe(max_memory="1 KiB"))
 
 
 def test_a_model_is_refused_where_its_decoder_alone_caches_something_else(save, monkeypatch):

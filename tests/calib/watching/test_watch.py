@@ -260,7 +260,7 @@ def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path
     assert [file.name for file in directory.iterdir()] == [".lock"]
 
 
-def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path, caplog):
+def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path, caplog, monkeypatch):
     write(tmp_path, watched(torch.ones(1, 2, HEADS, SIZE), 1.0))
     first, second = Core(), Core()
     harvest.watch_engine(first, str(tmp_path))
@@ -268,6 +268,14 @@ def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path,
     harvest.watch_engine(second, str(tmp_path))
     assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
     assert not hasattr(second, "fp8kv_watch")
+    for text in ("often", "nan", "-1"):
+        monkeypatch.setenv("FP8KV_WATCH_SECONDS", text)
+        harvest.watch_engine(other := Core(), str(tmp_path / "other"))  # which goes on
+        assert (
+            f"FP8KV_WATCH_SECONDS is '{text}'; give the seconds between two writes, such as 10" in caplog.text
+        )
+        assert not hasattr(other, "fp8kv_watch")
+    monkeypatch.delenv("FP8KV_WATCH_SECONDS")
     # of data parallelism; engines of a dense model have a size of 1, and one that stays
     for name, size, index in (("data_parallel", 2, 1), ("elastic_ep_max_dp", 2, 0), ("data_parallel", 1, 2)):
         core = Core(**{f"{name}_size": size}, data_parallel_index=index)
