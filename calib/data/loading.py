@@ -89,14 +89,14 @@ class CalibrationData:
     def line(self) -> str:
         """Numbers of documents, samples and tokens, for a terminal."""
         media, names = self.media, MEDIA_COUNTS.items()
+        columns = ", ".join(f"{name} ({kind})" for name, kind in self.columns.items())
         parts = [f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media]
         text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
         parts += [f"; text: {text:,} of the tokens"] * bool(parts)
-        columns = ", ".join(f"{name} ({kind})" for name, kind in self.columns.items())
-        parts += [f"; columns read: {columns}"] * bool(columns)
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
-            f"{self.num_tokens:,} tokens read, {self.unread:,} left unread{''.join(parts)}"
+            f"{self.num_tokens:,} tokens read, {self.unread:,} left unread"
+            f"{f'; columns read: {columns}' * bool(columns)}{''.join(parts)}"
         )
 
     def summary(self, skip_first: int = 0) -> TextSummary:

@@ -52,8 +52,8 @@ def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Reci
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
     if in_use + layer > limit:
         raise InputError(
-            f"{recipe.max_memory or show_size(limit)} of memory is too little: {show_size(in_use)} are in use and one layer "
-            f"takes {show_size(layer)}, to which activations are added; use --max-memory "
+            f"{recipe.max_memory or show_size(limit)} of memory is too little: {show_size(in_use)} are in "
+            f"use and one layer takes {show_size(layer)}, to which activations are added; use --max-memory "
             f"{show_size((in_use + layer) * 5 // 4)} or more"
         )
     parts = probe_layers(model, device)
