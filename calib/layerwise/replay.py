@@ -70,7 +70,7 @@ class Replay:
             if forward is None:
                 del module.forward
             else:
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward
 
     def run_embeddings(self, batch: Batch) -> Output:
         """Run the model up to its first layer and return what its embeddings returned."""
