@@ -127,9 +127,7 @@ def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
         raise NotKnown(f"not known with quant_algo {str(algorithm)[:40]!r}: it was never run")
     if directory.algorithms is directory.quantization:
         return
-    producer = (directory.quantization or {}).get("producer")
-    name = producer.get("name") if isinstance(producer, dict) else None
-    if not _is_own_file(directory) or name != "modelopt":
+    if not _is_own_file(directory) or directory.producer.get("name") != "modelopt":
         raise NotKnown(
             "not known: engines read a nested config in hf_quant_config.json, by the producer "
             "'modelopt', and do not agree on others; move its keys into config.json"

@@ -77,8 +77,7 @@ def nvfp4_convention(directory: ModelDirectory) -> Convention | None:
         return Convention(None, "not known: its files name FP8 as well")
     if any(tensor.parsed.dialect == "auto-round" for tensor in directory.tensors):
         return Convention(BLOCK_DIVISOR, "k_global_scale is AutoRound's name")
-    producer = (directory.quantization or {}).get("producer")
-    producer = producer if isinstance(producer, dict) else {}
+    producer = directory.producer
     name, divisor = producer.get("name"), producer.get(PRODUCER_KEY)
     if name == "fp8kv" and divisor in (FP8_DIVISOR, BLOCK_DIVISOR):
         return Convention(divisor, "fp8kv wrote it so")

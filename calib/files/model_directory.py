@@ -117,6 +117,12 @@ class ModelDirectory:
         return next((config for config in configs if isinstance(config, dict)), self.modelopt)
 
     @property
+    def producer(self) -> dict[str, Any]:
+        """The tool that wrote the quantization config, with its version, where that says so."""
+        producer = (self.quantization or {}).get("producer")
+        return producer if isinstance(producer, dict) else {}
+
+    @property
     def algorithms(self) -> dict[str, Any]:
         """The part of the quantization config with ModelOpt's words, nested or not."""
         config = self.quantization or {}

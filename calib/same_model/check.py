@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
 from calib.files.calibration import read_report
@@ -48,9 +48,9 @@ class ModelFacts:
 
 def check_same_model(scales: ModelFacts, model: ModelFacts, advice: str = "calibrate that model") -> None:
     """Refuse scales of another model; facts that one side does not know are not compared."""
-    for fact in FACTS:
-        if difference := fact.compare(scales, model):
-            sentence = fact.refusal.format(scales=scales.name, model=model.name, difference=difference)
+    for compare, refusal in FACTS.items():
+        if difference := compare(scales, model):
+            sentence = refusal.format(scales=scales.name, model=model.name, difference=difference)
             raise InputError(f"{sentence}; {advice}")
 
 
@@ -181,10 +181,8 @@ def _compare_settings(scales: ModelFacts, model: ModelFacts) -> str | None:
     one, two = scales.settings, model.settings
     if not (isinstance(one, dict) and isinstance(two, dict)):
         return None
-    for key in sorted(one.keys() & two.keys()):
-        if one[key] != two[key]:
-            return f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {two[key]!s:.200}"
-    return None
+    key = next((key for key in sorted(one.keys() & two.keys()) if one[key] != two[key]), None)
+    return key and f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {two[key]!s:.200}"
 
 
 def _compare_layers(scales: ModelFacts, model: ModelFacts) -> str | None:
@@ -231,22 +229,14 @@ def compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
     return None
 
 
-class Fact(NamedTuple):
-    """Something that scales and a model must agree on, where both sides know it."""
-
-    compare: Callable[[ModelFacts, ModelFacts], str | None]  # what differs, in words
-    refusal: str
-
-
+_NOT_BAKED = "'{model}' is baked for {difference}, and the scales in '{scales}' were not measured on it"
 _OTHER_MODEL = "'{scales}' is of another model: {difference}"
-FACTS = (
-    Fact(
-        _compare_baking,
-        "'{model}' is baked for {difference}, and the scales in '{scales}' were not measured on it",
-    ),
-    Fact(_compare_configs, _OTHER_MODEL),
-    Fact(_compare_layers, _OTHER_MODEL),
-    Fact(_compare_fingerprints, "'{scales}' is of another model or revision than '{model}'"),
-    Fact(_compare_settings, _OTHER_MODEL),
-    Fact(compare_weights, "the scales of '{scales}' do not fit '{model}': {difference}"),
-)
+# what scales and a model must agree on: what says the difference in words -> the refusal
+FACTS = {
+    _compare_baking: _NOT_BAKED,
+    _compare_configs: _OTHER_MODEL,
+    _compare_layers: _OTHER_MODEL,
+    _compare_fingerprints: "'{scales}' is of another model or revision than '{model}'",
+    _compare_settings: _OTHER_MODEL,
+    compare_weights: "the scales of '{scales}' do not fit '{model}': {difference}",
+}

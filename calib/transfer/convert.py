@@ -86,11 +86,12 @@ def convert(
         skipped = check_layers(skip_layers, checkpoint.num_layers, "--skip-layers")
         if len(skipped) == checkpoint.num_layers:
             raise InputError("--skip-layers names every layer; serve the model without an FP8 cache instead")
-    source = (scales, checkpoint, to, load_records(directory))
-    destination = (output, overwrite, progress)
+    progress.stage("write")
+    destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
     notes += write_scales(
-        *source, *destination, command="convert", reduce=reduce, tp_size=tp_size, skipped=skipped
-    )
+        scales, checkpoint, to, load_records(directory), destination,
+        command="convert", reduce=reduce, tp_size=tp_size, skipped=skipped,
+    )  # fmt: skip
     return Conversion(scales, notes)
 
 
@@ -132,8 +133,7 @@ def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KV
 
 def _check_absmax(stored: StoredScales) -> None:
     """Refuse FP8 scales unless they are known to be absmax / 448, as those of a new ModelOpt."""
-    producer = (stored.directory.quantization or {}).get("producer")
-    producer = producer if isinstance(producer, dict) else {}
+    producer = stored.directory.producer
     version = parse_release(producer.get("version")) if producer.get("name") == "modelopt" else None
     if version is None or version < _MODELOPT_UNCLAMPED:
         problem = f"'{stored.directory.path}': whether its FP8 scales are absmax / 448 is not known"
@@ -146,9 +146,7 @@ def write_scales(
     checkpoint: ModelDirectory,
     to: FormatName,
     records: Records,
-    output: Path,
-    overwrite: bool,
-    progress: Progress,
+    destination: Destination,
     *,
     command: Command,
     reduce: Reduce = "none",
@@ -171,15 +169,14 @@ def write_scales(
         exported = _leave_out(exported, FORMATS[to], skipped, checkpoint)
     warnings = exported.notes + exported.doubts + (DRAFT_LEFT_OUT,) * bool(checkpoint.draft_tensors)
     strategy = written_strategy(scales.strategy, reduce)
-    card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
+    name = checkpoint.path.resolve().name
+    card = format_card(name, to, destination.path, strategy, exported.flags, warnings)
 
     def add_files(directory: Path) -> None:
         if FORMATS[to].with_weights and MODELOPT_FILE not in exported.documents:
             remove_documents(plain, directory)
         save_records(records, directory)
 
-    progress.stage("write")
-    destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
     write_exports({to: exported}, plain, destination, {to: card}, add_files)
     return warnings
 

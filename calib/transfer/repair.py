@@ -17,6 +17,7 @@ from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usab
 from calib.files.text import show_layers
 from calib.formats import FORMATS
 from calib.formats.directory import check_output
+from calib.formats.output import Destination
 from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
@@ -86,7 +87,9 @@ def repair(
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)
-    notes = write_scales(scales, checkpoint, to, records, output, overwrite, progress, command="repair")
+    progress.stage("write")
+    destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
+    notes = write_scales(scales, checkpoint, to, records, destination, command="repair")
     layers_with_q = [layer.layer for layer in layers.values() if layer.q]
     if lost := [layer.layer for layer in stored.layers if layer.q and layer.layer not in layers_with_q]:
         notes += (f"query scales of no use are left out in {show_layers(lost)}",)
