@@ -10,8 +10,8 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.evaluate import report_blocks
-from calib.commands.running import Answer, job_command, print_text
-from calib.commands.terminal import Block, TextTable
+from calib.commands.running import Answer, job_command
+from calib.commands.terminal import Block, TextTable, print_blocks
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -128,18 +128,18 @@ def calibrate(
     )  # fmt: skip
     if result is None:  # the first process has the result
         return None
-    answer = Answer(result.to_json(), result_blocks(result), result.doubts if quiet else ())
+    blocks = (f"warning: {doubt}" for doubt in result.doubts) if quiet else result_blocks(result)
     if not evaluate:
-        return answer
+        return Answer(result.to_json(), blocks)
     from calib.evaluate.run import run_evaluation
 
     progress.end()
     if not as_json:
-        print_text(answer, is_quiet=quiet)
+        print_blocks(blocks)
     scales, directory = [next(iter(result.directories.values()))], result.output / "evaluation"
     report, failures = run_evaluation(model, resolved, scales=scales, output=directory, progress=progress)
-    document = {**answer.document, "evaluation": report.to_json()}
-    return Answer(document, report_blocks(report), failures=failures)
+    document = {**result.to_json(), "evaluation": report.to_json()}
+    return Answer(document, () if quiet else report_blocks(report), failures)
 
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:

@@ -1,6 +1,6 @@
 """`fp8kv eval`, also installed as `fp8kv-eval`, and `fp8kv recommend`: caches measured beside 16 bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from calib import choices
 from calib.caches.types import ALL_CACHES
 from calib.commands import flags
 from calib.commands.running import Answer, job_command
-from calib.commands.terminal import Block, TextTable, print_errors
+from calib.commands.terminal import Block, TextTable, print_blocks
 from calib.files.text import show_interval, show_number
 from calib.progress import Progress
 
@@ -95,9 +95,9 @@ def evaluate(
     defaults = {} if recipe else {"data.dataset": _DATASET}
     resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
-        print_errors("warning", weight_warnings(scales, find_model(model)))
+        print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(model, resolved, scales=scales or [], output=output, progress=progress)
-    return Answer(report.to_json(), report_blocks(report), failures=failures)
+    return Answer(report.to_json(), () if quiet else report_blocks(report), failures)
 
 
 def report_blocks(report: "Report") -> Iterator[Block]:
@@ -165,12 +165,15 @@ def recommend(
         document["written"] = written.model_dump()
         chosen = advice.chosen.model_copy(update={"commands": (written.serve,)})
         advice = advice.model_copy(update={"chosen": chosen})
-    return Answer(document, _advice_blocks(model, advice, written), warnings, problems)
+    return Answer(document, _advice_blocks(model, advice, warnings, written), problems)
 
 
-def _advice_blocks(model: str, advice: "Recommendation", written: "Written | None") -> Iterator[Block]:
+def _advice_blocks(
+    model: str, advice: "Recommendation", warnings: Iterable[str], written: "Written | None"
+) -> Iterator[Block]:
     from calib.evaluate.recommend import answer_lines
 
+    yield from (f"warning: {warning}" for warning in warnings)
     rows = [
         (
             offer.cache,

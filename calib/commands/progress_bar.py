@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, RLock, Thread
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from calib.choices import ProgressForm
 from calib.files.strict_json import json_text
@@ -79,15 +79,11 @@ class StageReporter:
             self._show("end")
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
-            fields: dict[str, Any] = {
-                "stage": name,
-                "unit": unit,
-                "detail": "",
-                "counted_at": self._clock(),
-                "figures": "",
-            }
-            # without a sample of nothing, a rate would begin after the first batch
-            self._bar.advance(self._bar.add_task(plain(name), total=total, **fields), 0)
+            task_id = self._bar.add_task(
+                plain(name), total=total, stage=name, unit=unit, detail="", figures="",
+                counted_at=self._clock(),
+            )  # fmt: skip
+            self._bar.advance(task_id, 0)  # without this sample a rate would begin after the first batch
             self._bar.start()
             self._show("begin")
 

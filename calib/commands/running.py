@@ -15,9 +15,10 @@ import typer
 
 from calib.commands.flags import SHARED_FLAGS
 from calib.commands.progress_bar import progress_bar
-from calib.commands.terminal import Block, print_blocks, print_errors, print_json
+from calib.commands.terminal import Block, print_blocks
 from calib.errors import Fp8kvError, InputError
 from calib.files.cache_folder import cache_refusal
+from calib.files.strict_json import json_text
 from calib.files.text import plain
 from calib.progress import WRITTEN
 
@@ -31,7 +32,6 @@ class Answer:
 
     document: Any
     blocks: Iterable[Block]
-    warnings: Iterable[str] = ()  # on stderr, unless JSON is printed
     failures: Iterable[str] = ()  # on stderr; if there are any, the exit status is 1
     is_good: bool = True  # if not, the exit status is 1
 
@@ -63,26 +63,21 @@ def job_command(work: Callable[..., Answer | None], *, has_json: bool = True) ->
 
 
 def _do_job(work: Callable[..., Answer | None], flags: dict[str, Any], keywords: set[str]) -> None:
-    as_json, is_quiet = flags.get("as_json", False), flags.get("quiet", False)
-    form = flags.get("progress", "none")
+    as_json, form = flags.get("as_json", False), flags.get("progress", "none")
     # one JSON object is all there is, unless progress was asked for
-    with progress_bar(form, hidden=is_quiet or (as_json and form == "auto")) as progress:
+    is_hidden = flags.get("quiet", False) or (as_json and form == "auto")
+    with progress_bar(form, hidden=is_hidden) as progress:
         answer = work(**{name: {**flags, "progress": progress}[name] for name in keywords})
     if answer is None:
         return
     if as_json:
-        print_json(answer.document)
+        print(json_text(answer.document))
     else:
-        print_text(answer, is_quiet=is_quiet)
-    print_errors("failed", failures := [*answer.failures])
+        print_blocks(answer.blocks)
+    failures = [f"failed: {failure}" for failure in answer.failures]
+    print_blocks(failures)
     if failures or not answer.is_good:
         raise typer.Exit(1)
-
-
-def print_text(answer: Answer, *, is_quiet: bool) -> None:
-    """Print the warnings of an answer and, unless `is_quiet`, its text."""
-    print_errors("warning", answer.warnings)
-    print_blocks(() if is_quiet else answer.blocks)
 
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:

@@ -3,9 +3,8 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from calib.files.strict_json import json_text
 from calib.files.text import plain
 
 if TYPE_CHECKING:
@@ -30,25 +29,15 @@ Block = str | TextTable
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
-    """Print lines and tables; warnings on stderr."""
+    """Print lines and tables; warnings and failures on stderr."""
     for block in blocks:
         if isinstance(block, TextTable):
             print(table_text(block).removesuffix("\n"))
         elif isinstance(block, ModelText):
             print(block)
         else:
-            print(plain(block), file=sys.stderr if block.startswith("warning: ") else sys.stdout)
-
-
-def print_errors(kind: str, messages: Iterable[str]) -> None:
-    """Print a line on stderr for each message, after its kind: 'warning' or 'failed'."""
-    for message in messages:
-        print(plain(f"{kind}: {message}"), file=sys.stderr)
-
-
-def print_json(document: Any) -> None:
-    """Print JSON in one line, null where a number is not finite."""
-    print(json_text(document))
+            is_error = block.startswith(("warning: ", "failed: "))
+            print(plain(block), file=sys.stderr if is_error else sys.stdout)
 
 
 def table_text(table: TextTable, console: "Console | None" = None) -> str:

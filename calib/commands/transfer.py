@@ -205,10 +205,11 @@ def pack(
     result = write_pack(calibration, output, report=report, base_model=base_model, overwrite=overwrite)
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     document = {"output": str(output), "files": result.sizes, "pushed": pushed, "warnings": result.warnings}
-    return Answer(document, _pack_lines(result, output, pushed, push_to_hub or str(output)), result.warnings)
+    return Answer(document, _pack_lines(result, output, pushed, push_to_hub or str(output)))
 
 
 def _pack_lines(result: "WrittenPack", output: Path, pushed: str | None, name: str) -> Iterator[str]:
+    yield from (f"warning: {warning}" for warning in result.warnings)
     for file, size in result.sizes.items():
         yield f"{size:>11,} bytes  {file}"
     yield f"written to {output}: {sum(result.sizes.values()):,} bytes, without weights"

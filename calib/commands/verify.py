@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from shlex import quote
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 # flags without and with --served
-_SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz", "no_fnuz"}
+_SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
 
 
@@ -50,9 +51,8 @@ def verify(
         "Split the heads over this many GPUs.", min=1, metavar="COUNT", default=1
     ),
     fnuz: bool = flags.option(
-        "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False
+        "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz/--no-fnuz", default=False
     ),
-    no_fnuz: bool = flags.option("Do without --fnuz.", "--no-fnuz", default=False, hidden=True),
     served: list[str] | None = flags.option(
         "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most. Given "
         "several times: whether servers with our plugin read each other's KV blocks rightly.",
@@ -81,7 +81,7 @@ def verify(
     from calib.engines.outcome import Place
     from calib.engines.verification import head_size_problems, verify_directory
 
-    engines, place = choose_engines(engine, version), Place(tensor_parallel_size, fnuz and not no_fnuz)
+    engines, place = choose_engines(engine, version), Place(tensor_parallel_size, fnuz)
     if backend is not None and engine is None:
         raise InputError(f"--backend {backend}: of which engine? Add --engine")
     copies = engines[0].find_backend(backend) if backend else None
@@ -123,7 +123,7 @@ def _compare_server(
     plugin = _ask_plugin(url)  # of its own files' scales, which need not be DIRECTORY's
     is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
     lines = [*_server_lines(comparison, weights), *(_plugin_lines({url: plugin}) if plugin else ())]
-    answer = {**comparison.to_json(), "plugin": plugin and plugin.model_dump()}
+    answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
     return Answer(answer, lines, is_good=is_good)
 
 

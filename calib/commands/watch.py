@@ -69,7 +69,7 @@ def watch(
         model_path = quote(report.watched.model)
         advice = f"scales for this traffic: fp8kv repair {model_path} --stats {directory} -o NEW"
         failures[-1] = f"{failures[-1]}; {advice}"
-    return Answer(report.to_json(), _blocks(report), failures=failures)
+    return Answer(report.to_json(), _blocks(report), failures)
 
 
 def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
@@ -95,13 +95,23 @@ def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
 
 
 def _blocks(report: "WatchReport") -> Iterator[Block]:
-    from calib.evaluate.served.watch_report import watch_rows
-
     watched = report.watched
     yield f"{watched.engine}, {watched.model}"
     yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}"
     if report.rows:
-        yield TextTable(f"fingerprint {watched.fingerprint}", _HEADINGS, watch_rows(report.rows, only=_SHOWN))
+        ordered = sorted(report.rows, key=lambda row: (-row.clipped, row.layer, row.letter))
+        cells = [
+            (
+                f"{row.layer} {row.letter}",
+                f"{row.tokens:,}",
+                f"{row.clipped:.2%}",
+                f"{row.low:.2%} to {row.high:.2%}",
+                "-" if row.expected is None else f"{row.expected:.2%}",
+                f"{row.zero:.2%}",
+            )
+            for row in ordered[:_SHOWN]
+        ]
+        yield TextTable(f"fingerprint {watched.fingerprint}", _HEADINGS, cells)
         if (hidden := len(report.rows) - _SHOWN) > 0:
             yield f"and {hidden} more rows, of which none clips more"
     else:

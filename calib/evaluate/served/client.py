@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
@@ -30,6 +30,7 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _EXAMPLE = "give the address of an OpenAI-compatible server, such as http://localhost:8000"
 
 Logprob = Annotated[FiniteFloat, Field(le=0.001)]  # a little more than 0 is rounding
+_Expected = TypeVar("_Expected", bound=BaseModel)
 
 
 class _Answer(BaseModel, strict=True):
@@ -119,7 +120,7 @@ class Server:
     def choose_model(self, name: str | None) -> ServedModel:
         """Start the clock. Return the served model of that name; without one, the only model."""
         self._start = time.monotonic()
-        models: list[ServedModel] = self._send("models", None, _ModelList).data
+        models = self._send("models", None, _ModelList).data
         candidates = [model for model in models if name in (None, model.id)]
         if len({model.root or model.id for model in candidates}) == 1:
             return candidates[0]
@@ -131,23 +132,16 @@ class Server:
 
     def scales(self) -> ServedScales:
         """Start the clock. Return what the plugin in the server says of its scales."""
-        advice = (
-            "does not say which scales it uses; serve with vLLM 0.32 or newer and VLLM_PLUGINS=fp8kv, with "
-            "fp8kv installed there"
-        )
-        scales: ServedScales = self._ask_plugin("scales", ServedScales, advice)
-        return scales
+        advice = "serve with vLLM 0.32 or newer and VLLM_PLUGINS=fp8kv, with fp8kv installed there"
+        return self._ask_plugin("scales", ServedScales, f"does not say which scales it uses; {advice}")
 
     def watched(self) -> Watched:
         """Start the clock. Return what the plugin in the server has seen in its cache."""
-        advice = (
-            "does not watch its cache; serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and "
-            "FP8KV_WATCH=DIR, and wait until it has read some text"
-        )
-        watched: Watched = self._ask_plugin("watch", Watched, advice)
-        return watched
+        advice = "serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and FP8KV_WATCH=DIR"
+        advice += ", and wait until it has read some text"
+        return self._ask_plugin("watch", Watched, f"does not watch its cache; {advice}")
 
-    def _ask_plugin(self, path: str, answer_type: type[BaseModel], advice: str) -> Any:
+    def _ask_plugin(self, path: str, answer_type: type[_Expected], advice: str) -> _Expected:
         self._start = time.monotonic()
         try:
             return self._send(f"fp8kv/{path}", None, answer_type)
@@ -190,7 +184,7 @@ class Server:
     def _complete(self, model: str, ids: list[int], of_prompt: bool) -> _Completion:
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1}
         body |= {"prompt_logprobs": 0} if of_prompt else {}
-        answer: _Completion = self._send("completions", body, _Completion)
+        answer = self._send("completions", body, _Completion)
         self._check_count(len(ids) if answer.tokens is None else answer.tokens, len(ids))
         return answer
 
@@ -201,7 +195,7 @@ class Server:
                 "another tokeniser; give --model the directory that it serves"
             )
 
-    def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[BaseModel]) -> Any:
+    def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[_Expected]) -> _Expected:
         url, time_left = self._url + path, max(0.01, self._start + MAX_SECONDS - time.monotonic())
         self._requests += 1
         try:

@@ -1,7 +1,7 @@
 """A running server compared with our runtime: is it nearer to our run with the scales, or to that at 1.0?"""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -46,10 +46,6 @@ class ServerComparison:
     requests: int
     seconds: float  # of asking
     own_seconds: float  # of our runs: loading the model twice, and computing
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        return asdict(self)
 
 
 def compare_served(

@@ -1,6 +1,6 @@
 """What an engine's cache held, as the plugin wrote it: which layers clip, beside what was expected."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -211,19 +211,3 @@ def expected_shares(stats: KVStats, scales: KVScales) -> Expected:
             # of more tokens than are kept nothing is known: then most of the traffic has to clip
             shares[layer.layer_idx, letter] = most / layer.tokens if most < TAIL else 0.5 / _TIMES
     return shares
-
-
-def watch_rows(rows: Sequence[WatchRow], *, only: int = 0) -> list[tuple[str, ...]]:
-    """Return the cells of a table, the worst rows first; the `only` worst."""
-    ordered = sorted(rows, key=lambda row: (-row.clipped, row.layer, row.letter))
-    return [
-        (
-            f"{row.layer} {row.letter}",
-            f"{row.tokens:,}",
-            f"{row.clipped:.2%}",
-            f"{row.low:.2%} to {row.high:.2%}",
-            "-" if row.expected is None else f"{row.expected:.2%}",
-            f"{row.zero:.2%}",
-        )
-        for row in ordered[: only or None]
-    ]
