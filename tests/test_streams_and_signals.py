@@ -21,8 +21,7 @@ from calib.capture.resume import Share
 from calib.commands import running
 from calib.commands.app import app
 from calib.commands.progress_bar import progress_bar
-from calib.commands.running import run
-from calib.commands.terminal import TextTable, table_text
+from calib.commands.running import TextTable, run, table_text
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory
 from calib.formats import FORMATS

@@ -13,14 +13,11 @@ from typer.core import TyperCommand
 
 from calib.commands import flags
 from calib.commands.calibrate import calibrate, recipes
+from calib.commands.checkpoints import apply, bake, convert, merge, pack, repair, stress, strip
+from calib.commands.engines import verify, watch
 from calib.commands.evaluate import evaluate, recommend
-from calib.commands.generate import generate
 from calib.commands.inspect import compare, inspect
-from calib.commands.machine import bench, doctor
-from calib.commands.rescale import bake, stress
-from calib.commands.transfer import apply, convert, merge, pack, repair, strip
-from calib.commands.verify import verify
-from calib.commands.watch import watch
+from calib.commands.runtime import bench, doctor, generate
 
 # panels cut the names of flags on a narrow terminal; plain text folds
 _Program = partial(

@@ -10,8 +10,7 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.evaluate import report_blocks
-from calib.commands.running import Answer, job_command
-from calib.commands.terminal import Block, TextTable, print_blocks
+from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import typer
 from calib import choices
 from calib.caches.types import ALL_CACHES
 from calib.commands import flags
-from calib.commands.running import Answer, job_command
-from calib.commands.terminal import Block, TextTable, print_blocks
+from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
 from calib.files.text import show_interval, show_number
 from calib.progress import Progress
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from calib.commands import flags
-from calib.commands.running import Answer, job_command
-from calib.commands.terminal import Block, TextTable
+from calib.commands.running import Answer, Block, TextTable, job_command
 from calib.errors import InputError, NoModelError, NoScalesError
 from calib.files.names import STATS_FILE
 from calib.files.text import show_interval, show_number

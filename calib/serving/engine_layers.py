@@ -1,4 +1,4 @@
-"""Attention layers of a vLLM or SGLang model, with every copy of their scales, and the files of the model."""
+"""Attention layers of a vLLM model, with every copy of their scales, and the files of an engine's model."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,18 +17,18 @@ from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_sc
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 IN_16_BITS = ("auto", "float16", "bfloat16")
 _FROZEN = ("bmm1_scale", "bmm2_scale")
-_AT_1 = {"k_scale": (1.0,)}  # a layer of SGLang's without a place for scales
 
 
 def vllm_layers(model: Any, version: str | None = None) -> Iterator[EngineLayer]:
     """Yield the decoder's attention layers of a vLLM model."""
     engine = find_engine("vllm", version)
     for index, module in vllm_attention(model).items():
-        k, v, q = (_copies(engine, module, letter) for letter in "kvq")
-        cache, name = module.kv_cache_dtype, _backend_name(module)
-        written, read = _used_copies(engine, name)
+        k, v, q = (read_copies(engine, module, letter) for letter in "kvq")
+        cache, backend = module.kv_cache_dtype, getattr(module, "attn_backend", None)
+        name = str(backend.get_name()) if backend else ""
+        written, read = _usedread_copies(engine, name)
         is_fp8 = cache in FP8_CACHES
-        yield EngineLayer(index, is_fp8, k, v, q, _cache_name(cache), name, written, read)
+        yield EngineLayer(index, is_fp8, k, v, q, name_cache(cache), name, written, read)
 
 
 def vllm_attention(model: Any) -> dict[int, Any]:
@@ -39,26 +39,6 @@ def vllm_attention(model: Any) -> dict[int, Any]:
         is_decoder = getattr(module, "attn_type", "decoder") == "decoder"  # not of pictures or sound
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
             layers[index] = module
-    return layers
-
-
-def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> Iterator[EngineLayer]:
-    """Yield the attention layers of an SGLang model; one without a place for scales is at 1.0."""
-    engine = find_engine("sglang")
-    for module in sglang_attention(model).values():
-        k, v = (_copies(engine, module, letter) or _AT_1 for letter in "kv")
-        yield EngineLayer(module.layer_id, is_fp8, k, v, cache=_cache_name(cache))
-
-
-def sglang_attention(model: Any) -> dict[str, Any]:
-    """Return SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
-            layers[name] = module
-        # a model of transformers has them beside its modules
-        instances = getattr(module, "attention_instances", {})
-        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in instances.items()}
     return layers
 
 
@@ -94,7 +74,7 @@ def _fill(module: Any, name: str, values: Values) -> None:
         copy.fill_(max(values))
 
 
-def _used_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ...]:
+def _usedread_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ...]:
     """Return the attributes that a backend stores with, and those that it stores or attends with."""
     backend = engine.backends.get(backend_name)
     steps = (backend.write, {*backend.write, *backend.read}) if backend else ((), ())
@@ -129,12 +109,7 @@ def find_directory(model: str, revision: str | None, loading: Any) -> Path:
     return Path(snapshot_download(model, revision=revision, **options))
 
 
-def _backend_name(module: Any) -> str:
-    backend = getattr(module, "attn_backend", None)
-    return str(backend.get_name()) if backend else ""
-
-
-def _copies(engine: Engine, module: Any, letter: str) -> dict[str, Values]:
+def read_copies(engine: Engine, module: Any, letter: str) -> dict[str, Values]:
     """Return every copy of a module's scale of K, V or Q; nothing where all are None."""
     names = [name.format(x=letter) for name in engine.scale_copies.values()]
     scales = {name: getattr(module, name) for name in names if hasattr(module, name)}
@@ -148,5 +123,6 @@ def _copies(engine: Engine, module: Any, letter: str) -> dict[str, Values]:
     }  # fmt: skip
 
 
-def _cache_name(dtype: str) -> str:
+def name_cache(dtype: str) -> str:
+    """Return the type of a cache in our words."""
     return "16 bits" if dtype in IN_16_BITS else dtype

@@ -1,10 +1,21 @@
 """What the plugin does in an SGLang worker: compare the scales in use with the files'."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from calib.engines.loaded_scales import ScalesInForce, compare, fingerprint, layers_of_files, stored_scales
+from calib.engines.catalogue import find_engine
+from calib.engines.loaded_scales import (
+    EngineLayer,
+    ScalesInForce,
+    compare,
+    fingerprint,
+    layers_of_files,
+    stored_scales,
+)
 from calib.engines.outcome import Place
-from calib.serving.engine_layers import read_files, sglang_layers
+from calib.serving.engine_layers import name_cache, read_copies, read_files
+
+_AT_1 = {"k_scale": (1.0,)}  # a layer without a place for scales
 
 
 def check_loaded(runner: Any) -> ScalesInForce:
@@ -26,3 +37,23 @@ def check_loaded(runner: Any) -> ScalesInForce:
         lines = [f"draft: {problem}" for problem in report.problems]
         report.problems, report.notes = (lines, []) if files else ([], lines)
     return report
+
+
+def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> Iterator[EngineLayer]:
+    """Yield the attention layers of an SGLang model; one without a place for scales is at 1.0."""
+    engine = find_engine("sglang")
+    for module in sglang_attention(model).values():
+        k, v = (read_copies(engine, module, letter) or _AT_1 for letter in "kv")
+        yield EngineLayer(module.layer_id, is_fp8, k, v, cache=name_cache(cache))
+
+
+def sglang_attention(model: Any) -> dict[str, Any]:
+    """Return SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
+    layers = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
+            layers[name] = module
+        # a model of transformers has them beside its modules
+        instances = getattr(module, "attention_instances", {})
+        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in instances.items()}
+    return layers

@@ -38,13 +38,9 @@ class _Connectors:
 _connectors = _Connectors()
 
 
-def identify(value: str) -> None:
-    """Let this process's connectors know blocks by scales of this fingerprint."""
+def identify(_: Any, value: str) -> None:
+    """Let the connectors of this process, a worker's or the core's, know blocks by this fingerprint."""
     _connectors.fingerprint = value
-
-
-def _identify_worker(_: Any, value: str) -> None:
-    identify(value)
 
 
 def watch_core(module: ModuleType) -> None:
@@ -96,8 +92,8 @@ def refresh(core: Any) -> ScalesInForce | None:
         or getattr(core, "fp8kv_names_blocks", False)
     )
     if core.fp8kv_names_blocks and report.fingerprint != _connectors.fingerprint:
-        executor.collective_rpc(_identify_worker, args=(report.fingerprint,))
-        identify(report.fingerprint)
+        executor.collective_rpc(identify, args=(report.fingerprint,))
+        identify(core, report.fingerprint)
     vars(executor).pop("execute_model", None)
     if report.problems and is_switched_on(REQUIRE):
 

@@ -124,7 +124,9 @@ def _compare(runner: Any) -> ScalesInForce:
         # a draft that nobody calibrated works at 1.0: fewer of its tokens are accepted, none is wrong
         (report.problems if files else report.notes).extend(f"draft: {problem}" for problem in part.problems)
     layers = [*all_layers(runner)]
-    is_captured = not getattr(runner.model_config, "enforce_eager", True) and _is_gpu()
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    is_captured = not getattr(runner.model_config, "enforce_eager", True) and current_platform.is_cuda_alike()
     is_pushed = getattr(runner, "fp8kv_scales", None) is not None
     if is_pushed and is_captured and any("_k_scale_float" in layer.read for layer in layers):
         report.problems.append("captured graphs keep the numbers of before: start with --enforce-eager")
@@ -187,18 +189,12 @@ def _own_tensors(runner: Any) -> Files:
 
 def _place(runner: Any) -> tuple[Place, int]:
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform
 
     if _has_scales_of_memory(runner):  # they are those of this rank already
         return Place(fnuz=current_platform.is_fp8_fnuz()), 0
     ranks = runner.vllm_config.parallel_config.tensor_parallel_size
     return Place(ranks, current_platform.is_fp8_fnuz()), get_tensor_model_parallel_rank()
-
-
-def _is_gpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda_alike())
 
 
 def _version() -> str:

@@ -18,7 +18,8 @@ from calib.engines.loaded_scales import compare, layers_of_files
 from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.engine_layers import sglang_layers, vllm_layers
+from calib.serving.engine_layers import vllm_layers
+from calib.serving.sglang_worker import sglang_layers
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 

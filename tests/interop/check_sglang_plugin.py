@@ -24,8 +24,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_classes import load
 
-from calib.serving.engine_layers import sglang_attention
 from calib.serving.plugin import ScalesNotUsedError, register_sglang
+from calib.serving.sglang_worker import sglang_attention
 
 PROJECTIONS = "{module}.{x}_proj.{x}_scale"
 ALL = "fp8kv: 4 of 4 KV scales in use, FP8 cache"

@@ -37,7 +37,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
-from calib.serving.engine_layers import sglang_attention
+from calib.serving.sglang_worker import sglang_attention
 
 CPU = torch.device("cpu")
 DRAFTS = {"are asked": False}  # for the class of the layer that drafts tokens (MTP)

@@ -10,7 +10,7 @@ from command_line import SMALL, calibrate, fp8kv
 
 from calib.commands import progress_bar as module
 from calib.commands.progress_bar import StageReporter, json_line, log_line, progress_bar, reporting
-from calib.commands.terminal import ModelText, print_blocks
+from calib.commands.running import ModelText, print_blocks
 
 
 class Told(io.StringIO):

@@ -98,10 +98,10 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     first, second = (fingerprint(engine(k, (0.25,))) for k in ((0.5,), (0.75,)))
     one = core(state(), state(), state((0.75,)), state((0.75,), ["K is bad"]))
     assert one._initialize_kv_caches(None) == "caches"
-    assert one.calls == [("state",), ("_identify_worker", first)]
+    assert one.calls == [("state",), ("identify", first)]
     assert one.collective_rpc("reload_weights") == "reload_weights"  # nothing has changed
     assert one.wake_up() is True
-    assert one.calls[-1] == ("_identify_worker", second)
+    assert one.calls[-1] == ("identify", second)
     one.collective_rpc("add_lora")
     good = "fp8kv: 4 of 4 KV scales in use, FP8 cache, fingerprint {}"
     bad = f"fp8kv: 3 of 4 KV scales in use, FP8 cache, fingerprint {second}; rank 0: K is bad"
@@ -117,12 +117,12 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     for method in ("fp8kv_state", "fp8kv_set_scales"):
         with pytest.raises(InputError, match="the engine sleeps: wake it up"):
             one.collective_rpc(method)
-    vllm_engine.identify("")
+    vllm_engine.identify(None, "")
     without = core(state(), state((0.75,)), connector=False)
     without.wake_up()
     assert without.calls == [("state",)]
     without.wake_up()  # its own prefix cache has blocks of before
-    assert without.calls[-1] == ("_identify_worker", second)
+    assert without.calls[-1] == ("identify", second)
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
@@ -168,17 +168,17 @@ def test_connectors_know_blocks_by_the_scales(monkeypatch):
             lmcache.LMCacheMetadata("url", "context", "llama").model_name,
         )
 
-    vllm_engine.identify("")
+    vllm_engine.identify(None, "")
     assert keys() == ((None, 0), ([1], ["picture"]), "abc", "llama", "llama", "llama")
-    vllm_engine.identify("cafe")
+    vllm_engine.identify(None, "cafe")
     block, folder, nixl_hash, *names = keys()
     assert block == ((("fp8kv", "cafe"),), 0)
     assert (folder, names) == (([1], ["picture", "cafe"]), ["llama-fp8kv-cafe"] * 3)
     assert len(nixl_hash) == 64
     assert hashes.generate_block_hash_extra_keys("request", 16, 32, 0) == (None, 0)
-    vllm_engine.identify("beef")
+    vllm_engine.identify(None, "beef")
     assert keys()[2] != nixl_hash
-    vllm_engine.identify("")
+    vllm_engine.identify(None, "")
 
 
 def test_pushed_scales_reach_every_layer_or_are_named(core):

@@ -24,7 +24,8 @@ from calib.files.fingerprint import weights_digest
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales
 from calib.serving import plugin, vllm_worker
-from calib.serving.engine_layers import fill_scales, read_files, sglang_attention, sglang_layers, vllm_layers
+from calib.serving.engine_layers import fill_scales, read_files, vllm_layers
+from calib.serving.sglang_worker import sglang_attention, sglang_layers
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 ONE = Place()
