@@ -10,7 +10,6 @@ from calib import choices
 from calib.caches.types import ALL_CACHES
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
-from calib.files.text import show_interval, show_number
 from calib.progress import Progress
 
 if TYPE_CHECKING:
@@ -170,6 +169,7 @@ def recommend(
 def _advice_blocks(
     model: str, advice: "Recommendation", warnings: Iterable[str], written: "Written | None"
 ) -> Iterator[Block]:
+    from calib.evaluate.page.tables import figure_cell
     from calib.evaluate.recommend import answer_lines
 
     yield from (f"warning: {warning}" for warning in warnings)
@@ -179,7 +179,7 @@ def _advice_blocks(
             f"{offer.bytes_per_token:,}",
             f"{offer.share:.1%}",
             "by bytes" if offer.tokens_per_gb is None else f"{offer.tokens_per_gb:,}",
-            f"{show_number(offer.kl.value)} {show_interval(offer.kl.low, offer.kl.high)}".strip(),
+            str(figure_cell(offer.kl)),
             offer.why,
         )
         for offer in advice.alternatives

@@ -10,7 +10,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command
 from calib.errors import InputError, NoModelError, NoScalesError
 from calib.files.names import STATS_FILE
-from calib.files.text import show_interval, show_number
+from calib.files.text import show_number
 
 if TYPE_CHECKING:
     from calib.evaluate.compare import Comparison, Pair
@@ -172,11 +172,13 @@ def _report_blocks(comparison: "Comparison") -> Iterator[Block]:
 
 
 def _row(pair: "Pair") -> tuple[str, ...]:
+    from calib.evaluate.page.tables import figure_cell
+
     a, b = pair.a, pair.b
     ratio = "-" if pair.kl_ratio is None else f"{pair.kl_ratio:.3g}x"
     return (
         pair.name,
-        *(f"{show_number(x.kl.value)} {show_interval(x.kl.low, x.kl.high)}".strip() for x in (a, b)),
+        *(str(figure_cell(x.kl)) for x in (a, b)),
         "no measurable difference" if pair.is_same else ratio,
         _both(a.ppl_change, b.ppl_change, "{:+.2%}"),
         _both(a.top1, b.top1, "{:.1%}"),

@@ -1,12 +1,11 @@
 """Tables and sentences of a report, made once: the terminal, `report.md` and `report.html` show them."""
 
 from collections.abc import Iterable
-from math import isfinite
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
 from calib.evaluate.report import Exceedance, Figure, OtherRow, PositionBin, Report, Row, TaskFigure
-from calib.files.text import NOT_FINITE, show_interval, show_number
+from calib.files.text import show_interval, show_number
 
 FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _LONG = ("cache", "KL", "top-1", "margin", "its change", "moved by", "found")
@@ -83,24 +82,22 @@ def figures(row: Row) -> tuple[Cell, ...]:
     """Return the cells of `FIGURES`, each with its interval; empty ones for what was not measured."""
     is_shown = row.measurable or not row.kl.is_finite
     return (
-        _figure(row.kl, "{:.2g}") if is_shown else Cell("no measurable difference"),
-        _figure(row.kl_p99, "{:.2g}"),
-        _figure(row.ppl_change, "{:+.2%}"),
-        _figure(row.top1, "{:.1%}"),
-        _figure(row.same_tokens, "{:.0f}", " tokens"),
-        _figure(row.passkey, "{:.0%}"),
+        figure_cell(row.kl) if is_shown else Cell("no measurable difference"),
+        figure_cell(row.kl_p99),
+        figure_cell(row.ppl_change, "{:+.2%}"),
+        figure_cell(row.top1, "{:.1%}"),
+        figure_cell(row.same_tokens, "{:.0f}", " tokens"),
+        figure_cell(row.passkey, "{:.0%}"),
     )
 
 
-def _figure(figure: Figure | None, form: str, unit: str = "") -> Cell:
+def figure_cell(figure: Figure | None, form: str = "{:.2g}", unit: str = "") -> Cell:
+    """Return the cell of a figure and its interval; an empty one for what was not measured."""
     if figure is None:
         return Cell()
-    if not isfinite(figure.value):
-        return Cell(NOT_FINITE)
+    cell = Cell(show_number(figure.value, form) + unit, show_interval(figure.low, figure.high, form))
     # rounding leaves the sign of what it takes away
-    ends = (figure.value, figure.low, figure.high)
-    value, low, high = (show_number(end, form).replace("-0.00%", "+0.00%") for end in ends)
-    return Cell(value + unit, f"[{low}, {high}]")
+    return Cell(*(text.replace("-0.00%", "+0.00%") for text in cell))
 
 
 def other_text_tables(report: Report) -> list[Table]:
@@ -123,17 +120,17 @@ def _text_rows(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
         counts = (Cell(str(text.documents)), Cell(f"{text.tokens:,}"))
         yield (Cell(text.dataset), *counts, *_text_figures(other_row, other_row.differs))
         for modality, each in other_row.modalities.items():
-            kl = Cell(show_number(each.kl.value), show_interval(each.kl.low, each.kl.high))
-            yield (Cell(f"its {modality}"), counts[0], Cell(f"{each.tokens:,}"), kl, Cell(), Cell(), Cell())
+            counts = counts[0], Cell(f"{each.tokens:,}")
+            yield (Cell(f"its {modality}"), *counts, figure_cell(each.kl), Cell(), Cell(), Cell())
 
 
 def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:
     """Return KL, how it differs, tokens clipped, and the layer and head with most of these."""
-    kl, clipped = Cell(show_number(row.kl.value), show_interval(row.kl.low, row.kl.high)), Cell()
+    clipped = Cell()
     if row.clipped:
         clipped = Cell(f"{row.clipped.share:.2%}", show_interval(row.clipped.low, row.clipped.high, "{:.2%}"))
     layers = {layer.layer_idx: layer.exceedance for layer in row.layers if layer.exceedance}
-    return kl, Cell(differs), clipped, _worst_head(layers)
+    return figure_cell(row.kl), Cell(differs), clipped, _worst_head(layers)
 
 
 def _worst_head(layers: dict[int, Exceedance]) -> Cell:
@@ -156,7 +153,7 @@ def long_tables(report: Report) -> list[Table]:
     """Return a table of long documents, and for each cache one by position, the verdict's first."""
     longs = {name: row.long for name, row in report.variants.items() if row.long}
     title = f"{report.data.long_tokens:,} tokens in {report.data.long_documents} long documents"
-    rows = [(Cell(name), *map(_figure, long.figures, _LONG_FORMS)) for name, long in longs.items()]
+    rows = [(Cell(name), *map(figure_cell, long.figures, _LONG_FORMS)) for name, long in longs.items()]
     names = sorted((name for name in longs if name != REFERENCE), key=lambda name: name != report.subject)
     by_position = [
         Table(name, _POSITIONS, [*map(_position_row, longs[name].kl_by_position)]) for name in names
@@ -166,7 +163,7 @@ def long_tables(report: Report) -> list[Table]:
 
 def _position_row(place: PositionBin) -> tuple[Cell, ...]:
     counts = Cell(f"{place.start:,} to {place.to:,}"), Cell(f"{place.tokens:,}")
-    return *counts, _figure(place, "{:.2g}"), _figure(place.top1, "{:.1%}")
+    return *counts, figure_cell(place), figure_cell(place.top1, "{:.1%}")
 
 
 def task_table(report: Report) -> Table:
