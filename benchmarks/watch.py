@@ -126,7 +126,7 @@ def _cost(engine: Engine, rows: list[list[int]]) -> str:
     watch, seconds = engine.begin(), {True: list[float](), False: list[float]()}
     for turn in range(TURNS):
         is_on = bool(turn % 2)
-        watch.forget()
+        watch.slots.forget()
         engine.runner.fp8kv_harvest = watch if is_on else None
         begun = time.perf_counter()
         engine.write_text([row[:PROMPT] for row in rows[:REQUESTS]], WRITTEN)

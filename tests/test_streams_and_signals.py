@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 import typer
 from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, succeeded
-from rich.console import Console
 
 from calib.capture.resume import Share
 from calib.commands import running
@@ -100,10 +99,11 @@ def test_a_progress_that_nobody_can_read_stops_nothing(form, monkeypatch):
         progress.stage("load")
 
 
-def test_a_narrow_screen_gets_a_line_for_every_value():
+def test_a_narrow_screen_gets_a_line_for_every_value(monkeypatch):
     headings = ("layer", "K amax", "V amax", "K scale", "V scale", "range used")
     table = TextTable("Scales", headings, [(str(i), *[f"{i}.12345"] * 5) for i in range(2)])
-    narrow, middle, wide = (table_text(table, Console(file=io.StringIO(), width=n)) for n in (40, 60, 80))
+    widths = (monkeypatch.setenv("COLUMNS", str(n)) for n in (40, 60, 80))
+    narrow, middle, wide = (table_text(table) for _ in widths)
     lines = narrow.splitlines()
     assert lines[:4] == ["Scales", "", "layer: 0", "K amax: 0.12345"]
     assert len(lines) == 2 + 2 * len(headings) + 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import typer
 
@@ -20,9 +20,6 @@ from calib.files.cache_folder import cache_refusal
 from calib.files.strict_json import json_text
 from calib.files.text import plain
 from calib.progress import WRITTEN
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _ENDLESS = 1_000_000  # columns
 _PATIENCE = 5  # signals that clean-up ignores before one ends the program at once
@@ -110,7 +107,7 @@ def print_blocks(blocks: Iterable[Block]) -> None:
             print(plain(block), file=sys.stderr if is_error else sys.stdout)
 
 
-def table_text(table: TextTable, console: "Console | None" = None) -> str:
+def table_text(table: TextTable) -> str:
     """Return a table as text, in which no word is broken.
 
     Where the screen is too narrow, every value has a line. Without a screen, rows are whole.
@@ -120,7 +117,7 @@ def table_text(table: TextTable, console: "Console | None" = None) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
+    console = Console()
     if not (console.is_terminal or "COLUMNS" in os.environ):
         console.width = _ENDLESS
     headings, *rows = ([plain(cell) for cell in row] for row in (table.headings, *table.rows))

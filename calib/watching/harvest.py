@@ -75,7 +75,7 @@ def watch(worker: Any) -> None:
         harvest = worker.model_runner.fp8kv_harvest = Harvest(worker.model_runner)
 
         def forget_and_discard(discard: Any, *args: Any, **kwargs: Any) -> Any:
-            harvest.forget()
+            harvest.slots.forget()
             return discard(*args, **kwargs)
 
         for name in ("sleep", "discard"):  # their cache
@@ -129,7 +129,7 @@ class Harvest:
         self._fp8_types = {index: _fp8_type(module) for index, module in self._modules.items()}
         if not self._modules:
             raise ValueError("no layer has a cache of K and V (latents are not watched)")
-        self._slots = WrittenSlots([group.kv_cache_spec.block_size for group in groups])
+        self.slots = WrittenSlots([group.kv_cache_spec.block_size for group in groups])
         self._random = torch.Generator()  # the engine draws from the usual one
         self._next_note = 0.0
         self._begin()
@@ -143,11 +143,11 @@ class Harvest:
         self._since, self.tokens = _now(), 0  # that steps wrote
         self.counts: dict[int, CacheCounts] = {}
         self._maps: dict[Any, BlockMap] = {}
-        self._slots.forget()
+        self.slots.forget()
 
     def before(self, step: Any) -> None:
         """Read slots that the step may write again."""
-        if self._slots.is_overwritten(step):
+        if self.slots.is_overwritten(step):
             self.read()
 
     def after(self, step: Any) -> None:
@@ -156,13 +156,13 @@ class Harvest:
         Of an FP8 cache a sample is enough: after a reading nothing is noted for 400 times as long.
         """
         self.tokens += step.total_num_scheduled_tokens
-        self._slots.note(step, with_slots=time.monotonic() >= self._next_note)
-        if self._slots.tokens >= (MOST_COUNTED if self._is_fp8 else MOST_WRITTEN):
+        self.slots.note(step, with_slots=time.monotonic() >= self._next_note)
+        if self.slots.tokens >= (MOST_COUNTED if self._is_fp8 else MOST_WRITTEN):
             self.read()
 
     def read(self) -> None:
         """Count what the noted slots hold, of an FP8 cache a part, and forget them."""
-        start, slots = time.monotonic(), self._slots.take()
+        start, slots = time.monotonic(), self.slots.take()
         for group, of_group in zip(self._groups, slots, strict=True):
             if self._is_fp8 and len(of_group) > MOST_COUNTED:
                 of_group = of_group[torch.randperm(len(of_group), generator=self._random)[:MOST_COUNTED]]
@@ -191,10 +191,6 @@ class Harvest:
         """Begin anew where the scales are other ones than before."""
         if stored_scales([*vllm_worker.all_layers(self._runner)]) != self._stored:
             self._begin()
-
-    def forget(self) -> None:
-        """Forget slots that were written and not read: their cache is discarded."""
-        self._slots.forget()
 
     def count(self) -> WorkerCounts:
         """Read what is left, and return all counts."""

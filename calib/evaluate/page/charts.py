@@ -307,7 +307,6 @@ def _growth_chart(report: Report) -> Chart | None:
     draw_growth(axes, lines, {"k": "C1", "v": "C2"})
     axes.xaxis.set_major_formatter(lambda count, _: _tokens(round(count)))
     axes.yaxis.set_major_formatter(_percent)
-    axes.tick_params(which="minor", length=0)
     return Chart(write_svg(figure))
 
 
@@ -394,7 +393,6 @@ def _scale_logarithmically(axes: Axes, title: str, form: Any) -> None:
     axes.yaxis.set_major_formatter(form)
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_ylabel(title)
-    axes.tick_params(which="minor", length=0)
 
 
 def _log_ticks(low: float, high: float, most: int) -> ticker.Locator:
