@@ -279,7 +279,7 @@ def _has_rows(source: Source) -> bool:
 def _read_rows(source: Source, rows: list[int]) -> Tensor:
     """Read `rows` of a weight in float32; these alone where the layout allows it."""
     if isinstance(source, StoredTensor):
-        return torch.cat([_stored_rows(source, row, row + 1) for row in rows]).float()
+        return torch.cat([_stored_row(source, row) for row in rows]).float()
     assert isinstance(source, DequantizedTensor)
     parts = {}
     for part, stored in source.stored.items():
@@ -290,13 +290,13 @@ def _read_rows(source: Source, rows: list[int]) -> Tensor:
         # the other rows are never filled: pages that are not touched take no memory
         parts[part] = torch.empty(stored.shape, dtype=stored.dtype)
         for row in rows:
-            parts[part][row : row + 1] = _stored_rows(stored, row, row + 1)
+            parts[part][row : row + 1] = _stored_row(stored, row)
     return torch.cat([source.coded.rows(parts, row, row + 1) for row in rows])
 
 
-def _stored_rows(source: StoredTensor, start: int, stop: int) -> Tensor:
-    offset = source.offset + start * (source.nbytes // source.shape[0])
-    return replace(source, shape=(stop - start, *source.shape[1:]), offset=offset).read()
+def _stored_row(source: StoredTensor, row: int) -> Tensor:
+    offset = source.offset + row * (source.nbytes // source.shape[0])
+    return replace(source, shape=(1, *source.shape[1:]), offset=offset).read()
 
 
 def unmarked_matrices(checkpoint: ModelDirectory, base: Marks, target: Marks) -> list[str]:

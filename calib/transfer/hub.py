@@ -12,7 +12,7 @@ from calib.errors import InputError, one_line
 from calib.files.names import CALIBRATION_FILE, PACK_FILE, STATS_FILE
 from calib.files.pack import FILES, LARGEST_FILES
 from calib.models.sources import ask_hub
-from calib.progress import SILENT, Progress
+from calib.progress import Progress
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
@@ -26,7 +26,7 @@ class _HiddenBar(tqdm):  # type: ignore[misc]
         super().__init__(*args, **{**options, "disable": True})
 
 
-def find_calibration(name: str, progress: Progress = SILENT) -> tuple[Path, str]:
+def find_calibration(name: str, progress: Progress) -> tuple[Path, str]:
     """Find the calibration or pack `name`: a path, or `owner/name[@revision]` on the Hub.
 
     Return its directory, which need not exist, and its name with the commit. A pack is downloaded into the
