@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.caches import blocks, per_token_head, turboquant
-from calib.caches import power_blocks as power
 from calib.caches.types import Layers, cache_type
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
@@ -29,7 +28,8 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
     served in: by default K's own, or float16 for float32.
     """
     edges = cache_type(name).edges(layers)
-    fp8, nvfp4, lmdeploy = blocks.fp8_unscaled, blocks.nvfp4, per_token_head.lmdeploy
+    fp8, nvfp4, powers = blocks.fp8_unscaled, blocks.nvfp4, blocks.round_powers
+    lmdeploy = per_token_head.lmdeploy
     key, value, rotated = turboquant.rotated_key, turboquant.value, partial(turboquant.lmdeploy, dtype=dtype)
     codecs: Mapping[str, Codec | tuple[Codec, Codec]] = {
         "fp8": fp8,
@@ -41,12 +41,12 @@ def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> Cac
         "turboquant_4bit_nc": (partial(key, bits=4), partial(value, bits=4)),
         "turboquant_k3v4_nc": (partial(key, bits=3), partial(value, bits=4)),
         "turboquant_3bit_nc": (partial(key, bits=3), partial(value, bits=3)),
-        "ultraquant_4bit": (power.ultraquant_key, partial(power.round_blocks, split=power.ultraquant_parts)),
+        "ultraquant_4bit": (blocks.ultraquant_key, partial(powers, split=blocks.ultraquant_parts)),
         "nvfp4": nvfp4,
         "nvfp4_4over6": blocks.nvfp4_four_over_six,
         "fp8_k_nvfp4_v": (fp8, nvfp4),
-        "mxfp8": partial(power.round_blocks, split=power.mxfp8_parts),
-        "fp4_mx_block16": partial(power.round_blocks, split=power.fp4_mx_parts),
+        "mxfp8": partial(powers, split=blocks.mxfp8_parts),
+        "fp4_mx_block16": partial(powers, split=blocks.fp4_mx_parts),
         "lmdeploy_int8": partial(lmdeploy, steps=per_token_head.INT8_STEPS, dtype=dtype),
         "lmdeploy_int4": partial(lmdeploy, steps=per_token_head.INT4_STEPS, dtype=dtype),
         "lmdeploy_turboquant": (partial(rotated, bits=3), partial(rotated, bits=2)),

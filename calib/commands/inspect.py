@@ -59,13 +59,14 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | N
     from calib.files.model_directory import open_model_directory
     from calib.files.stored_scales import StoredScales, read_scales
     from calib.scales.places import read_places
-    from calib.scales.stats_file import load_stats, smallest_scales
 
     try:
         scales = read_scales(directory, strict=False)
     except (NoModelError, NoScalesError):
         if not (directory / STATS_FILE).is_file():
             raise
+        from calib.scales.stats_file import load_stats, smallest_scales  # with torch
+
         opened = open_model_directory(directory, weights=False, or_statistics=True)
         places = read_places(directory)
         layers = [] if places else smallest_scales(load_stats(directory))

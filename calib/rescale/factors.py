@@ -11,10 +11,9 @@ from torch import Tensor
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
-from calib.rescale.one_plus import nearest_powers, stay_below_largest, try_powers
 from calib.rescale.rope_pairs import find_pairs, fold_pairs
 from calib.rescale.stored_weights import StoredModel
-from calib.rescale.weight_changes import Factors, LayerFactors
+from calib.rescale.weight_changes import Factors, LayerFactors, Norms, is_held
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
 
@@ -22,6 +21,7 @@ from calib.scales.stats import KVStats
 _LARGEST = 2.0**10
 # the best of 0.5, 0.7 and 1 on five documents for SmolLM2; other models were not tried
 _POWER = 0.5
+_POWERS = torch.arange(-16, 17)  # exponents of the factors that norms of 1 + weight are tried with
 
 Fallback = Callable[[Tensor], Tensor]  # factors [K, D] of a layer -> factors that more weights hold
 
@@ -135,17 +135,36 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
     pairs = find_pairs(source.model, {name: heads[name] for name in heads if norms[name]})
     factors = dict(ideal)
     for name, pair in pairs.items():
-        table, powers = try_powers(norms[name]), ideal[name].k[0].log2().round().long()
+        table, powers = _try_powers(norms[name]), ideal[name].k[0].log2().round().long()
         table, shifts = table & table[:, pair], [0]
         if purpose == "int8":
             shifts = sorted(range(-16, 17), key=abs)
         else:
-            table = table & stay_below_largest(fold_pairs(stats.layers[name].k.amax.amax(0), pair), powers)
+            amax = fold_pairs(stats.layers[name].k.amax.amax(0), pair).double()
+            products = amax * _POWERS.double().exp2()[:, None]
+            is_below = products <= (amax * powers.double().exp2()).amax()
+            table = table & (is_below | (_POWERS[:, None] <= powers))
         choices = [nearest_powers(table, powers + shift) for shift in shifts]
         distance, k = min(choices, key=lambda choice: choice[0])
         if distance < float("inf"):
             factors[name] = LayerFactors(k.float().exp2().expand_as(ideal[name].k), ideal[name].v)
     return factors
+
+
+def _try_powers(norms: Norms) -> Tensor:
+    """Return whether each channel holds each of the powers of its factors [powers, D]."""
+
+    def try_power(power: Tensor) -> Tensor:
+        pairs = zip(norms, [(change.factor.log2() * power).exp2() for change, _ in norms], strict=True)
+        return is_held([(replace(change, factor=factor), weight) for (change, weight), factor in pairs])
+
+    return torch.stack([try_power(power) for power in _POWERS])
+
+
+def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:
+    """Return the distance (inf: none) to the nearest of `powers` [D] in `table` [powers, D], and these."""
+    least, index = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf).min(0)
+    return least.sum().item(), _POWERS[index]
 
 
 def _smallest_of_layer(factors: Tensor, octaves: int = 0) -> Tensor:

@@ -19,10 +19,9 @@ from calib.files.names import JSON_FILE, is_of_cache
 from calib.progress import Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.factors import FactorChoice, Fallback
-from calib.rescale.one_plus import Norms
 from calib.rescale.proof import Observation, kl_between, load_exact, observe, prove
 from calib.rescale.stored_weights import Edit, NotHeld, StoredModel, write_weights
-from calib.rescale.weight_changes import Factors, LayerFactors
+from calib.rescale.weight_changes import Factors, LayerFactors, Norms
 
 AS_FLOAT32 = " --dtype float32"  # engines take such weights for bfloat16 unless told otherwise
 

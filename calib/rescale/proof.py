@@ -2,7 +2,7 @@
 
 A norm that multiplies by 1 + weight may round its weight times a power of two. There the proof multiplies the
 outputs of the norm instead, which is exact in every dtype: it shows that nothing but that rounding is
-different, and `one_plus.py` bounds the rounding.
+different, and `is_held` in `weight_changes.py` bounds the rounding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -25,12 +25,13 @@ from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.weights import split_weights
 from calib.progress import Progress
-from calib.rescale.one_plus import Norms, is_held
 from calib.rescale.weight_changes import (
     AttentionWeights,
     Factors,
+    Norms,
     WeightChange,
     cached_attention,
+    is_held,
     list_changes,
 )
 

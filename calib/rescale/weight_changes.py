@@ -4,7 +4,7 @@ Projections are found by their usual names, norms behind them by how they comput
 `proof.py` has proved it on the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +73,46 @@ class WeightChange:
         is_reversible = self.adds_one or torch.equal(exact / self.factor, multiplier)
         is_whole = torch.equal(self.multiplier(product), exact)
         return is_reversible and is_whole and bool(product.isfinite().all())
+
+
+Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the weight
+
+
+def is_held(norms: Norms) -> Tensor:
+    """Return whether each channel holds the factors of `norms`, of one module, that multiply by 1 + weight.
+
+    (1 + w) * f - 1 often has no exact value in the weights' dtype. Attention scores depend on the product
+    of both norms' multipliers. A channel holds a factor if rounding its weights changes this product by no
+    more than one rounding to the narrowest dtype that holds the source's weights: a rounding of the product
+    itself, or of the root mean square of all channels' products if that is larger. If the norms' inputs are
+    about equally large in all channels, scores then change no more, in root mean square, than by rounding
+    both Q and K to that dtype. If inputs are largest in channels with small multipliers, scores may change
+    more: `bake` reports the KL.
+    """
+    holds = torch.ones((), dtype=torch.bool)
+    # a norm of queries and one of keys are judged together, unless they are of different sizes
+    for shape in dict.fromkeys(weight.shape for _, weight in norms):
+        group = [(change, weight) for change, weight in norms if weight.shape == shape]
+        size, error = torch.ones(()).double(), torch.zeros(()).double()
+        for change, weight in group:
+            size = size * change.multiplier(weight).double().abs()
+            error = error + _relative_error(change, weight)
+        allowed = size.maximum(size.square().mean().sqrt()) * max(_roundoff(weight) for _, weight in group)
+        holds = holds & (torch.where(error > 0, error * size, 0.0) <= allowed)
+    return holds
+
+
+def _relative_error(change: WeightChange, weight: Tensor) -> Tensor:
+    exact = change.multiplier(weight).double() * change.factor
+    error = (change.multiplier(change.product(weight)).double() - exact).abs()
+    return torch.where(error > 0, error / exact.abs(), 0.0).nan_to_num(nan=torch.inf)
+
+
+def _roundoff(weight: Tensor) -> float:
+    """Return half of the step after 1 of the narrowest dtype that holds the weights."""
+    dtypes = (torch.bfloat16, torch.float16, weight.dtype)
+    exact = (dtype for dtype in dtypes if torch.equal(weight.to(dtype).to(weight.dtype), weight))
+    return torch.finfo(next(exact, weight.dtype)).eps / 2
 
 
 @dataclass(frozen=True)
@@ -145,10 +185,12 @@ class AttentionWeights:
             linear = getattr(self.module, child, None)
             if isinstance(linear, nn.Linear):
                 return child, linear
-        raise UnsupportedModelError(
-            f"{self.name} ({type(self.module).__name__}) has no linear layer named {' or '.join(names)}, so "
-            "fp8kv does not know which weights make or read its cache"
-        )
+        raise self.refusal(f"linear layer named {' or '.join(names)}", "which weights make or read its cache")
+
+    def refusal(self, missing: str, reason: str) -> UnsupportedModelError:
+        """Return the error of a module without what is `missing`."""
+        module = f"{self.name} ({type(self.module).__name__})"
+        return UnsupportedModelError(f"{module} has no {missing}, so fp8kv does not know {reason}")
 
     def check_size(self, child: str, unit: str, size: int, expected: int) -> None:
         """Refuse a parameter whose `size` is not what its heads make up."""
@@ -237,7 +279,7 @@ def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator
     """
     cached, children, k_pe = weights.cached, dict(weights.module.named_children()), factors.v[0]
     if _LATENT_NORM not in children:
-        raise _unknown_module(weights, _LATENT_NORM, "which weights make its latent")
+        raise weights.refusal(_LATENT_NORM, "which weights make its latent")
     yield from weights.change_norm(_LATENT_NORM, factors.k)
     if _K_PE_NORM in children:
         yield from weights.change_norm(_K_PE_NORM, factors.v)
@@ -246,7 +288,7 @@ def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator
         yield from weights.change_linear(child, torch.cat([torch.ones(cached.head_dim), k_pe]))
     without_rope = getattr(weights.module, "qk_nope_head_dim", None)  # values of a query and of a key
     if not isinstance(without_rope, int):
-        raise _unknown_module(weights, "qk_nope_head_dim", "which part of its queries meets k_pe")
+        raise weights.refusal("qk_nope_head_dim", "which part of its queries meets k_pe")
     key = k_pe[:1].expand(without_rope)
     child, linear = weights.find_linear(*_LATENT_QUERIES)
     query = torch.cat([key, k_pe])
@@ -258,11 +300,6 @@ def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator
     values = torch.ones(max(0, len(linear.weight) // cached.num_heads - without_rope))
     rows = torch.cat([key, values]).repeat(cached.num_heads)
     yield from weights.change_linear(child, rows, 1 / factors.k[0])
-
-
-def _unknown_module(weights: AttentionWeights, missing: str, unknown: str) -> UnsupportedModelError:
-    module = f"{weights.name} ({type(weights.module).__name__})"
-    return UnsupportedModelError(f"{module} has no {missing}, so fp8kv does not know {unknown}")
 
 
 def _norm_parameters(name: str, norm: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from engine import report
 from torch import Tensor
 
-from calib.caches import blocks, per_token_head, power_blocks
+from calib.caches import blocks, per_token_head
 from calib.caches import turboquant as turbo
 from calib.caches.rounding import rounding
 from calib.caches.types import Layers, Shape
@@ -217,19 +217,19 @@ def ultraquant(x: Tensor) -> Stored:
     triton_store.ultraquant_store(x, x, cache, torch.arange(tokens))
     halves = (part.split((size // 2, size // 32), -1) for part in cache[0].chunk(2, -1))
     k, v = (reference.ultraquant_dequant(reference.UltraQuantEncoded(*half), size) for half in halves)
-    check_read("ultraquant_4bit", x, power_blocks.rotate(k), v)
+    check_read("ultraquant_4bit", x, blocks.rotate(k), v)
     return cache[0], cache.new_empty(0)
 
 
 def own_ultraquant(x: Tensor) -> Stored:
-    k, v = (own_blocks(power_blocks.ultraquant_parts, each) for each in (power_blocks.rotate(x), x))
+    k, v = (own_blocks(blocks.ultraquant_parts, each) for each in (blocks.rotate(x), x))
     return torch.cat([*k, *v], -1), k[0].new_empty(0)
 
 
 def own_blocks(parts_of, x: Tensor) -> Stored:
     """Codes, and exponents as E8M0."""
     values, exponent = parts_of(x)
-    codes, is_eight = values.flatten(-2), parts_of is power_blocks.mxfp8_parts
+    codes, is_eight = values.flatten(-2), parts_of is blocks.mxfp8_parts
     codes = codes.to(MODES["FP8"]) if is_eight else packed(e2m1_codes(codes), 4)
     return codes, (exponent.clamp(min=-127) + 127).byte().flatten(-2)
 
@@ -267,8 +267,8 @@ TYPES |= {f"turboquant_{x}": (partial(own_turboquant, *n), partial(turboquant, *
 TYPES |= {
     "lmdeploy_turboquant": (own_lmdeploy_turboquant, lmdeploy_turboquant),
     "ultraquant_4bit": (own_ultraquant, ultraquant),
-    "mxfp8": (partial(own_blocks, power_blocks.mxfp8_parts), mxfp8),
-    "fp4_mx_block16": (partial(own_blocks, power_blocks.fp4_mx_parts), fp4_mx_block16),
+    "mxfp8": (partial(own_blocks, blocks.mxfp8_parts), mxfp8),
+    "fp4_mx_block16": (partial(own_blocks, blocks.fp4_mx_parts), fp4_mx_block16),
 }
 LATENTS = {"fp8_ds_mla": (fp8_ds_mla, 656), "nvfp4_ds_mla": (nvfp4_ds_mla, 352)}  # bytes of a token
 

@@ -20,13 +20,12 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
 from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
-from calib.rescale import one_plus, pipeline
+from calib.rescale import factors, pipeline
 from calib.rescale.bake import baked_factors
-from calib.rescale.factors import uniform_factors
-from calib.rescale.one_plus import is_held, nearest_powers
+from calib.rescale.factors import nearest_powers, uniform_factors
 from calib.rescale.proof import load_exact, observe
 from calib.rescale.stored_weights import edited_scales
-from calib.rescale.weight_changes import WeightChange, cached_attention, list_changes
+from calib.rescale.weight_changes import WeightChange, cached_attention, is_held, list_changes
 from calib.scales.stats_file import load_stats
 
 DOCS, FP8 = Path(__file__).parents[3] / "docs" / "bake.md", "--kv-cache-dtype fp8"
@@ -448,7 +447,7 @@ def test_a_rounding_that_scores_would_notice_is_not_held():
     assert held_by(torch.float32, weight, 64.0).all()
     # weights of float32's own are held to float32's rounding
     assert not held_by(torch.float32, torch.tensor([0.1, 1e-6, 0.2, 0.3]), 64.0)[1]
-    table = torch.zeros(len(one_plus._POWERS), 2, dtype=torch.bool)
+    table = torch.zeros(len(factors._POWERS), 2, dtype=torch.bool)
     assert nearest_powers(table, torch.tensor([0, 1]))[0] == float("inf")
     table[16] = True
     assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
