@@ -221,16 +221,13 @@ def test_without_logprobs_of_prompts_three_parts_of_each_text_are_asked_for(prom
 def test_nodes_that_store_with_other_scales_are_told_apart(fake, tmp_path):
     other = FakeServer()
     good = {"in_use": 4, "total": 4, "problems": [], "fingerprint": "ab" * 16}
+    bad = {"in_use": 3, "problems": ["rank 1: K is bad"]}
     with running(fake) as prefill, running(other) as decode:
         command = ["verify", tmp_path, "--served", prefill, "--served", decode]
         for theirs, status, said in (
             (good, 0, "each reads the other's KV blocks rightly"),
             (good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
-            (
-                good | {"in_use": 3, "problems": ["rank 1: K is bad"]},
-                1,
-                f"problem: {decode}: rank 1: K is bad",
-            ),
+            (good | bad, 1, f"problem: {decode}: rank 1: K is bad"),
             (None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
         ):
             fake.in_force, other.in_force = good, theirs
@@ -409,9 +406,7 @@ def test_something_that_speaks_no_http_is_running(fake):
         threading.Thread(target=accept, args=[server], daemon=True).start()
         for _ in range(2):
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
-            said = refuses(
-                url, "it hung up, or gives no answer in HTTP; does it take http or https? see its log"
-            )
+            said = refuses(url, "it hung up, or gives no answer in HTTP; does it take http", "see its log")
             assert "is it running" not in said
     with running(fake) as url:
         said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
