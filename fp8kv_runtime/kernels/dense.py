@@ -37,7 +37,8 @@ WORKSPACE = 2**28
 _AFTER = 4  # times as many pairs make it worth to attend to earlier tokens
 _VALUES = 4096  # that a program decodes
 _STREAMS = 4  # for attention of heads with other scales
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scale
+# what attends at a `scale`, and the tensors that it takes, heads second
+Attention = tuple[Callable[..., Tensor], list[Tensor]]
 _STEP = 256  # tokens that cuDNN is given are a multiple of these
 
 
@@ -111,39 +112,59 @@ def attend_densely(
         out.zero_()
     group, scales = query.shape[1] // blocks.num_kv_heads, blocks.k_scale_values
     softmax_scale = options.scale(query.shape[2])
-    v_scale = per_channel(blocks.v_scale).expand(blocks.num_kv_heads, 1, -1).repeat_interleave(group, 0)
+    v_scale = per_channel(blocks.v_scale).expand(blocks.num_kv_heads, 1, -1).repeat_interleave(group, 0)[None]
     by_head, rows = query.transpose(0, 1)[None], out.transpose(0, 1)[None]  # [1, H, T, D]
     for prompt in prompts:
         tokens = slice(prompt.start, prompt.stop)
         for heads in _chunks(blocks, prompt):
-            key, value = gather(blocks, sequences, prompt, heads, query.dtype)[:, None]
-            attend = _attend_with_cudnn if _prefers_cudnn(query, key, value) else _attend
-            # in one call, or in one for each KV head with a scale of its own
-            size = 1 if len(scales) > 1 else key.shape[1]
             queries = slice(heads.start * group, heads.stop * group)
-            calls = zip(
-                by_head[:, queries, tokens].split(size * group, 1), key.split(size, 1), value.split(size, 1),
-                [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)],
-                v_scale[queries].split(size * group), rows[:, queries, tokens].split(size * group, 1),
-                strict=True,
+            # in one call, or in one for each KV head with a scale of its own
+            of_calls = [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)]
+            _attend_to_heads(
+                by_head[:, queries, tokens], gather(blocks, sequences, prompt, heads, query.dtype), of_calls,
+                v_scale[:, queries], rows[:, queries, tokens],
             )  # fmt: skip
-            _run_side_by_side(attend, list(calls), query.device)
-            del key, value, calls  # before the next chunk is decoded
 
 
-def _run_side_by_side(attend: Attend, calls: Sequence[tuple[Any, ...]], device: torch.device) -> None:
-    """Attend and write the outputs: calls of a head, which alone do not fill a GPU, on several streams."""
-    streams = _streams(device) if len(calls) > 1 and device.type == "cuda" else []
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(device))
+def _attend_to_heads(
+    query: Tensor, key_value: Tensor, scales: list[float], v_scale: Tensor, out: Tensor
+) -> None:
+    """Attend from `query` [1, H, T, D] to K and V [2, K, N, D] and write `out`, in a call for each scale.
+
+    All that heads share is done before, once: Python's operations take about as long as a head's kernels.
+    """
+    key, value = key_value[:, None]
+    attend, inputs = (_cudnn if _prefers_cudnn(query, key, value) else _torch)(query, key, value)
+    parts = (x.chunk(len(scales), 1) for x in (out, v_scale, *inputs))
+    calls = list(zip(scales, *parts, strict=True))
+
+    def run(scale: float, part: Tensor, v_scale: Tensor, *inputs: Tensor) -> None:
+        torch.mul(attend(*inputs, scale=scale), v_scale, out=part)
+
+    _run_side_by_side(run, calls, query.device)
+
+
+def _run_side_by_side(
+    run: Callable[..., None], calls: Sequence[tuple[Any, ...]], device: torch.device
+) -> None:
+    """Call `run` for each of `calls`: those of a head, which alone do not fill a GPU, on several streams."""
+    if len(calls) == 1 or device.type != "cuda":
+        for call in calls:
+            run(*call)
+        return
+    current, streams = torch.cuda.current_stream(device), _streams(device)[: len(calls)]
+    start = current.record_event()  # of this thread alone, as others' work goes to the same streams
+    for stream, _ in streams:
+        stream.wait_event(start)
     try:
-        for call, own in zip(calls, itertools.cycle(streams or [None]), strict=False):
-            *inputs, v_scale, part = call
-            with torch.cuda.stream(own):
-                torch.mul(attend(*inputs), v_scale, out=part)
+        for call, (stream, _) in zip(calls, itertools.cycle(streams), strict=False):
+            torch.cuda.set_stream(stream)  # `with torch.cuda.stream` sets three, one after the other
+            run(*call)
     finally:
-        for stream in streams:
-            torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.set_stream(current)
+        for stream, end in streams:
+            end.record(stream)
+            current.wait_event(end)
 
 
 def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
@@ -153,21 +174,22 @@ def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
         yield slice(head, min(head + size, blocks.num_kv_heads))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend from `query` [1, H, T, D] to `key` and `value` [1, K, N, D] with what torch chooses."""
+def _torch(query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    """Return what torch chooses, for `query` [1, H, T, D], `key` and `value` [1, K, N, D]."""
     mask = causal_lower_right(query.shape[2], key.shape[2])
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    attend = functools.partial(scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+    return attend, [query, key, value]
 
 
 def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether cuDNN has this attention and is the fastest: on NVIDIA since Hopper."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device)[0] < 9:
         return False
-    return can_use_cudnn_attention(SDPAParams(query.transpose(0, 1)[None], key, value, None, 0.0, True, True))
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, True, True))
 
 
-def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend from `query` [1, H, T, D] to `key` and `value` [1, K, N, D].
+def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    """Return cuDNN's attention, for `query` [1, H, T, D], `key` and `value` [1, K, N, D].
 
     cuDNN plans every new shape for tens of milliseconds, so tokens are filled up to one of few numbers.
     Its causal mask begins at the first position: what all queries see is attended to by itself, and the
@@ -178,27 +200,36 @@ def _attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) 
     shared = (length - new) // step * step
     front = length - new - shared  # positions that are neither: queries before them are not used
     behind = -(front + new) % step
-    own_key, own_value = key[:, :, shared:], value[:, :, shared:]
+    inputs = [query, key[:, :, shared:], value[:, :, shared:]]
     if front or behind:
-        query = pad(query, (0, 0, front, behind))
-        own_key, own_value = (pad(x, (0, 0, 0, behind)) for x in (own_key, own_value))
-    own, own_sums = cudnn(query, own_key, own_value, scale, True)
+        inputs = [pad(x, (0, 0, at, behind)) for x, at in zip(inputs, (front, 0, 0), strict=True)]
     if shared:
-        earlier, sums = cudnn(query, key[:, :, :shared], value[:, :, :shared], scale, False)
-        own = own * torch.sigmoid(own_sums - sums) + earlier * torch.sigmoid(sums - own_sums)
-    return own[:, :, front : front + new]
+        inputs += [key[:, :, :shared], value[:, :, :shared]]
+    return functools.partial(_attend_with_cudnn, front=front, new=new), inputs
+
+
+def _attend_with_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor, scale: float, front: int, new: int
+) -> Tensor:
+    out, sums = cudnn(query, key, value, scale, True)
+    if earlier:
+        before, before_sums = cudnn(query, earlier[0], earlier[1], scale, False)
+        sums, before_sums = (x.view(*out.shape[:3], 1) for x in (sums, before_sums))
+        out = out * torch.sigmoid(sums - before_sums) + before * torch.sigmoid(before_sums - sums)
+    return out if out.shape[2] == new else out[:, :, front : front + new]
 
 
 def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums [1, H, T, 1]."""
+    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums, [1, H, T] at least."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
-    return out, sums.view(*out.shape[:3], 1)
+    return out, sums
 
 
 @functools.cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+def _streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
+    """Return the streams of heads, each with the event of its end."""
+    return [(torch.cuda.Stream(device), torch.cuda.Event()) for _ in range(_STREAMS)]
 
 
 def gather(

@@ -1,12 +1,14 @@
 """Prompts that torch's attention computes: gathered exactly, right in any batch, and only where it fits."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from checks import assert_attention, assert_gathered
-from paged import FORMATS, Case
+from paged import FORMATS, Case, build
+from torch.utils._python_dispatch import TorchDispatchMode
 from tune_kernels import pinned
 
 from fp8kv_runtime.kernels import dense
@@ -94,6 +96,54 @@ def test_on_hopper_a_prompt_after_others_is_two_softmaxes_of_full_steps(launched
     assert shapes == [(48, 48, True), (48, 32, False), (112, 112, True), (16, 16, True)]
     assert_attention(RAGGED, device)
     assert len(shapes) == 4 + 4 * RAGGED.kv_heads
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(512, 2), (500, 3)])  # whole steps; filled up: a slice more
+def test_a_head_with_a_scale_of_its_own_takes_few_operations_of_python(tokens, most, monkeypatch):
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return func(*args, **kwargs or {})
+
+    def attend(query, *_):
+        counts[-1] += 1
+        return query, query
+
+    counts = []
+    monkeypatch.setattr(dense, "_prefers_cudnn", lambda *_: True)
+    monkeypatch.setattr(dense, "cudnn", attend)
+    monkeypatch.setattr(dense, "gather", lambda *_: torch.zeros(2, heads, tokens, 64).half())
+    for heads in (2, 10):
+        batch = build(Case((tokens,), query_lens=(tokens,), kv_heads=heads), "cpu")
+        prompt, out = dense.Prompt(0, 0, tokens, 0, tokens), torch.empty_like(batch.query)
+        counts.append(0)
+        with Count():
+            dense.attend_densely(batch.query, batch.blocks, batch.sequences, batch.options, [prompt], out)
+    assert (counts[1] - counts[0]) / 8 == most
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_heads_start_after_what_is_there_and_end_before_what_follows(fails, monkeypatch):
+    class Stream(str):
+        wait_event = lambda self, event: log.append(f"{self} waits for {event}")  # noqa: E731
+        record_event = lambda self: f"all on {self}"  # noqa: E731
+        record = lambda self, stream: log.append(f"{self} on {stream}")  # noqa: E731
+
+    def run(head):
+        log.append(f"head {head} on {current[-1]}")
+        if fails:
+            raise RuntimeError
+
+    log, current, streams = [], [Stream("main")], [(Stream(n), Stream(f"end {n}")) for n in "abc"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(dense, "_streams", lambda _: streams)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        dense._run_side_by_side(run, [(0,), (1,)], torch.device("cuda"))
+    heads = ["head 0 on a", "head 1 on b"][: 1 if fails else 2]
+    ends = ["end a on a", "main waits for end a", "end b on b", "main waits for end b"]
+    assert log == ["a waits for all on main", "b waits for all on main", *heads, *ends]
+    assert current[-1] == "main"
 
 
 def test_a_sequence_of_one_part_is_one_launch(launched, device):
