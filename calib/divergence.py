@@ -13,7 +13,7 @@ _LOG2_E = 1 / math.log(2)
 _CANCELS = 1e-8
 _SERIES = 0.03  # up to where six terms of a series are exact in float64
 # values at a time: copies of a few rows in float64 stay in a processor's cache
-_VALUES = {"cpu": 2**18, "other": 2**23}
+_CPU_VALUES, _GPU_VALUES = 2**18, 2**23
 
 
 class LogitPair(NamedTuple):
@@ -78,7 +78,7 @@ def divergence(expected: Tensor, actual: Tensor) -> Tensor:
 
 
 def _split_rows(logits: Tensor) -> Sequence[Tensor]:
-    values = _VALUES.get(logits.device.type, _VALUES["other"])
+    values = _CPU_VALUES if logits.device.type == "cpu" else _GPU_VALUES
     return torch.split(logits, max(1, values // logits.shape[-1]))
 
 

@@ -154,7 +154,7 @@ def generate_text(
 def _memory(model: PreTrainedModel, cache: Cache, cached_tokens: int) -> dict[str, Any]:
     """Return the memory of our FP8 cache, and of layers that stay in 16 bits, by the fields of the result."""
     blocks, values = paged_cache(cache), values_per_token(cache)
-    all_values = sum(shape.values for shape in cached_layers(model).shapes.values())
+    all_values = cached_layers(model).values
     in_16_bits = 2 * (all_values - values)  # bytes
     return {
         "block_size": blocks.block_size,
@@ -176,7 +176,7 @@ def _check_cache(kind: CacheType, layers: Layers) -> tuple[str, ...]:
 
 def _simulated_memory(kind: CacheType, layers: Layers, cached_tokens: int) -> dict[str, Any]:
     """Return the memory that a cache of this type would take, by the fields of the result."""
-    size, values = kind.model_bytes(layers), sum(shape.values for shape in layers.shapes.values())
+    size, values = kind.model_bytes(layers), layers.values
     return {
         "block_size": None,
         "values_per_token": values,

@@ -112,7 +112,7 @@ def _write(
             scales = Path(directory, "calibration")
             calibrate(model, recipe, scales, progress=progress)
             bake(model, scales, purpose, output, overrides=trust, overwrite=overwrite, progress=progress)
-    elif _is_calibrated(variant):
+    elif variant.is_calibrated:
         calibrate(model, recipe, output, overwrite=overwrite, progress=progress)
     else:
         progress.stage("write")
@@ -126,7 +126,7 @@ def _write(
         kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
     except (Fp8kvError, AttentionError, OSError) as error:
         raise InputError(f"'{output}' was written, but could not be measured: {one_line(error)}") from error
-    if _is_calibrated(variant) or variant.cache == "fp8":
+    if variant.is_calibrated or variant.cache == "fp8":
         place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
         if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
             problems.append(f"{offer.engine} does not load it: see fp8kv verify {quote(str(output))}")
@@ -136,10 +136,6 @@ def _write(
         problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
     tokens = sum(map(len, documents))
     return Written(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
-
-
-def _is_calibrated(variant: Variant) -> bool:
-    return variant.scales is not None and variant.name != "none"
 
 
 def _plan(
@@ -156,7 +152,7 @@ def _plan(
         "dtype": evaluation.recipe.dtype,
         "strategy": scales.strategy if scales else recipe.strategy,
         "observer": ObserverRecipe(name="mse" if variant.name == "mse" else "absmax"),
-        "export": ExportRecipe(formats=(format if _is_calibrated(variant) else "fp8kv",)),
+        "export": ExportRecipe(formats=(format if variant.is_calibrated else "fp8kv",)),
     }
     pieces = hold_out(load, evaluation.readers, samples, suite.documents).pieces
     return recipe.model_copy(update=changes), [torch.tensor(piece.ids) for piece in pieces]
@@ -171,7 +167,7 @@ def _measure_again(
     trust, backend = recipe.trust_remote_code, recipe.evaluation.backend
     model = load_model(checkpoint, load_config(checkpoint, trust), recipe.dtype, recipe.device, trust)
     setup = Setup(model, load_tokenizer(checkpoint, trust), backend, progress)
-    if _is_calibrated(variant):
+    if variant.is_calibrated:
         variant = replace(variant, scales=open_scales(output, checkpoint)(model))
     elif variant.is_baked:  # its rounding, without the factors that the weights have now
         plain = "none" if variant.cache == "fp8" else str(variant.cache)

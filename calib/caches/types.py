@@ -46,6 +46,11 @@ class Layers(NamedTuple):
     total: int  # number of all layers
     is_hybrid: bool = False  # some, or parts of some, keep a state of fixed size
 
+    @property
+    def values(self) -> int:
+        """Values of a token, in all of them."""
+        return sum(shape.values for shape in self.shapes.values())
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -128,14 +128,11 @@ def _bake_variant(variant: Variant, factors: Mapping[int, LayerFactors]) -> Vari
 
 
 def count_bytes(variants: Sequence[Variant], layers: Layers) -> list[Variant]:
-    """Return the variants, those that are whole caches with their bytes per token.
-
-    Layers without scales, beside others that have some, are in 16 bits.
-    """
+    """Return the variants, those that are whole caches with their bytes per token."""
     counted, shapes = [], layers.shapes
     for variant in variants:
         if variant.is_whole_cache:
-            in_16_bits = shapes.keys() - set(variant.layers) if variant.scales else set()
+            in_16_bits = variant.layers_in_16_bits(layers)
             quantised = {index: shape for index, shape in shapes.items() if index not in in_16_bits}
             size = cache_type(variant.cache or "fp8").model_bytes(layers._replace(shapes=quantised))
             size += sum(2 * shapes[index].values for index in in_16_bits)

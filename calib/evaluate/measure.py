@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 
 from calib.capture.loop import media_arguments
 from calib.choices import REFERENCE
@@ -85,10 +85,11 @@ def compare_variants(
     """
     forget_positions(setup.model)
     arguments, name = media_arguments(setup.model, media), cache_argument(setup.model)
-    config = setup.model.config
+    # the logits of a long document do not fit into memory
+    size = max(1, min(_TOKENS, _LOGITS // setup.model.config.get_text_config().vocab_size))
     caches = [(variant, new_cache(setup.model)) for variant in (UNCHANGED, *variants)]
     parts: dict[str, list[Divergence]] = {variant.name: [] for variant, _ in caches}
-    for rows in chunks(len(token_ids), len(token_ids) if media else _tokens_at_once(config)):
+    for rows in chunks(len(token_ids), len(token_ids) if media else size):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
         reference = None
         for variant, cache in caches:
@@ -99,12 +100,6 @@ def compare_variants(
                 part = part._replace(margins=long.margins(logits, rows.start))
             parts[variant.name].append(part)
     return {name: join(each) for name, each in parts.items()}
-
-
-def _tokens_at_once(config: PreTrainedConfig) -> int:
-    """Return how many tokens to read at a time: the logits of a long document do not fit into memory."""
-    vocabulary: int = config.get_text_config().vocab_size
-    return max(1, min(_TOKENS, _LOGITS // vocabulary))
 
 
 def _read(

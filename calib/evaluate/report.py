@@ -365,8 +365,8 @@ class ReportHead(ReportPart):
     data: TextFacts
 
 
-class Conditions(ReportHead):
-    """All conditions of an evaluation: model, machine, text."""
+class Report(ReportHead):
+    """An evaluation: see docs/reference/report.md."""
 
     attention: AttentionMode = "exact"
     data: Data
@@ -376,11 +376,6 @@ class Conditions(ReportHead):
     suite: Suite
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
     recipe: dict[str, Any] | None = None  # all settings, as resolved; None: of an older version
-
-
-class Report(Conditions):
-    """An evaluation: see docs/reference/report.md."""
-
     noise_floor: NullableFloat
     variants: dict[str, Row]
     layers: list[Layer]

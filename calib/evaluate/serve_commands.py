@@ -56,7 +56,7 @@ class Offers:
         """Find how the first engine serves a variant there, or say in a sentence why none does."""
         if variant.kind == REFERENCE:
             return self._find_16_bits(Offer(engine or "vllm", "", (gpu,) if gpu else ()))
-        if variant.scales is not None and variant.name != "none":
+        if variant.scales is not None and variant.is_calibrated:
             return self._find_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
         if cache_type(cache).is_static and self._has_scales:
@@ -143,7 +143,7 @@ class Offers:
         if architecture(self.checkpoint.config) not in classes:
             return None
         cache = None if variant.kind == REFERENCE else cache_type(variant.cache or "fp8")
-        in_16_bits = self.layers.shapes.keys() - set(variant.layers) if variant.scales else set()
+        in_16_bits = variant.layers_in_16_bits(self.layers)
         text = self.config.get_text_config(decoder=True)
         try:
             return vllm_pool(

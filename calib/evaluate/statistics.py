@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,8 +66,7 @@ def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: i
 @_quietly
 def ratio(numerators: Values, denominators: Values) -> Figure:
     """Estimate the sum of `numerators` [documents] over that of `denominators`, resampled by document."""
-    chosen = np.random.default_rng(0).integers(len(numerators), size=(_RESAMPLES, len(numerators)))
-    draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
+    draws = _draw_ratios(numerators, denominators, np.random.default_rng(0))
     return _figure(float(numerators.sum() / denominators.sum()), draws)
 
 
@@ -75,13 +74,18 @@ def ratio(numerators: Values, denominators: Values) -> Figure:
 def difference(first: list[Values], second: list[Values]) -> Figure:
     """Estimate the mean of the values `first` less that of `second`, each resampled by its documents."""
     rng = np.random.default_rng(0)
-    draws = []
-    for documents in (first, second):
-        chosen = rng.integers(len(documents), size=(_RESAMPLES, len(documents)))
-        sums = np.array([document.sum() for document in documents])
-        counts = np.array([float(len(document)) for document in documents])
-        draws.append(sums[chosen].sum(1) / counts[chosen].sum(1))
-    return _figure(float(np.concatenate(first).mean() - np.concatenate(second).mean()), draws[0] - draws[1])
+    draws, second_draws = (
+        _draw_ratios(np.array([x.sum() for x in documents]), np.array([*map(len, documents)]), rng)
+        for documents in (first, second)
+    )
+    return _figure(float(np.concatenate(first).mean() - np.concatenate(second).mean()), draws - second_draws)
+
+
+def _draw_ratios(numerators: Values, denominators: NDArray[Any], rng: np.random.Generator) -> Values:
+    """Return the ratio of the sums in each resample of the documents."""
+    chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
+    draws: Values = numerators[chosen].sum(1) / denominators[chosen].sum(1)
+    return draws
 
 
 def _figure(value: float, draws: Sequence[float] | Values) -> Figure:

@@ -23,7 +23,6 @@ from calib.evaluate.other_text import MeasuredElsewhere, summarize_text
 from calib.evaluate.recommend import Wish, advised_cache, recommend
 from calib.evaluate.report import (
     SCHEMA,
-    Conditions,
     Data,
     Figure,
     LongRow,
@@ -108,7 +107,7 @@ def summarize(evaluation: Evaluation) -> Report:
         advice.append(advised_cache(recommended))
     other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
-        **dict(_conditions(evaluation)),
+        **_conditions(evaluation),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values, evaluation.stats.places()),
@@ -166,11 +165,11 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
     own = evaluation.measured[REFERENCE].long_documents
     skips_tokens = evaluation.recipe.data.skip_first > 0  # whose clipping cannot be predicted
     chances = {} if skips_tokens else predict_clipping(variant, evaluation.stats)
-    sixteen_bits = 2 * sum(shape.values for shape in evaluation.layers.shapes.values())
+    reference_bytes = 2 * evaluation.layers.values if variant.kind == REFERENCE else None
     return {
         "cache": variant.cache,
         "is_baked": variant.is_baked,
-        "bytes_per_token": sixteen_bits if variant.kind == REFERENCE else variant.bytes_per_token,
+        "bytes_per_token": reference_bytes or variant.bytes_per_token,
         "strategy": scales and scales.strategy,
         "fp8_dtype": scales and scales.fp8_dtype,
         "tensors": scales and variant.tensors,
@@ -212,21 +211,21 @@ def _ppl_change(nll: Values) -> float:
     return float(np.expm1((nll[:, 0] - nll[:, 1]).mean()))
 
 
-def _conditions(evaluation: Evaluation) -> Conditions:
+def _conditions(evaluation: Evaluation) -> dict[str, Any]:
     """Describe the model, machine and text of the evaluation."""
     setup, text = evaluation.setup, evaluation.text
-    values = sum(shape.values for shape in evaluation.layers.shapes.values())
-    return Conditions(
-        version=SCHEMA,
-        versions=versions(),
-        machine=_machine_name(setup.model.device.type),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=evaluation.model_name,
-        suite=evaluation.suite,
-        backend=setup.resolved_backend,
-        attention=setup.attention,
-        dtype=str(setup.model.dtype).removeprefix("torch."),
-        data=Data(
+    values = evaluation.layers.values
+    return {
+        "version": SCHEMA,
+        "versions": versions(),
+        "machine": _machine_name(setup.model.device.type),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": evaluation.model_name,
+        "suite": evaluation.suite,
+        "backend": setup.resolved_backend,
+        "attention": setup.attention,
+        "dtype": str(setup.model.dtype).removeprefix("torch."),
+        "data": Data(
             source=text.data.source,
             fingerprint=text.data.fingerprint,
             calibration_tokens=evaluation.stats.tokens,
@@ -237,9 +236,9 @@ def _conditions(evaluation: Evaluation) -> Conditions:
             long_documents=len(text.long_documents),
             long_tokens=sum(len(document.token_ids) for document in text.long_documents),
         ),
-        bytes_per_token={"fp8": values, "16bit": 2 * values},
-        recipe=evaluation.recipe.model_dump(mode="json"),
-    )
+        "bytes_per_token": {"fp8": values, "16bit": 2 * values},
+        "recipe": evaluation.recipe.model_dump(mode="json"),
+    }
 
 
 def _machine_name(device: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.caches.rounding import CacheRounding, round_fp8, rounded_attention
+from calib.caches.types import Layers
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.errors import InputError
 from calib.evaluate.attention_modes import scales_problem, simulate_attention
@@ -83,6 +84,15 @@ class Variant:
     def is_whole_cache(self) -> bool:
         """True for a cache of K and V, on which text can be written; one tensor alone is not a cache."""
         return self.is_fp8_cache or self.cache is not None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True for scales that were measured, not those at 1.0."""
+        return self.scales is not None and self.name != "none"
+
+    def layers_in_16_bits(self, layers: Layers) -> set[int]:
+        """Return those of the model's `layers` without scales, beside others that have some."""
+        return layers.shapes.keys() - set(self.layers) if self.scales else set()
 
     @property
     def is_loadable(self) -> bool:
@@ -225,13 +235,13 @@ def fp8_rounding(scales: KVScales, tensors: str = "kv") -> CacheRounding:
         layer = layers.get(layer_idx)
         if layer is None:
             return key, value
-        k_scale, v_scale = broadcast_scale(layer.k, key), broadcast_scale(layer.v, value)
-        if "k" in tensors and layer.k_center is None:
-            key = round_fp8(key, k_scale, dtype)
-        elif "k" in tensors and layer.k_center is not None:
-            centre = broadcast_scale(layer.k_center, key)
+        if "k" in tensors:
+            k_scale = broadcast_scale(layer.k, key)
+            centre = 0 if layer.k_center is None else broadcast_scale(layer.k_center, key)
             key = (round_fp8(key - centre, k_scale, dtype) + centre).to(key.dtype)
-        return key, round_fp8(value, v_scale, dtype) if "v" in tensors else value
+        if "v" in tensors:
+            value = round_fp8(value, broadcast_scale(layer.v, value), dtype)
+        return key, value
 
     return round_layer
 
