@@ -1,26 +1,12 @@
 """Reductions of a batch of K, V or Q [N, H, D]: a CPU and a GPU do them differently, with the same result."""
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
 from calib.scales.observers import NUM_BINS, bin_indices
-
-
-class Reductions(Protocol):
-    """Maxima and counts over the N tokens of a batch."""
-
-    def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
-
-    def bucket_amax(self, heads: Tensor, buckets: Tensor, count: int) -> Tensor:
-        """Reduce `heads` [H, N], not negative, by max to the `buckets` [N] of its tokens: [H, count]."""
-
-    def histogram(self, x: Tensor) -> Tensor:
-        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
 
 
 class CpuReductions:
@@ -65,6 +51,9 @@ class GpuReductions:
         counts = torch.zeros(x.shape[1] * NUM_BINS, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, bins, counts.new_ones(()).expand_as(bins))
         return counts.view(-1, NUM_BINS).long()
+
+
+Reductions = CpuReductions | GpuReductions
 
 
 def reductions_on(device: torch.device) -> Reductions:
