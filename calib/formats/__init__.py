@@ -13,8 +13,7 @@ from calib.files.names import JSON_FILE, layer_of
 from calib.files.skipped_layers import skipped_layers
 from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, sglang
-from calib.formats.modelopt import modelopt, trtllm
-from calib.formats.nvfp4 import nvfp4
+from calib.formats.modelopt import modelopt, nvfp4, trtllm
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.scales_json import scales_json
 from calib.formats.tgi import tgi
