@@ -48,14 +48,15 @@ class CacheCounts:
 
     tokens: int
     amax: Tensor  # [2, H, D]: the largest magnitude; uint8 codes of an FP8 cache, else float32
-    codes: Tensor | None = None  # [2, H, 256] int64: values by code; None: the cache is not FP8
-    largest: Tensor | None = None  # [2, H, 128] int64: tokens by the code of their largest magnitude
+    codes: Tensor  # [2, H, 256] int64: values by code; [2, H, 0]: the cache is not FP8
+    largest: Tensor  # [2, H, 128] int64: tokens by the code of their largest magnitude; so too
 
     @classmethod
     def of(cls, x: Tensor) -> "CacheCounts":
         """Count K and V [S, 2, H, D] of S tokens: FP8 codes as uint8, or 16-bit values."""
         if x.dtype != torch.uint8:
-            return cls(len(x), x.abs().amax(0).float())
+            none = torch.zeros(*x.shape[1:3], 0, dtype=torch.int64, device=x.device)
+            return cls(len(x), x.abs().amax(0).float(), none, none)
         magnitudes = x & (_MAGNITUDES - 1)
         largest = _count(magnitudes.amax(-1, keepdim=True), _MAGNITUDES)
         return cls(len(x), magnitudes.amax(0), _count(x, 256), largest)
@@ -63,13 +64,12 @@ class CacheCounts:
     def add(self, counts: "CacheCounts") -> "CacheCounts":
         """Combine with what was seen of other tokens."""
         amax = torch.maximum(self.amax, counts.amax)
-        codes, largest = _add(self.codes, counts.codes), _add(self.largest, counts.largest)
+        codes, largest = self.codes + counts.codes, self.largest + counts.largest
         return CacheCounts(self.tokens + counts.tokens, amax, codes, largest)
 
     def to_cpu(self) -> "CacheCounts":
         """Return the same counts in the CPU's memory."""
-        codes, largest = (None if x is None else x.cpu() for x in (self.codes, self.largest))
-        return CacheCounts(self.tokens, self.amax.cpu(), codes, largest)
+        return CacheCounts(self.tokens, self.amax.cpu(), self.codes.cpu(), self.largest.cpu())
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class WatchedLayer:
     @property
     def clipped(self) -> Tensor:
         """Tokens with a value at the end of the range, or beyond every number: [2, H] int64."""
-        if self.dtype is None or self.counts.largest is None:
+        if self.dtype is None:
             return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
         return self.counts.largest[..., code_table(self.dtype).top :].sum(-1)
 
     def values(self, kind: str) -> Tensor:
         """Count values that are `saturated`, or `zero`: [2, H] int64."""
-        if self.dtype is None or self.counts.codes is None:
+        if self.dtype is None:
             return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
         magnitudes = code_table(self.dtype).values.abs()
         end = torch.finfo(self.dtype).max
@@ -101,7 +101,7 @@ class WatchedLayer:
     @property
     def tokens(self) -> Tensor:
         """The tokens that were counted of each head, [2, H] int64: ranks count their own samples."""
-        if self.counts.largest is None:
+        if self.dtype is None:
             return torch.full(self.counts.amax.shape[:2], self.counts.tokens)
         return self.counts.largest.sum(-1)
 
@@ -128,7 +128,6 @@ class WatchedLayer:
     def _estimate(self, part: int, head: int) -> float:
         """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
         assert self.dtype is not None
-        assert self.counts.largest is not None
         table, tokens = code_table(self.dtype, self.cuts_off), self.counts.largest[part, head].double()
         end, edge = float(table.values[table.top]), float(table.upper[table.top - 1])
         values = table.values[:_MAGNITUDES].double()
@@ -154,10 +153,6 @@ class WatchedLayer:
         return answer
 
 
-def _add(one: Tensor | None, two: Tensor | None) -> Tensor | None:
-    return None if one is None or two is None else one + two
-
-
 def _count(x: Tensor, size: int) -> Tensor:
     """Count the values 0 to `size` - 1 of `x` [S, 2, H, D] uint8: [2, H, size] int64."""
     _, parts, heads, _ = x.shape
@@ -177,9 +172,8 @@ def join_watched(ranks: Sequence[WatchedLayer], kv_heads: int) -> WatchedLayer:
     """Join one layer's parts of all tensor-parallel ranks."""
     first, counts = ranks[0], [rank.counts for rank in ranks]
 
-    def join(name: str) -> Any:
-        tensors = [getattr(count, name) for count in counts]
-        return None if tensors[0] is None else join_heads(tensors, kv_heads)
+    def join(name: str) -> Tensor:
+        return join_heads([getattr(count, name) for count in counts], kv_heads)
 
     scales = None
     if first.scales is not None:
