@@ -25,6 +25,9 @@ def test_the_command_line_imports_nothing_heavy_and_scales_are_read_and_verified
         "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "import calib.files.model_directory, calib.files.stored_scales, calib.engines.verification\n"
+        "from calib.commands import inspect\n"
+        "try: inspect._read(__import__('pathlib').Path('/nowhere'))\n"
+        "except ValueError: pass\n"
         "cli.main(['calibrate', '--help'])"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
