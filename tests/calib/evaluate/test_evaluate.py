@@ -109,7 +109,6 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         (("--scales", "own", "--fail-if", "x:kl>1"), "no variant 'x'; there are bf16, eager, none", ", own"),
         (("--fail-if", "tensor:kl>1", "--variants", "none"), "no variant 'tensor'; there are none, bf"),
         (("--fail-if", "reference:kl>1"), "no variant 'reference'"),
-        (("--caches", "fp8,int9"), "--caches should be 'all', 'fp8'", "got 'int9'"),
         (("--caches", "fp8_ds_mla"), "fp8_ds_mla holds latents (MLA), and this model caches K and V of"),
         (("--tasks", "./gone.yaml"), "--tasks './gone.yaml'", "No such file"),
         (("--seq-len", 999), "--seq-len 999 is longer than the model's 256"),
