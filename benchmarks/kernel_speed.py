@@ -28,7 +28,7 @@ from gpu_timer import GpuTimer, Timing
 from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
 from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
-from kernel_table import CASES
+from kernels.variants import CASES
 
 from fp8kv_runtime.bench import correctness
 from fp8kv_runtime.bench.cases import (

@@ -12,7 +12,7 @@ import interpreted_triton  # before Triton
 import torch
 from engine import report
 from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
-from kernel_table import CASES as TIMED
+from kernels.variants import CASES as TIMED
 from torch import Tensor
 
 from fp8kv_runtime.bench import correctness
