@@ -131,11 +131,12 @@ def calibrate(
     if not evaluate:
         return Answer(result.to_json(), blocks)
     from calib.evaluate.run import run_evaluation
+    from calib.files.names import EVALUATION_DIRECTORY
 
     progress.end()
     if not as_json:
         print_blocks(blocks)
-    scales, directory = [next(iter(result.directories.values()))], result.output / "evaluation"
+    scales, directory = [next(iter(result.directories.values()))], result.output / EVALUATION_DIRECTORY
     report, failures = run_evaluation(model, resolved, scales=scales, output=directory, progress=progress)
     document = {**result.to_json(), "evaluation": report.to_json()}
     return Answer(document, () if quiet else report_blocks(report), failures)
@@ -167,8 +168,8 @@ def result_blocks(result: "Result") -> Iterator[Block]:
         yield f"the files that were replaced are in {result.backup}"
     for name, directory in result.directories.items():
         form = FORMATS[name]
-        if form.note:
-            yield f"note ({name}): {form.note}"
+        if note := form.note_on(strategy):
+            yield f"note ({name}): {note}"
         if form.with_weights and result.recipe.export.weights == "none":
             yield f"note ({name}): {NO_WEIGHTS}"
         if form.serve:

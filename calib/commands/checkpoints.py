@@ -134,7 +134,7 @@ def convert(
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
     line = f"{len(conversion.scales.layers)} layers written to {output}, format {to}"
-    return Answer(None, [*_warning_lines(conversion, to), line])
+    return Answer(None, [*_warning_lines(conversion, to, reduce), line])
 
 
 @partial(job_command, has_json=False)
@@ -174,10 +174,14 @@ def repair(
     return Answer(None, lines, is_good=not result.problems)
 
 
-def _warning_lines(conversion: "Conversion", to: choices.FormatName) -> list[str]:
+def _warning_lines(
+    conversion: "Conversion", to: choices.FormatName, reduce: choices.Reduce = "none"
+) -> list[str]:
     from calib.formats import FORMATS
+    from calib.formats.card import written_strategy
 
-    note = FORMATS[to].note.replace("--format", "--to")
+    strategy = written_strategy(conversion.scales.strategy, reduce)
+    note = FORMATS[to].note_on(strategy).replace("--format", "--to")
     return [f"warning: {warning}" for warning in conversion.warnings] + [f"note ({to}): {note}"] * bool(note)
 
 

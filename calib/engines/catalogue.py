@@ -192,6 +192,7 @@ class Engine(Section):
     latent_ways: tuple[str, ...] = ()  # other ways to serve latents, as advice to the user
     transformers_flag: str = ""  # what chooses its backend for transformers' own code
     per_head_flag: str = ""  # needed besides for a scale per head
+    per_head_note: str = ""  # what else a scale per head needs
     skip_flag: str = ""  # what keeps the layers that follow it in 16 bits
     note: str = ""
     caches: Caches = Caches()

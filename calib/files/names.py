@@ -18,6 +18,7 @@ BAKE_KEY = "fp8kv_bake"  # of config.json: its `for` and `weights`
 TEXT_FILE = "fp8kv_text.json"
 PACK_FILE = "fp8kv_pack.json"
 SOURCE_DIRECTORY = "fp8kv_source"
+EVALUATION_DIRECTORY = "evaluation"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
 # vLLM 0.4 to 0.6; ModelOpt
 JSON_FILE = "kv_cache_scales.json"

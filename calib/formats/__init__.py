@@ -138,6 +138,7 @@ def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Eng
         "engine": rules.engine,
         "serve": f"{rules.serve} {values.flag if values else rules.flag}",
         "note": rules.formats.get(name, "").format(note=rules.note, since=rules.since),
+        "per_head_note": rules.per_head_note,
         "latent": rules.latent or f"whether {rules.engine} computes with scales of latents is not known",
         "latent_ways": (BAKE, *map(_parse_way, rules.latent_ways)),
         "over_written": values.divisor / FP8_DIVISOR if values else 1.0,

@@ -60,5 +60,11 @@ class Format:
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     skip_flag: str = ""  # keeps the layers that follow it in 16 bits
     note: str = ""  # what the engine does with the file, where that may surprise
+    per_head_note: str = ""  # and with a scale per head
     latent: str = ""  # why it holds no scales of latents (MLA)
     latent_ways: tuple[WayOut | str, ...] = ()  # what serves these instead
+
+    def note_on(self, strategy: Strategy) -> str:
+        """Return what may surprise of scales of `strategy` in this format; "" if nothing does."""
+        notes = (self.note, self.per_head_note * (strategy == "attn_head"))
+        return "; ".join(filter(None, notes))

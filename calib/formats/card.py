@@ -63,7 +63,7 @@ def format_card(
     """Return the card of scales in one format: of a calibration's `report`, or converted without one."""
     facts = {"model": model, "name": name, "format": FORMATS[name], "strategy": strategy, "report": report}
     command = serve_command(name, path, strategy, flags, (report or {}).get("drafts_for"))
-    facts |= {"engine": engine_of(name, flags), "serve": command}
+    facts |= {"engine": engine_of(name, flags), "serve": command, "note": FORMATS[name].note_on(strategy)}
     facts |= {"version": __version__, "warnings": warnings, "no_weights": NO_WEIGHTS}
     return render_card("output", **facts)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.arguments import to_path
+from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.files.atomic import OnCopied, Placing, place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
@@ -16,6 +17,7 @@ from calib.files.names import (
     CALIBRATION_FILE,
     CARD_FILE,
     CONFIG_FILE,
+    EVALUATION_DIRECTORY,
     INDEX_FILE,
     JSON_FILE,
     SCALES_SHARD,
@@ -33,7 +35,7 @@ RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 ADAPTER_FILE = "adapter_config.json"
 # files of the source that an output replaces; it keeps them in a directory where no engine looks
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
-_OUR_FILES = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, BAKE_FILE, SOURCE_DIRECTORY)
+_OUR_FILES = (CALIBRATION_FILE, STRESS_FILE, BAKE_FILE, SOURCE_DIRECTORY)
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _FOR_TRANSFORMERS = (
     "\nBeside engines: transformers opens this directory only where `compressed-tensors` is installed.\n"
@@ -48,13 +50,24 @@ def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model
         raise InputError(f"output '{out}' would mix with the {kind} in '{source}'; choose another {flag}")
     try:
         is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
-        is_ours = any(any(out.glob(pattern)) for pattern in _OUR_FILES)
+        is_ours = is_taken and _is_output(out)
     except OSError as error:
         raise InputError(f"cannot write '{out}': {error.strerror}; choose another {flag}") from None
     if is_taken and not is_ours:
         raise InputError(f"output '{out}' was not written by fp8kv, and is left alone; choose another {flag}")
     if is_taken and not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another {flag}")
+
+
+def _is_output(directory: Path) -> bool:
+    """Return whether fp8kv wrote `directory`: an output, or one for each of several formats and no more."""
+    if any((directory / name).exists() for name in _OUR_FILES):
+        return True
+    parts = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
+    parts.pop(EVALUATION_DIRECTORY, None)
+    return bool(parts) and all(
+        name in FORMATS and (path / CALIBRATION_FILE).exists() for name, path in parts.items()
+    )
 
 
 def write_checkpoint(

@@ -106,6 +106,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
+        strategy = written_strategy(self.recipe.strategy, self.recipe.export.reduce)
         return {
             "output": str(self.output),
             "directories": {name: str(path) for name, path in self.directories.items()},
@@ -116,7 +117,7 @@ class Result:
             "warnings": self.warnings,
             "expected": self.notes,
             "backup": self.backup and str(self.backup),
-            "notes": {name: FORMATS[name].note for name in self.directories},
+            "notes": {name: FORMATS[name].note_on(strategy) for name in self.directories},
         }
 
 

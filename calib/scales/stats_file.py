@@ -141,14 +141,26 @@ def has_calibration(directory: Path) -> bool:
 
 def _check_unchanged(calibration: Calibration) -> None:
     """Refuse a directory whose scales, which somebody may have changed, are not those of its statistics."""
+    changed = [f"{letter}_scale of layer {layer}" for layer, letter in changed_scales(calibration)]
+    if changed:
+        names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise InputError(
+            f"'{calibration.path}': scales were changed ({names}), and are not what the statistics beside "
+            f"them give; put them back, or give '{calibration.path / STATS_FILE}' alone, as to fp8kv apply"
+        )
+
+
+def changed_scales(calibration: Calibration) -> list[tuple[int, str]]:
+    """Return layer and letter of each scale in the directory that does not follow from its statistics."""
     try:
         stored = read_scales(calibration.path, strict=False)
     except (NoModelError, NoScalesError):  # format fp8kv
-        return
+        return []
     scales = derive_scales(calibration.stats, calibration.recipe())
     layers = {layer.layer_idx: dict(layer.items()) for layer in scales.expand_shared().values()}
     convention = nvfp4_convention(stored.directory)
     factor = convention.divisor / FP8_DIVISOR if convention and convention.divisor else 1.0
+    changed = []
     for layer in stored.layers:
         derived = layers.get(layer.layer, {})
         error = max([1e-4, *(_ROUNDING.get(tensor.dtype, 0.0) for tensor in layer.tensors)])
@@ -157,11 +169,8 @@ def _check_unchanged(calibration: Calibration) -> None:
             both = torch.stack([derived["k"].max(), derived["v"].max()]).max()  # one scale for K and V
             forms = [x for x in (own.flatten(), own.max(), both) if x.numel() in (1, len(values))]
             if len(values) and not any(torch.allclose(values, x, rtol=error, atol=0) for x in forms):
-                raise InputError(
-                    f"'{calibration.path}': the {letter}_scale of layer {layer.layer} was changed, and is "
-                    "not what the statistics beside it give; put it back, or give "
-                    f"'{calibration.path / STATS_FILE}' alone, as to fp8kv apply"
-                )
+                changed.append((layer.layer, letter))
+    return changed
 
 
 def load_records(directory: Path) -> Records:

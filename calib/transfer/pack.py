@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from calib.errors import InputError
 from calib.evaluate.report import REPORT_FILE, Extremes, Report, Row
 from calib.files.atomic import atomic_directory
-from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE
+from calib.files.names import CALIBRATION_FILE, CARD_FILE, EVALUATION_DIRECTORY, JSON_FILE, STATS_FILE
 from calib.files.pack import PACKED, Pack, write_manifest
 from calib.files.strict_json import read_object
 from calib.formats import FORMATS
@@ -117,7 +117,7 @@ def _figures_beside(
     # an output in several formats has one evaluation beside their directories
     directories = [calibration, path.parent] if path.name in FORMATS else [calibration]
     warnings = []
-    for file in (directory / "evaluation" / REPORT_FILE for directory in directories):
+    for file in (directory / EVALUATION_DIRECTORY / REPORT_FILE for directory in directories):
         try:
             if file.exists():
                 return _read_figures(file, layers), []

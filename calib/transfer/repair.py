@@ -22,7 +22,7 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.stats_file import load_records, open_calibration
+from calib.scales.stats_file import changed_scales, has_calibration, load_records, open_calibration
 from calib.transfer.convert import Conversion, write_scales
 
 # weights with a row per channel
@@ -124,9 +124,14 @@ def _shapes(
 def _replace_wrong(
     stored: StoredScales, layers: dict[str, StoredLayer], measured: MeasuredAmax, stats: dict[int, LayerStats]
 ) -> list[Replacement]:
-    """Put scales of measured absmax into `layers` where theirs do not fit that; `stats` are by layer."""
+    """Put scales of measured absmax into `layers` where theirs do not fit that, or their own statistics.
+
+    `stats` are by layer.
+    """
     per_head, replacements = _letters_per_head([*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
+    if has_calibration(path := stored.directory.path):
+        wrong |= {*changed_scales(open_calibration(path, needs_report=False))}
     before = {layer.layer: layer for layer in stored.layers}
     for module, layer in layers.items():
         letters = "".join(letter for letter in "kvq" if (layer.layer, letter) in wrong)

@@ -137,7 +137,7 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
     weights.unlink()
     shutil.copy(next(other.glob("model-0*.safetensors")), weights)
     changed = apply_cases.damage(own, tmp_path / "changed", {"model.layers.1.self_attn.k_scale": 0.5})
-    because = f"'{changed}': the k_scale of layer 1 was changed"
+    because = f"'{changed}': scales were changed (k_scale of layer 1)"
     for command, said in (
         (("repair", own, "--stats", other), f"the scales of '{other}' do not fit '{own}': a row"),
         (("convert", mixed, "--to", "vllm-nvfp4"), f"the scales of '{mixed}' do not fit"),

@@ -27,7 +27,9 @@ def changed(source, out, change):
     """A copy of an output whose scales, by layer and letter, are those that `change` returns."""
     tensors = load_file(source / SCALES)
     before = {(i, x): tensors[name(i, x)] for i in LAYERS for x in "kvq" if name(i, x) in tensors}
-    return damage(source, out, {name(*at): torch.as_tensor(each) for at, each in change(before).items()})
+    damage(source, out, {name(*at): torch.as_tensor(each) for at, each in change(before).items()})
+    (out / STATS_FILE).unlink()  # which would say that scales were changed
+    return out
 
 
 def every(change):
@@ -91,6 +93,12 @@ def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(damage, me
     for before, after, right in zip(*map(scales, (broken, out, good)), strict=True):
         for i, letter in enumerate("kvq", 1):
             assert after[i] == (right if (before[0], letter) in found else before)[i]
+
+
+def test_scales_that_the_statistics_beside_them_refute_are_replaced(measured, tmp_path):
+    broken = damage(measured, tmp_path / "broken", {name(0, "k"): scales(measured)[0][1][0] * 8})
+    assert repaired(broken, measured, tmp_path / "out")[0] == {(0, "k")}
+    assert scales(tmp_path / "out") == scales(measured)
 
 
 def test_a_layer_that_shares_anothers_cache_is_judged_by_that(tmp_path):
