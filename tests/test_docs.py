@@ -70,13 +70,10 @@ def test_targets_of_make_are_few_and_those_that_are_named_exist():
     assert len(named & set(own)) == len(named) > 30, named - set(own)
 
 
-def test_ten_files_explain_the_main_job_in_2500_lines():
+def test_files_that_are_named_exist_and_ten_explain_the_main_job_in_2500_lines():
     order = re.findall(r"^\d+\. `(calib/\S+\.py)`: .+\.$", CONTRIBUTING, re.MULTILINE)
     assert len(set(order)) == 10
     assert sum(len((ROOT / name).read_text().splitlines()) for name in order) <= 2500
-
-
-def test_files_that_are_named_exist():
     folders = "calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", CODE + CONTRIBUTING)
     checked = re.findall(r'"(tests/[^"]+\.py)"', (ROOT / "tests/install/installed_checks.py").read_text())

@@ -58,16 +58,13 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
         assert GenerationResult(ours, plain, 3, 64, 1, 1, 1, 1).same_tokens == same
 
 
-def test_sampling_repeats_with_its_seed_and_next_to_zero_is_greedy(calibrated):
+def test_sampling_repeats_with_its_seed_and_a_chat_template_is_applied(calibrated, tmp_path):
     one, again, other, cold, greedy = (
         as_json(calibrated, PROMPT, "--temperature", temperature, "--seed", seed)["fp8"]["token_ids"]
         for temperature, seed in (("2", 1), ("2", 1), ("2", 2), ("1e-300", 1), ("0", 2))
     )
     assert one == again != other
     assert cold == greedy
-
-
-def test_a_chat_template_is_applied(calibrated, tmp_path):
     model = shutil.copytree(calibrated, tmp_path / "chats")
     edit_json(model / "tokenizer_config.json", chat_template="w3 {{ messages[0]['content'] }} w4")
     assert as_json(model, PROMPT, "--chat")["cached_tokens"] == 1 + 6 + 1 + 9 - 1

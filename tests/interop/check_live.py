@@ -170,17 +170,13 @@ def check_blocks(scaled: Path) -> Iterator[Check]:
         first = run_engine(scaled, store, with_plugin)
         same = run_engine(scaled, store, with_plugin)
         far = nats(first.answer, same.answer)
-        yield (
-            f"equal scales, plugin {with_plugin}: hits",
-            same.hits == 1 and far < NEAR,
-            (far, same.answer.text),
-        )
+        is_right = same.hits == 1 and far < NEAR
+        yield f"equal scales, plugin {with_plugin}: hits", is_right, (far, same.answer.text)
         after = run_engine(other, store, with_plugin)
         far, texts = nats(alone.answer, after.answer), (after.answer.text, alone.answer.text)
         words = "a miss, and right" if with_plugin else "its blocks, and garbage"
-        is_right = (after.hits, far < NEAR, far > FAR) == (
-            (0, True, False) if with_plugin else (1, False, True)
-        )
+        wanted = (0, True, False) if with_plugin else (1, False, True)
+        is_right = (after.hits, far < NEAR, far > FAR) == wanted
         yield f"other scales, plugin {with_plugin}: {words}", is_right, (after.hits, far, texts)
 
 

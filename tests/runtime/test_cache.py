@@ -11,12 +11,9 @@ from fp8kv_runtime.cache import BlockPool, OutOfBlocksError, PagedKVCache
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 
 
-def test_no_tokens_have_no_slots_and_no_sequences_no_blocks():
+def test_no_tokens_have_no_slots_and_layers_must_have_the_caches_blocks():
     cache = make_cache(8)
     assert (cache.append(cache.allocate(), 0).tolist(), cache.block_tables([]).shape) == ([], (0, 0))
-
-
-def test_layers_must_have_the_caches_blocks():
     cache = PagedKVCache(8, block_size=4)
     for num_blocks, block_size in ((7, 4), (8, 8)):
         with pytest.raises(ValueError, match="this cache has 8 of 4"):

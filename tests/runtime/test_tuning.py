@@ -84,7 +84,7 @@ DAMAGED = {
 }
 
 
-def test_a_damaged_table_is_named_in_one_line(own_table):
+def test_a_damaged_table_is_named_in_one_line_and_doctor_names_the_configs_in_force(own_table):
     own_table.parent.mkdir()
     batch = build(Case((9,)))
     for content, reason in DAMAGED.items():
@@ -93,9 +93,7 @@ def test_a_damaged_table_is_named_in_one_line(own_table):
         with pytest.raises(AttentionError, match=r"^.*\); delete it, and the shipped configs hold$") as told:
             batch.attend("kernel")
         assert str(told.value).startswith(f"{own_table} is not a tuning table ({reason}")
-
-
-def test_doctor_names_the_configs_in_force(own_table):
+    own_table.unlink()
     assert dict(examine())["kernel configs"] == "those shipped"
     write_table(own_table, {"decode": (ConfigRow(GPU, 8, 128, Config(64, 4)),)})
     assert dict(examine())["kernel configs"] == f"1 tuned here, {own_table}; then those shipped"
@@ -141,7 +139,7 @@ def test_the_fastest_config_is_found_if_it_is_faster_by_more_than_noise():
     assert (found.tile, found.num_warps, found.per_processor) == (16, 1, 16)
 
 
-def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
+def test_a_fast_config_that_is_wrong_is_not_taken_and_rows_found_anew_replace_the_old():
     def attend(out, config):
         if config.tile == 128:
             raise RuntimeError("out of resource: shared memory\nand more")
@@ -151,9 +149,6 @@ def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
     assert row.config.tile == 64
     assert any("tile 32" in line and "relative error 1" in line for line in said)
     assert any(line.endswith("out of resource: shared memory") for line in said)
-
-
-def test_rows_found_anew_replace_those_of_the_same_place():
     old = [ConfigRow(GPU, 8, d, Config(64, 4), over=d // 2) for d in (64, 128)]
     other = ConfigRow("NVIDIA L4", 8, 128, Config(64, 4), over=64)
     new = ConfigRow(GPU, 8, 128, Config(32, 2), over=64)

@@ -187,15 +187,12 @@ def measured(saved):
     return saved.with_name("out")
 
 
-def test_layers_with_k_and_v_beside_latents_have_two_scales():
+def test_layers_beside_latents_have_two_scales_and_latents_no_more_than_one(saved, tmp_path):
     stats = calibrate(mixed_model(), batches(), RECIPE)
     assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
     first, plain, _ = derive_scales(stats, RECIPE).layers.values()
     assert torch.equal(first.k, first.v)
     assert plain.k != plain.v == [*stats.layers.values()][1].v.amax.max() / 448
-
-
-def test_more_than_one_scale_is_refused_before_anything_is_measured(saved, tmp_path):
     for flags in (("--strategy", "attn_head"), ("--targets", "qkv"), ("--center-keys",)):
         done = calibrate_command(saved, "--format", "fp8kv", "-o", tmp_path / "out", *flags)
         said = f"{' '.join(flags)}: this model caches one latent"

@@ -135,7 +135,7 @@ def test_prose_and_code_are_the_whole_in_order_in_pieces_long_enough(monkeypatch
         texts("code")
 
 
-def test_a_chat_asks_about_a_topic_twice_and_gets_parts_of_it():
+def test_a_chat_asks_about_a_topic_twice_and_every_script_is_there_without_latin_letters():
     chats = [row["messages"] for row in texts("chat")]
     assert len(chats) > 100
     asked = set()
@@ -145,9 +145,6 @@ def test_a_chat_asks_about_a_topic_twice_and_gets_parts_of_it():
         asked.add(topic := question.split("about ")[1].split("?")[0])
         assert f"{first}\n\n{second}" in topics[topic]
     assert asked >= {"for", "with"}
-
-
-def test_every_script_is_there_in_pieces_without_latin_letters():
     found = Counter()
     for piece in texts("script"):
         kinds = Counter(unicodedata.name(c, "").split()[0] for c in piece if c.isalpha())
@@ -272,7 +269,7 @@ def test_every_sample_is_in_one_batch_and_masked_padding_on_the_right_stays_belo
             assert batch.input_ids[row][batch.attention_mask[row].bool()].tolist() == samples[i]
 
 
-def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
+def test_the_largest_batch_is_first_the_seed_orders_the_others_and_what_is_skipped_is_not_read():
     first, other, again = (
         [batch.sample_ids[0] for batch in make_batches(samples_of(*range(30, 60)), 1, PAD, seed=seed)]
         for seed in (1, 2, 1)
@@ -281,9 +278,6 @@ def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
     for order in (first, other):
         assert (order[0], sorted(order)) == (29, [*range(30)])
         assert order[1:] != sorted(order[1:], reverse=True)
-
-
-def test_samples_that_are_skipped_whole_are_not_read():
     batches = make_batches(samples_of(3, 2, 8, 4), 1, PAD, skip_first=3)
     assert sorted(batch.sample_ids for batch in batches) == [(2,), (3,)]
     assert {batch.skip_first for batch in batches} == {3}
@@ -327,12 +321,10 @@ def repository(tmp_path):  # `datasets` reads a local directory as it reads a re
     return str(tmp_path)
 
 
-def test_the_split_asked_for_or_the_preferred_one(repository):
+def test_the_split_is_that_asked_for_or_preferred_and_the_seed_alone_orders_rows(repository, tmp_path):
     for config, split, found in (("big", None, "train"), ("chat", None, "train_sft"), ("odd", "day", "day")):
         assert find_split(DataRecipe(dataset=repository, config=config, split=split)) == found
 
-
-def test_the_order_of_rows_depends_on_the_seed_alone(repository, tmp_path):
     def texts(seed):
         recipe = DataRecipe(dataset=repository, config="big", seed=seed)
         return [row["text"] for row in stream_rows(recipe, "train")]

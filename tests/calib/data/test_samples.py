@@ -30,7 +30,7 @@ ROLES = [("system", "s"), ("user", "h"), ("assistant", "g"), ("tool", "t")]
 FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
 
 
-def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name():
+def test_a_document_is_found_in_the_column_named_or_usual_and_an_unusable_row_says_what_it_has():
     for row, column, document in (
         ("bare", None, "bare"),
         ({"prompt": "p", "text": "t", "messages": CHAT}, None, CHAT),
@@ -47,9 +47,6 @@ def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name():
         ({"messages": [FILLED]}, None, [{"role": "assistant", "content": None, "name": "x"}]),
     ):
         assert find_document(row, column) == document
-
-
-def test_an_unusable_row_says_what_it_has_and_what_to_do():
     for row, column, message in (
         ({"a": "x", "b": "y"}, "c", NO_COLUMN),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
@@ -97,14 +94,11 @@ def test_a_text_has_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template(tok
         encode(CHAT, byte_tokenizer())
 
 
-def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
+def test_only_as_many_rows_are_read_as_are_needed_and_chats_that_the_template_refuses_skipped(tokenizer):
     rows = iter(["abcdef", " \n", {"text": "t", "body": "b"}, "c"])
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of(seq_len=4, column="body"))
     assert ([tokenizer.decode(ids) for ids in samples], warnings) == (["<s>abc", "<s>b"], ())
     assert list(rows) == ["c"]
-
-
-def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
@@ -181,7 +175,7 @@ def loaded(tmp_path, tokenizer):
     return loaded
 
 
-def test_all_of_a_long_document_is_read(loaded, tokenizer):
+def test_all_of_a_long_document_is_read_and_of_one_about_as_long_as_a_sample(loaded, tokenizer):
     data, texts = loaded(TEXT, samples=11, seq_len=100)
     assert "".join(sorted(texts, key=TEXT.index)) == TEXT[: 10 * 99]
     # evenly, however few are asked for: by the bits of their numbers in reverse
@@ -190,9 +184,6 @@ def test_all_of_a_long_document_is_read(loaded, tokenizer):
     assert (data.documents, data.num_tokens, data.unread) == (1, 1000, 7)
     said = f"11 samples were asked for and dataset '{data.source}' has 10; all 10 are used"
     assert data.warnings == (said,)
-
-
-def test_lengths_about_that_of_a_sample(loaded):
     for characters, lengths in (
         (63, [64]),  # and the one in front
         (63 + 7, [64]),

@@ -107,7 +107,7 @@ def test_why_nobody_serves_it():
         assert find_offer(name, layers, *place) == said.format(name)
 
 
-def test_scales_of_a_checkpoint():
+def test_scales_of_a_checkpoint_and_unknown_places():
     def offer(engine, gpu, strategy):
         return find_offer("fp8", HEADS, engine, gpu, strategy=strategy)
 
@@ -118,9 +118,6 @@ def test_scales_of_a_checkpoint():
     assert offer("vllm", None, "attn_head").gpus == ("h100", "h200", "b200")
     assert offer("vllm", "h100", "attn_head").flag == f"{FP8} --attention-backend FLASH_ATTN"
     assert offer("vllm", "a100", "attn_head") == "vllm has no scales per head on a100"
-
-
-def test_unknown_places():
     for place, problem in (
         (("tgi", None), "engine 'tgi' is not one of vllm, sglang, lmdeploy"),
         ((None, "h1000"), "gpu 'h1000' is not one of a100, l40s, h100"),

@@ -245,15 +245,12 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(tmp_path):
     assert "not known: config.json does not name one architecture" in lines_of(done)
 
 
-def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):
+def test_attention_called_as_in_no_checkpoint_that_was_run_and_names_that_are_no_scales(tmp_path):
     modules = [f"foo.bar.{i}.thing" for i in range(2)]
     directory = write(tmp_path, [f"{m}.qkv.weight" for m in modules], scales_of(modules))
     for engine in ("vllm", "sglang", "aphrodite", "tgi"):
         assert said(directory, engine) == "not known"
         assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
-
-
-def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
     for ending in ("_scale ", "_SCALE"):
         scales = [*SCALES[1:], SCALES[0].removesuffix("_scale") + ending]
         directory = write(tmp_path, WEIGHTS, scales, MODELOPT)

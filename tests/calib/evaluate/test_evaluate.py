@@ -126,7 +126,9 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         one_line_error(eval_(small_directory, *flags), *phrases)
 
 
-def test_calibrate_refuses_at_once_what_its_evaluation_refuses(small_directory, tmp_path, monkeypatch):
+def test_calibrate_refuses_what_its_evaluation_refuses_and_a_suite_is_cut(
+    small_directory, tmp_path, monkeypatch
+):
     monkeypatch.setattr("calib.job.find_model", lambda *_: pytest.fail("it began"))
     for setting, said in (
         ("tasks=[hellaswagg]", "lm-eval has no task 'hellaswagg'; did you mean hellaswag"),
@@ -136,9 +138,6 @@ def test_calibrate_refuses_at_once_what_its_evaluation_refuses(small_directory, 
         flags = ("-o", tmp_path / "mine", "--evaluate", "--set", f"evaluation.{setting}")
         one_line_error(calibrate(small_directory, *flags), said)
         assert not (tmp_path / "mine").exists()
-
-
-def test_the_suites_length_is_cut_to_the_models_positions():
     suite, (warning,) = fit_suite(LlamaConfig(max_position_embeddings=64), EvaluationRecipe(), None)
     assert (suite.documents, suite.seq_len) == (8, 64)
     assert "cut to the model's 64 positions; the default is 256 tokens" in warning

@@ -232,7 +232,7 @@ def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
 
 
-def test_the_default_length_is_cut_to_the_models_positions_and_the_output_named_after_it(model, tmp_path):
+def test_a_default_length_is_cut_and_what_vllm_caches_of_paligemma_is_said(model, tmp_path):
     for name in ("builtin:smollm2", "HuggingFaceTB/smollm2", "./models/smollm2/"):
         assert str(default_output(name, "tensor")) == "smollm2-fp8kv-tensor"
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
@@ -243,10 +243,8 @@ def test_the_default_length_is_cut_to_the_models_positions_and_the_output_named_
     assert saved["recipe"]["data"]["seq_len"] == 256
     assert result.warnings[0] in saved["warnings"]
     assert run(str(model), load_recipe(None, short | {"data.seq_len": 256}), tmp_path / "all").tokens == 512
-
-
-def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
     model = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
-    (said,) = (each for each in run(str(model), recipe(), tmp_path / "out").warnings if "PaliGemma" in each)
+    warnings = run(str(model), recipe(), tmp_path / "paligemma").warnings
+    (said,) = (each for each in warnings if "PaliGemma" in each)
     assert "positions from 1" in said
     assert "vLLM does neither" in said

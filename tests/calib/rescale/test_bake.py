@@ -131,7 +131,7 @@ def test_shards_that_do_not_change_are_linked(llama, tmp_path):
     assert (out / index.name).read_text() == index.read_text()
 
 
-def test_weights_that_cannot_hold_a_factor():
+def test_weights_that_cannot_hold_a_factor_and_octaves_that_are_missing():
     for child, module, problem in (
         ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
         ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
@@ -145,9 +145,6 @@ def test_weights_that_cannot_hold_a_factor():
         factors[name].k[0] *= 2 if child == "another" else 1
         with pytest.raises(UnsupportedModelError, match=problem):
             list_changes(model, {name: attention}, factors)
-
-
-def test_octaves_and_how_many_are_missing():
     for scale, factor in ((1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)):
         assert octave_factor(torch.tensor([scale])).item() == factor
     wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
@@ -287,7 +284,7 @@ def test_scales_of_the_source_are_not_used_with_what_is_baked_of_it(llama, tmp_p
         one_line_error(done, f"{IS_BAKED}, and the scales in", "were not measured on it")
 
 
-def test_weights_that_would_not_be_baked(llama, tmp_path):
+def test_weights_that_would_not_be_baked_and_in_place_what_is_replaced_is_kept(llama, tmp_path):
     source = shutil.copytree(llama.source, tmp_path / "source")
     (source / "original").mkdir()
     shutil.copy(source / "model.safetensors", source / "original" / "consolidated.safetensors")
@@ -297,10 +294,7 @@ def test_weights_that_would_not_be_baked(llama, tmp_path):
     assert not (tmp_path / "out" / "original").exists()
     (source / "adapter_config.json").write_text("{}")
     one_line_error(bake(source, llama.scales, tmp_path / "no", "--for", "fp8"), "merge adapters first")
-
-
-def test_in_place_keeps_what_it_replaces(llama, tmp_path):
-    source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
+    source, backup = shutil.copytree(llama.source, tmp_path / "mine"), tmp_path / "mine.before-fp8kv"
     flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
     assert json_of("bake", source, *flags)["backup"] == str(backup)
     for kept, directory in ((llama.source, backup), (llama.baked, source)):

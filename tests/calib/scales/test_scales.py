@@ -127,16 +127,13 @@ PER_HEAD = LayerScales(3, torch.tensor([0.5, 2.0]), torch.tensor([0.25, 0.125]),
 HOSTILE = "<script>alert('&')</script>\x1b[31m"
 
 
-def test_a_scale_that_is_not_finite_and_positive_float32_is_refused():
+def test_scales_are_finite_positive_reduced_to_the_largest_and_shared_without_a_cache():
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="v scale must be finite, positive float32"):
             LayerScales(0, torch.ones(1), torch.tensor([bad]))
     for k in (torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, 1)):
         with pytest.raises(ValueError, match="k scale must be finite, positive float32"):
             LayerScales(0, k, torch.ones(1))
-
-
-def test_scales_are_reduced_to_the_largest_and_shared_with_modules_without_a_cache():
     scales = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}, {"b": SharedAttention(5, "a")})
     reduced = scales.reduce_max()
     assert (reduced.strategy, reduced.has_q, reduced.has_center) == ("tensor", True, False)
@@ -268,15 +265,12 @@ def warn(measured, strategy="tensor", recipe=RECIPE):
     return warnings_for(measured, derived(measured, strategy), recipe)
 
 
-def test_a_row_has_the_layers_figures():
+def test_a_row_has_the_layers_figures_and_what_a_recipe_or_unscaled_fp8_clips_is_said():
     measured = layers_of([112.0, 448.0], v=224.0)
     (row,) = summarize(measured, derived(measured))
     assert layer_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
     (row,) = summarize(measured, derived(measured, "attn_head"))
     assert (row.k_range_used, row.k_scale) == (1.0, 1.0)
-
-
-def test_what_a_recipe_or_unscaled_fp8_clips_is_said():
     quiet = layers_of([10.0, 12.0, 9.0])
     assert warn(quiet) == warn(quiet, recipe=load_recipe(None, {"headroom": 1.5})) == []
     (warning,) = warn(quiet, recipe=load_recipe(None, {"headroom": 0.5}))
@@ -376,7 +370,7 @@ def test_counts_of_text(skip_first):
 ENOUGH = TextSummary.of(texts(), unknown={1}, words=(1500, 2048))
 
 
-def test_each_doubt_is_one_line_of_its_own():
+def test_each_doubt_is_one_line_of_its_own_and_next_to_nothing_is_refused_for_a_cause():
     for said, field, doubtful, close in (
         ("only 1,023 tokens were read", "tokens", 1023, 1024),
         ("only 31 different tokens occur", "distinct_tokens", 31, 32),
@@ -388,9 +382,6 @@ def test_each_doubt_is_one_line_of_its_own():
         (line,) = replace(ENOUGH, **{field: doubtful}).warnings()
         assert line.startswith(said)
         assert len(line.split()) <= 25
-
-
-def test_next_to_nothing_is_refused_for_a_cause():
     for samples in ([[*range(63)]], [[*range(15)] * 9]):
         with pytest.raises(InputError, match=r"are too few to calibrate on.*--allow-few-tokens"):
             TextSummary.of(samples).check()
@@ -463,7 +454,7 @@ def test_a_long_text_keeps_a_record_of_some_kilobytes():
     assert others.count(True) < 0.01 * len(others)
 
 
-def test_system_prompts_are_told_from_samples_that_differ_in_their_ends_alone():
+def test_system_prompts_are_told_apart_and_a_record_is_salted_by_its_text_and_none_if_damaged():
     prompt = sample(0, 200)
     record = TextRecord.of([prompt + sample(seed, 60) for seed in range(1, 30)])
     assert not any(record.has_read(prompt + sample(seed, 60)) for seed in range(50, 90))
@@ -476,9 +467,6 @@ def test_system_prompts_are_told_from_samples_that_differ_in_their_ends_alone():
         ends = iter(sample(seed, 40) for seed in range(100, 200))
         record = TextRecord.of([prompt + next(ends) for prompt in prompts for _ in range(answers)])
         assert all(record.has_read(prompt + next(ends)) for prompt in prompts)
-
-
-def test_a_record_is_salted_by_its_text_and_none_if_damaged():
     one, other = TextRecord.of([sample(0)]), TextRecord.of([sample(0), sample(1)])
     assert one.salt != other.salt
     assert not {*one._hashes.tolist()} <= {*other._hashes.tolist()}

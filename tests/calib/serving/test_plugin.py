@@ -391,7 +391,7 @@ def times(factor, scales):
     return [(factor * x[0],) for x in scales]
 
 
-def test_other_scales_are_named_with_their_layers():
+def test_other_scales_and_layers_that_only_one_side_has_are_named():
     for k, v, said in (
         (K, V, []),
         (times(1 + 2**-9, K), V, []),  # rounded through bfloat16
@@ -404,9 +404,6 @@ def test_other_scales_are_named_with_their_layers():
         assert report.problems == said
         wrong = sum(problem.count(",") + 1 for problem in said)
         assert str(report) == "; ".join([f"fp8kv: {6 - wrong} of 6 KV scales in use, FP8 cache", *said])
-
-
-def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     found = files()
     said = "{} has no scale in the files and is at 1.0 in layer 3"
     assert problems([*K, (1.0,)], [*V, (1.0,)], found) == [said.format("K"), said.format("V")]
@@ -419,7 +416,7 @@ def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     assert (str(report), report.problems) == ("fp8kv: 3 layers in 16 bits", [])
 
 
-def test_scales_that_nobody_can_use_or_measured_are_not_in_use():
+def test_scales_that_nobody_can_use_or_measured_are_not_in_use_and_a_baked_model_is_right_at_1():
     unusable, unmeasured = "has no usable scale in the files", "is 1.0 in the files, which nobody measured"
     for k, said in ((0.0, unusable), (float("nan"), unusable), (1.0, unmeasured)):
         assert problems([(k,)], [(0.5,)], files([(k,)], [(0.5,)])) == [f"K {said} in layer 0"]
@@ -427,9 +424,6 @@ def test_scales_that_nobody_can_use_or_measured_are_not_in_use():
     said = ["V has no scale in the files and is at 1.0 in layer 0"]
     for v, expected in ((0.5, []), (1.0, said), (0.25, ["V is not the file's in layer 0"])):
         assert problems([(0.5,)], [(v,)], files([(0.5,)], [])) == expected
-
-
-def test_a_model_that_was_baked_is_right_at_1_and_no_other_scale():
     found = layers_of_files(files((), ()), range(3))
     report = loaded_scales.compare(held(AT_1, [*AT_1[:2], (0.5,)]), found, Place(fnuz=True))
     said = "fp8kv: 5 of 6 KV scales in use, FP8 cache; the model is baked: 1.0 is right; V is "

@@ -145,10 +145,7 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         (("apply", changed, model), because),
         (("merge", own, changed), because),
         (("pack", changed), because),
-        (
-            ("convert", changed, "--to", "tgi"),
-            "the scales as they are, delete fp8kv_stats.safetensors",
-        ),
+        (("convert", changed, "--to", "tgi"), "the scales as they are, delete fp8kv_stats.safetensors"),
     ):
         one_line_error(fp8kv(*command, "-o", out), said)
         assert not out.exists()

@@ -14,6 +14,7 @@ from apply_cases import (
     PACK_FILES,
     applied,
     calibrated,
+    contents,
     copy,
     edited,
     manifest,
@@ -222,12 +223,6 @@ def test_figures_of_other_scales(evaluated, model, tmp_path):
     assert ran("pack", other, "-o", out, "--overwrite").stderr.splitlines() == [f"warning: {warning}"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def says_nothing_of(pack, *words):
     for file in pack.iterdir():
         content = file.read_bytes()
@@ -242,7 +237,8 @@ def says_nothing_of(pack, *words):
         ("acme/tiny", "data/acme/", True),
     ],
 )
-def test_where_things_lie_stays_at_home(model_path, data, is_gone, model, here, monkeypatch):
+def test_where_things_lie_stays_at_home(model_path, data, is_gone, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(here := tmp_path)
     file = here / data.format(here)
     file = file if file.suffix else file / "rows.jsonl"
     file.parent.mkdir(parents=True)
@@ -265,7 +261,8 @@ def test_where_things_lie_stays_at_home(model_path, data, is_gone, model, here, 
     assert any(row in warning for warning in report["warnings"])
 
 
-def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, here):
+def test_paths_of_an_evaluation_and_of_merged_data_but_not_of_the_hub(measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(here := tmp_path)
     for directory in ("owner/name", "held/out"):
         (here / directory).mkdir(parents=True)
     (here / "held" / "out" / "rows.jsonl").touch()
@@ -312,14 +309,10 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def files(pack):
-    return {file.name: file.read_bytes() for file in pack.iterdir()}
-
-
 def test_there_and_back(hub, model, measured, tmp_path):
     done = ran("pack", measured, "-o", tmp_path / "pack", "--push-to-hub", "me/scales")
     repository = hub.repositories["me/scales"]
-    assert repository.commits[-1] == {".gitattributes": b"", **files(tmp_path / "pack")}
+    assert repository.commits[-1] == {".gitattributes": b"", **contents(tmp_path / "pack")}
     assert not repository.private
     assert f"{hub.url}/me/scales at {repository.head}" in done.stdout
     assert "fp8kv apply me/scales" in done.stdout
@@ -333,7 +326,7 @@ def test_there_and_back(hub, model, measured, tmp_path):
 
 def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pack, tmp_path, monkeypatch):
     strange = ("model.safetensors", "config.json", "model.bin", "a/fp8kv_pack.json")
-    hub.put("me/scales", {**files(pack), **dict.fromkeys(strange, b"{}")})
+    hub.put("me/scales", {**contents(pack), **dict.fromkeys(strange, b"{}")})
     refused("me/scales", model, tmp_path / "out", "--in-place writes into", flags=["--in-place"])
     assert not hub.requests
     ran("apply", "me/scales", model, "-o", tmp_path / "out")
@@ -346,7 +339,7 @@ def test_only_files_of_a_pack_are_fetched_once_flags_are_checked(hub, model, pac
 
 
 def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_path, monkeypatch):
-    first, answer = hub.put("me/scales", files(pack)).head, hub.answer
+    first, answer = hub.put("me/scales", contents(pack)).head, hub.answer
 
     def move(method, path, body, token):
         if method == "GET" and "/resolve/" in path and len(hub.repositories["me/scales"].commits) == 2:
@@ -364,7 +357,7 @@ def test_a_revision_also_of_a_branch_that_moves(hub, model, measured, pack, tmp_
 def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monkeypatch):
     # before it tries again
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    hub.put("me/scales", files(pack))
+    hub.put("me/scales", contents(pack))
     hub.sizes["fp8kv_stats.safetensors"] = (pack / "fp8kv_stats.safetensors").stat().st_size + 1
     refused("me/scales", model, tmp_path / "out", "pack 'me/scales'")
     assert not [*(tmp_path / "cache").rglob("snapshots/*/fp8kv_stats.safetensors")]
@@ -374,8 +367,12 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
 
 
 def test_what_is_no_pack_or_too_large(hub, model, pack, tmp_path):
-    half = {name: content for name, content in files(pack).items() if name != STATS}
-    for name, held in {"me/model": {"config.json": b"{}"}, "me/half": half, "me/scales": files(pack)}.items():
+    half = {name: content for name, content in contents(pack).items() if name != STATS}
+    for name, held in {
+        "me/model": {"config.json": b"{}"},
+        "me/half": half,
+        "me/scales": contents(pack),
+    }.items():
         hub.put(name, held)
     for name, said in (
         ("me/gone", "is neither a directory nor a pack on the Hub"),
@@ -433,7 +430,6 @@ def test_a_repository_of_something_else_a_name_of_none_and_a_refusal(hub, measur
 
 
 STATS, JSON, MANIFEST = "fp8kv_stats.safetensors", "kv_cache_scales.json", "fp8kv_pack.json"
-CHECKED = (MANIFEST, "fp8kv_calibration.json", STATS, JSON)
 
 
 @pytest.fixture
@@ -458,7 +454,7 @@ def rewrite(pack, edit):
     (pack / MANIFEST).write_text(json.dumps(document, indent=2) + "\n")
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", [MANIFEST, "fp8kv_calibration.json", STATS, JSON])
 def test_a_damaged_file_or_a_byte_that_was_changed_is_refused(name, broken):
     file = broken / name
     content = file.read_bytes()

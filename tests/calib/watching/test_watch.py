@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,11 +238,7 @@ def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path
     serve(first)
     core.fp8kv_watch.write()
     whole = (directory / "fp8kv_watch.json").read_bytes()
-
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", no_space)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
     core.fp8kv_watch.write()
     core.fp8kv_watch.write()
     assert caplog.text.count("No space left on device") == 1
