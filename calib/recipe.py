@@ -92,7 +92,11 @@ class DataRecipe(Settings):
         default=False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
     )
     until: float | None = Field(
-        default=None, gt=0, le=1, description="stop where 4 times as many tokens are expected to add less"
+        default=None,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="stop where 4 times as many tokens are expected to add less",
     )
 
 

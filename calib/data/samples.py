@@ -360,8 +360,11 @@ def _nothing_usable(dataset: str, words: int, skipped: SkippedRows) -> str:
             f"the {words:,} words of dataset '{dataset}' became no tokens; check that "
             "tokenizer_config.json names the class that tokenizer.json is for"
         )
-    if skipped.unusable:
+    if len(skipped.unusable) == 1:
         return skipped.unusable[0]
+    if skipped.unusable:
+        count = len(skipped.unusable)  # in no order
+        return f"none of {count} rows holds text that can be read (such as {skipped.unusable[0]})"
     if skipped.refusals:
         return (
             f"the tokenizer's chat template refused every chat of dataset '{dataset}' "

@@ -28,6 +28,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # relative to the working directory; swap
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _CHUNK = 64 << 20
 
 Placing = Weights | Literal["keep"]
@@ -107,8 +108,10 @@ def atomic_directory(out: Path, *, overwrite: bool = False, claim: Claim | None 
             if not _put(scratch, own):
                 raise InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
         except (OSError, SafetensorError) as error:
+            # a full disk is no matter of one file, least of all of a temporary one
+            reasons = (reason for reason in _FULL if reason in str(error))
             raise InputError(
-                f"cannot write '{out}': {error}; nothing was left behind; {own.way_out}"
+                f"cannot write '{out}': {next(reasons, error)}; nothing was left behind; {own.way_out}"
             ) from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -23,6 +23,7 @@ from calib.files.names import (
     STATS_FILE,
     attention_modules,
     is_misnamed,
+    is_of_cache,
     is_of_tower,
     is_offset,
     layer_of,
@@ -234,10 +235,13 @@ class ModelDirectory:
                 )
 
 
-def open_model_directory(path: Path, *, weights: bool = True, or_statistics: bool = False) -> ModelDirectory:
+def open_model_directory(
+    path: Path, *, weights: bool = True, or_statistics: bool = False, needs_scales: bool = True
+) -> ModelDirectory:
     """Open a model directory. Only scales' values are read.
 
-    Its weight files must be whole and where the index says. Refuses pickles, files outside the
+    Its weight files must be whole and where the index says; unless it `needs_scales`, these may lack
+    in them. Refuses pickles, files outside the
     directory, two models in one, a tensor twice, and a config of another number of layers.
 
     With `weights` false, a directory of scales alone will do, whichever tool wrote it: every
@@ -266,7 +270,7 @@ def open_model_directory(path: Path, *, weights: bool = True, or_statistics: boo
     states = {file: _state(path / file) for file in files}
     directory = ModelDirectory(path, config or {}, headers, states, index, config is not None)
     if weights:
-        _check_weights(directory)
+        _check_weights(directory, needs_scales)
     elif not (files or config or directory.json or (or_statistics and (path / STATS_FILE).is_file())):
         raise missing_model_error(path, f"'{path}' holds no model: no config.json, no safetensors file")
     else:
@@ -343,7 +347,7 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     return shards or [SINGLE_FILE]
 
 
-def _check_weights(directory: ModelDirectory) -> None:
+def _check_weights(directory: ModelDirectory, needs_scales: bool) -> None:
     path, weight_map = directory.path, directory.weight_map
     for place, config in quantization_configs(directory.config):
         if not isinstance(config, dict):
@@ -357,7 +361,8 @@ def _check_weights(directory: ModelDirectory) -> None:
                     "remove the one that is not the model's"
                 )
     for name, shard in (directory.index or {}).items():
-        if weight_map.get(name) != shard:
+        is_optional = not needs_scales and name not in weight_map and is_of_cache(name)
+        if weight_map.get(name) != shard and not is_optional:
             raise InputError(
                 f"'{path / INDEX_FILE}' says '{name}' is in '{shard}', but it is not; {way_back(shard)}"
             )

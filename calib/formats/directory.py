@@ -167,9 +167,7 @@ def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str
     metadata = (read_optional(checkpoint.path / INDEX_FILE) or {}).get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
-    size = metadata.get("total_size")
-    size = size if isinstance(size, int) else sum(sizes.values())
-    metadata["total_size"] = size + added - sum(sizes[name] for name in sizes if is_of_cache(name))
+    metadata["total_size"] = added + sum(size for name, size in sizes.items() if not is_of_cache(name))
     write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

@@ -80,8 +80,10 @@ def ask_hub(kind: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
     except (hub.HTTPError, OSError) as error:
         if refusal := cache_refusal(error, "HF_HUB_CACHE"):
             raise InputError(refusal) from None
+        # its own text is about the cache
+        cause = error.__cause__ if isinstance(error, hub.LocalEntryNotFoundError) else None
         message = (
-            f"is not a local directory, and the Hub cannot be reached ({one_line(error, 200)}); "
+            f"is not a local directory, and the Hub cannot be reached ({one_line(cause or error)}); "
             f"download it elsewhere and give its directory{way_out}"
         )
     raise InputError(f"{kind} '{repo}' {message}")

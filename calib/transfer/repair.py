@@ -63,7 +63,7 @@ def repair(
     if FORMATS[to].nvfp4:
         problem = f"--to {to}: repair mends FP8 scales, which need not be absmax / 448"
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
-    checkpoint = open_model_directory(directory)
+    checkpoint = open_model_directory(directory, needs_scales=False)
     check_output(output, directory, overwrite=overwrite)
     calibration = open_calibration(statistics, needs_report=False)
     try:

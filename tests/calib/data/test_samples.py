@@ -147,7 +147,8 @@ HALF = r"^a\.jsonl, line 2: .*surrogate.*remove the row$"
 def test_data_without_text_or_with_damage_is_an_error_and_read_no_further(tokenizer):
     for rows, message, left in (
         *((rows, EMPTY, 0) for rows in ([], ["", " \n"], [{"text": None}], [{"messages": []}])),
-        ([{"a": 1}] * TOO_MANY, r"^a\.jsonl, line 1: cannot tell which column holds the", 5),
+        ([{"a": 1}], r"^a\.jsonl, line 1: cannot tell which column holds the", 0),
+        ([{"a": 1}] * TOO_MANY, r"^none of 100 rows holds .* \(such as a\.jsonl, line 1: cannot tell", 5),
         ([" ", *[{"messages": SYSTEM}] * TOO_MANY], ALL_REFUSED, 5),
         (["a", "\ud800", "b"], HALF, 1),
         (["a", {"messages": [{"role": "user", "content": "x\udfff"}]}, "b"], HALF, 1),

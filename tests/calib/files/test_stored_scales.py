@@ -124,8 +124,8 @@ def test_what_no_engine_can_use_is_a_problem(tmp_path):
         (layers(q=1e-33), "Q scales look like memory that nobody wrote"),
         (layers(q=7e20), "Q scales look like memory that nobody wrote"),
         (layers(k=1.0), "K scales are all 1.0: nothing was measured"),
-        ({k: t for k, t in layers().items() if "v_" not in k}, "layers with a K scale and no V scale: 2"),
-        ({k: t for k, t in layers().items() if "k_" not in k}, "layers with a V scale and no K scale: 2"),
+        ({k: t for k, t in layers().items() if "v_" not in k}, "a K scale and no V scale in layers 0, 1"),
+        ({k: t for k, t in layers().items() if "k_" not in k}, "a V scale and no K scale in layers 0, 1"),
     ):
         (problem,) = read_scales(write(tmp_path, scales)).problems
         assert message in problem

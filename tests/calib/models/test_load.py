@@ -111,9 +111,12 @@ def test_what_the_hub_says_in_words_and_that_no_pickle_is_downloaded(monkeypatch
         (errors.RepositoryNotFoundError, "is neither a directory nor a model on the Hub"),
         (errors.HfHubHTTPError, "the Hub cannot be reached .*try builtin:smollm2"),
         (OSError, "the Hub cannot be reached .no route"),
+        (errors.LocalEntryNotFoundError, "the Hub cannot be reached .no answer.; download it elsewhere"),
     ):
         response = SimpleNamespace(headers={}, request=None, status_code=403)
-        error = OSError("no route") if kind is OSError else kind("refused", response=response)
+        is_plain = kind in (OSError, errors.LocalEntryNotFoundError)
+        error = kind("no route") if is_plain else kind("refused", response=response)
+        error.__cause__ = OSError("no answer")
         monkeypatch.setattr(sources, "snapshot_download", Mock(side_effect=error))
         with pytest.raises(InputError, match=message):
             find_model("org/name")

@@ -129,7 +129,10 @@ def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tm
 def test_old_and_new_values_are_listed(model, measured, tmp_path):
     gone = {name(2, "k"): None, name(2, "v"): None}  # with strategy tensor nothing is left of this layer
     broken = damage(measured, tmp_path / "broken", {name(1, "k"): 1e-5, **gone})
+    index = "model.safetensors.index.json"  # which may name them still
+    shutil.copyfile(measured / index, broken / index)
     _, done = repaired(broken, measured, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / index).read_text()) == json.loads((measured / index).read_text())
     (_, (new,), _, _), (_, k, v, _) = scales(measured)[1:]
     assert done.stdout.startswith(
         f"replaced: model.layers.1.self_attn k: 1e-05, now {new:.4g}\n"
