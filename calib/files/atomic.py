@@ -108,7 +108,7 @@ def atomic_directory(out: Path, *, overwrite: bool = False, claim: Claim | None 
             if not _put(scratch, own):
                 raise InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
         except (OSError, SafetensorError) as error:
-            # a full disk is no matter of one file, least of all of a temporary one
+            # a full disk concerns all files, and users do not know the temporary ones
             reasons = (reason for reason in _FULL if reason in str(error))
             raise InputError(
                 f"cannot write '{out}': {next(reasons, error)}; nothing was left behind; {own.way_out}"

@@ -240,8 +240,8 @@ def open_model_directory(
 ) -> ModelDirectory:
     """Open a model directory. Only scales' values are read.
 
-    Its weight files must be whole and where the index says; unless it `needs_scales`, these may lack
-    in them. Refuses pickles, files outside the
+    Its weight files must be whole and where the index says, except for scales unless it `needs_scales`.
+    Refuses pickles, files outside the
     directory, two models in one, a tensor twice, and a config of another number of layers.
 
     With `weights` false, a directory of scales alone will do, whichever tool wrote it: every
