@@ -93,7 +93,7 @@ def test_the_dockerfile_runs_the_commands_of_the_readme_in_their_order_and_a_com
     assert re.search(r"^ci: .*\n\tenv .* \.ci/run\n\n", MAKEFILE, re.MULTILINE)
 
 
-def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs():
+def test_the_page_shows_the_installs_that_passed_of_the_oldest_and_of_every_python():
     shown = ("torch", "transformers", "datasets", "accelerate", "numpy", "pydantic", "typer")
     words = {"lowest-direct": "oldest", "highest": "newest"}
     lines = [f"| Python | versions | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
@@ -107,9 +107,6 @@ def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs(
     assert dependencies.table(weighed) in DEPENDENCIES
     base = {row["name"] for row in weighed["rows"] if not row["extra"]}
     assert base == {dependencies.normal(each.name) for each in BASE}
-
-
-def test_the_oldest_versions_allowed_and_every_python_that_is_named_passed():
     oldest = [row["versions"] for row in INSTALLS if row["resolution"] == "lowest-direct"]
     for requirement in BASE:
         (lowest,) = (Version(s.version) for s in requirement.specifier if s.operator == ">=")

@@ -178,7 +178,7 @@ def test_bytes_cycles_matrix_products_and_loops_are_read():
     assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
-def test_the_slowest_of_four_is_the_limit():
+def test_the_slowest_of_four_is_the_limit_and_what_became_worse_is_found(tmp_path):
     h200 = PROCESSORS["sm_90"]
     # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does
     bound = predict(compiled(SASS, PTX), h200)
@@ -193,9 +193,6 @@ def test_the_slowest_of_four_is_the_limit():
     assert bound.limit == "issue"
     memory, issue = 512 / h200.bytes_per_cycle, (5 + 400) / 4
     assert bound.of_memory == pytest.approx(memory / issue)
-
-
-def test_what_became_worse_is_found(tmp_path):
     file = tmp_path / "compiled.json"
     assert compiled_before.read(file) == {}
     good, fewer = (predict(compiled(SASS, PTX, registers=n), PROCESSORS["sm_90"]) for n in (80, 128))

@@ -116,7 +116,7 @@ def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
         assert torch.equal(both.positions.amax(1), both.amax.amax(1))
 
 
-def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_back():
+def test_nothing_behind_the_last_k_and_v_is_computed_but_of_offloaded_weights():
     model, seen = tiny_model("llama").train(), []
     model.model.norm.eval()
     mapped, modes = map_attention(model), [module.training for module in model.modules()]
@@ -129,9 +129,6 @@ def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_bac
     with pytest.raises(InputError, match="no token was read"):
         calibrate(model, [], RECIPE, attention=mapped)
     assert [module.training for module in model.modules()] == modes
-
-
-def test_a_model_with_offloaded_weights_runs_to_its_end():
     model, plain = tiny_model("llama"), tiny_model("llama")
     cpu_offload(model, execution_device="cpu")
     found, expected = calibrate(model, batches(), RECIPE), calibrate(plain, batches(), RECIPE)

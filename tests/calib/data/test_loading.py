@@ -55,7 +55,7 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(tokenizer, tmp_pa
     )
 
 
-def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
+def test_python_docs_fill_64_samples_and_generated_ones_come_with_a_warning(tokenizer, tiny_llama):
     settings = {"config": "c", "split": "s", "column": "x"}
     recipe = DataRecipe(dataset=DOCS, samples=64, seq_len=512, **settings)
     loaded = load_data(recipe, tokenizer, None)
@@ -64,9 +64,6 @@ def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
     assert (loaded.source, loaded.warnings) == (DOCS, said)
     assert load_data(recipe, tokenizer, None) == loaded
     assert load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None).fingerprint != loaded.fingerprint
-
-
-def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama):
     for dataset, warning in (
         ("self", "'self' is text that the model made up"),
         ("random", "'random' is uniform random token ids, what vLLM's removed on-the-fly"),
@@ -321,7 +318,7 @@ def repository(tmp_path):  # `datasets` reads a local directory as it reads a re
     return str(tmp_path)
 
 
-def test_the_split_is_that_asked_for_or_preferred_and_the_seed_alone_orders_rows(repository, tmp_path):
+def test_a_split_is_that_asked_for_or_preferred_or_legal_ones_are_listed(repository, tmp_path):
     for config, split, found in (("big", None, "train"), ("chat", None, "train_sft"), ("odd", "day", "day")):
         assert find_split(DataRecipe(dataset=repository, config=config, split=split)) == found
 
@@ -335,9 +332,6 @@ def test_the_split_is_that_asked_for_or_preferred_and_the_seed_alone_orders_rows
     (tmp_path / "a.jsonl").write_text('{"text": ')
     with pytest.raises(InputError, match=r"cannot be read: .*JSON parse error.*; use another data"):
         texts(seed=1)
-
-
-def test_an_unknown_split_or_config_lists_the_legal_ones(repository):
     for config, split, message in (
         ("big", "dev", "no split 'dev' in dataset '{}'; splits: test, train; choose one with `--set data.sp"),
         ("odd", None, "cannot choose a split of dataset '{}'; splits: night, day; choose one with"),

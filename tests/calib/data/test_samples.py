@@ -218,7 +218,7 @@ def rendered(messages):
     return "".join(f"<|{message['role']}|>{message['content']}" for message in messages)
 
 
-def test_a_long_chat_keeps_turns_whole(loaded, tokenizer):
+def test_a_long_chat_keeps_turns_whole_but_one_that_fits_no_sample(loaded, tokenizer):
     messages = chat_of(*(3 + 7 * i % 40 for i in range(40)))
     data, texts = loaded({"messages": messages}, samples=40)
     whole = rendered(messages)
@@ -231,9 +231,6 @@ def test_a_long_chat_keeps_turns_whole(loaded, tokenizer):
         assert len(encode(text + turn, tokenizer)) > 64
     assert all(ids[0] == tokenizer.bos_token_id and len(ids) <= 64 for ids in data.samples)
     assert (data.documents, data.unread) == (1, 0)
-
-
-def test_a_turn_that_fits_no_sample_is_cut_as_text(loaded):
     messages = chat_of(20, 200, 30, 10)
     _, texts = loaded({"messages": messages})
     texts.sort(key=rendered(messages).index)
@@ -243,7 +240,7 @@ def test_a_turn_that_fits_no_sample_is_cut_as_text(loaded):
     assert marked[-1].startswith("?02")
 
 
-def test_what_a_beginning_alone_holds_comes_last(loaded):
+def test_what_a_beginning_alone_holds_comes_last_and_a_chat_without_turns_is_cut(loaded, byte_tokenizer):
     """A run with fewer samples has read it: what is held out from that run comes before."""
     turns = ({"role": ("user", "assistant")[i % 2], "content": TEXT[50 * i : 50 * i + 50]} for i in range(18))
     rows = [{"messages": [next(turns) for _ in range(6)]} for _ in range(3)]
@@ -253,9 +250,6 @@ def test_what_a_beginning_alone_holds_comes_last(loaded):
     ends = {tuple(ids[-10:]) for ids in few.samples}
     known = [any(tuple(ids[at : at + 10]) in ends for at in range(len(ids))) for ids in many.samples[3:]]
     assert known == [False] * 12 + [True] * 3
-
-
-def test_a_template_that_tells_no_turns_is_cut_as_text(loaded, byte_tokenizer):
     # all turns before the last are written in another way
     written = "{{ '<|' + m.role + '|>' + (m.content if loop.last else m.content[1:]) }}"
     tokenizer = byte_tokenizer(chat_template="{% for m in messages %}" + written + "{% endfor %}")

@@ -73,7 +73,7 @@ def test_a_version_is_known_where_its_classes_were_run(tmp_path):
             assert f"were run at {ran} alone; the nearest rules are those of --version {ran}" in printed
 
 
-def test_the_first_engine_that_serves_it():
+def test_the_first_engine_that_serves_it_or_why_nobody_does():
     for name, layers, place, engine, flag, gpus in (
         ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
         ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
@@ -87,9 +87,6 @@ def test_the_first_engine_that_serves_it():
         offer = find_offer(name, layers, *place)
         assert (offer.engine, offer.flag, offer.gpus) == (engine, flag, gpus)
         assert offer.version == find_engine(engine).caches.version
-
-
-def test_why_nobody_serves_it():
     at_1 = "FP8 at scale 1.0 is measured up to 448"
     for name, layers, place, said in (
         ("fp8_k_nvfp4_v", OF_64, (), "no engine serves fp8_k_nvfp4_v yet"),

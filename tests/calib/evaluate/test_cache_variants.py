@@ -120,7 +120,7 @@ def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, c
     assert any("types for K and V of heads are left out" in each for each in evaluation.warnings)
 
 
-def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated():
+def test_names_are_the_types_that_head_sizes_and_bake_allow_and_can_be_gated(tmp_path):
     assert select_types(["all"], of_layers(64)) == ([cache_type(name) for name in CACHES], [])
     assert cache_names(["fp8", "nvfp4"]) == ["nvfp4", "fp8, baked"]
     assert cache_names(["int8_per_token_head"])[1:] == ["int8_per_token_head, baked"]
@@ -133,9 +133,6 @@ def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated()
         assert [kind.name for kind in types] == [n for n in CACHES if not any(x in n for x in blocks)]
         assert len(warnings) == len(CACHES) - len(types)
         assert all(str(dims) in warning for warning in warnings)
-
-
-def test_what_bake_refuses_has_no_baked_rows(tmp_path):
     directory = save_model(tiny_model("olmo", clip_qkv=0.5), tmp_path / "olmo")
     evaluation = evaluate(str(directory), caches_recipe("none"), suite=SMALL)
     assert not any(m.variant.is_baked for m in evaluation.measured.values())

@@ -175,7 +175,7 @@ def report(evaluation):
     return summarize(evaluation)
 
 
-def test_every_built_in_text_is_read_beside_the_named(report, texts):
+def test_every_built_in_text_is_read_with_kl_and_clipped_tokens_of_it(report, texts, evaluation):
     found = {each.dataset: (each.documents, each.tokens) for each in report.other_texts}
     shorts = (texts[1], "builtin:python-docs", "builtin:code", "builtin:script", "random")
     assert found == dict.fromkeys(shorts, (4, 4 * 24)) | {"builtin:long": (2, 2 * 4 * 24)}
@@ -185,9 +185,6 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
     assert not any("finite" in line or "None" in line for line in report.warnings)
     # scales that engines load; `channel` they do not
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
-
-
-def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, texts):
     measured, text = evaluation.other_texts[0], report.other_texts[0]
     data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
     samples = load_data(data, evaluation.setup.tokenizer, None).samples
@@ -369,7 +366,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
     one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
 
 
-def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
+def test_what_was_read_is_left_out_or_warned_of_and_too_little_text_is_refused(held_out, monkeypatch):
     few, line = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
     assert few == "an interval over 4 documents tells little: measure 8 or more"
     assert "tokens were read, too few" in line  # by the evaluation itself
@@ -387,9 +384,6 @@ def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(hel
     ]
     record.write_text('{"records": [{"salt": 1}]}')
     one_line_error(held_out("a.jsonl", scales=["old"]), "is damaged (records.0.")
-
-
-def test_too_little_text_is_refused_as_calibrate_refuses_it(held_out, monkeypatch):
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 8, 16, 0, 0, (), (), 1))
     for command in ("eval", "recommend"):
         done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")

@@ -177,7 +177,7 @@ def lost_words(report):
     return words(*summary_lines(report), *rows, render_markdown(report), render_html(report))
 
 
-def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
+def test_what_has_no_kl_has_null_a_reason_passes_no_gate_and_is_not_advised(small_evaluation):
     report = spoiled(small_evaluation, ["none"], math.inf)
     document = strict(json_text(report.to_json()))
     row = document["variants"]["none"]
@@ -197,9 +197,6 @@ def test_one_cache_has_null_a_reason_and_passes_no_gate(small_evaluation):
         text = f"{metric}{operator}0.5"
         lines = failures(parse_condition(text), each, ["none"])
         assert lines == [f"none: {metric} is not a finite number ({text})"]
-
-
-def test_nothing_is_advised_where_nothing_has_a_kl(small_evaluation):
     report = spoiled(small_evaluation, list(small_evaluation.measured), math.nan)
     assert report.advised is None
     assert report.advice == ["Mend the model's weights first."]

@@ -87,15 +87,12 @@ def test_a_linked_shard_stays_a_link(model, tmp_path):
     assert placed.samefile(stored)
 
 
-def test_a_failure_changes_nothing(model, monkeypatch):
+def test_a_failure_changes_nothing_and_what_cannot_be_in_place_is_refused(model, monkeypatch):
     before = contents(model.parent)
     monkeypatch.setattr(output, "back_up", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(InputError, match="No space left on device; nothing was left behind"):
         calibrate(model, in_place=True)
     assert contents(model.parent) == before
-
-
-def test_what_cannot_be_in_place_is_refused(model):
     formats, weights = "export.formats", "export.weights"
     for source, out, changes, message in (
         (model, None, {formats: ["vllm", "modelopt"]}, "one format that is a checkpoint, not vllm, mo"),

@@ -154,7 +154,7 @@ def test_weights_that_cannot_hold_a_factor_and_octaves_that_are_missing():
     assert [plan.missing_octaves(purpose) for purpose in ("fp8", "int8")] == [(2, 3), (0, 2)]
 
 
-def test_pairs_are_found_by_trying():
+def test_pairs_are_found_by_trying_and_wrong_ones_are_not_proved(llama, tmp_path, monkeypatch):
     slow = {"rope_theta": 1e13, "rope_type": "default", "partial_rotary_factor": 0.5}
     slow = {"max_position_embeddings": 2**20, "rope_parameters": slow}
     for model_type, options, expected in (
@@ -169,9 +169,6 @@ def test_pairs_are_found_by_trying():
             model = tiny_model(model_type, **(FAMILIES | OTHERS).get(model_type, {}) | options).to(dtype)
             for module in cached_attention(model).values():
                 assert rotated_pairs(model, module).tolist() == expected
-
-
-def test_wrong_pairs_are_not_proved(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(rope_pairs, "rotated_pairs", lambda *_: torch.arange(16) ^ 1)
     done = bake(llama.source, llama.scales, tmp_path / "baked", "--for", "int8")
     one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
@@ -255,7 +252,7 @@ def test_scales_of_something_else(llama, tmp_path):
     assert (scales / "fp8kv_stats.safetensors").exists()
 
 
-def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_path):
+def test_other_commands_know_a_baked_model_and_use_no_scales_of_its_source(llama, tmp_path):
     no, again, copy = (tmp_path / name for name in ("no", "again", "copy"))
     one_line_error(fp8kv("apply", llama.scales, llama.baked, "-o", no), IS_BAKED)
     for command in (("inspect", llama.baked), ("convert", llama.baked, "--to", "sglang", "-o", no)):
@@ -269,9 +266,6 @@ def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_pa
     ran("convert", again, "--to", "sglang", "-o", copy)
     ran("repair", copy, "--stats", again, "-o", tmp_path / "mended")
     one_line_error(fp8kv("repair", copy, "--stats", llama.scales, "-o", no), "do not fit")
-
-
-def test_scales_of_the_source_are_not_used_with_what_is_baked_of_it(llama, tmp_path):
     baked = shutil.copytree(llama.baked, tmp_path / "baked")
     for file in ("fp8kv_calibration.json", "fp8kv_stats.safetensors"):
         shutil.copy(llama.scales / file, baked)

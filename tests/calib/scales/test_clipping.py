@@ -197,7 +197,7 @@ def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
     assert (tail.largest - true).mean() < -1
 
 
-def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_it():
+def test_the_chance_falls_by_the_decay_beyond_the_largest_and_headroom_keeps_it():
     tail = of(exponential(5))
     assert (tail.chance_above((tail.top[:, 9] + tail.top[:, 10]) / 2) * TOKENS).tolist() == [10] * 5
     assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
@@ -212,9 +212,6 @@ def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_i
     assert float(of(tied).chance / of(values).chance) < 0.7
     zeros = of(torch.zeros(1, TOKENS, dtype=torch.float64))
     assert (zeros.chance_above(torch.ones(1)).tolist(), zeros.reached_in(TOKENS).tolist()) == ([0], [0])
-
-
-def test_headroom_is_the_smallest_that_keeps_the_chance_or_refused():
     tails = [of(exponential(3, seed=1)), of(exponential(2, seed=2))]
 
     def clipped(factor):

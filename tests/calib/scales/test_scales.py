@@ -285,7 +285,7 @@ def test_a_row_has_the_layers_figures_and_what_a_recipe_or_unscaled_fp8_clips_is
         assert f"K scale > 1 in {named}:" in warning
 
 
-def test_outlier_heads_and_dead_heads_are_named():
+def test_outlier_heads_dead_heads_and_layers_shared_or_of_less_text_are_named():
     (warning,) = warn(layers_of([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
     said = "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
     assert warning == said
@@ -296,9 +296,6 @@ def test_outlier_heads_and_dead_heads_are_named():
         (warning,) = warn(layers_of(heads))
         assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
     assert "20x the others in layer 0" in warn(layers_of([0.0, 1.0, 1.0, 20.0]))[0]
-
-
-def test_shared_layers_and_layers_of_less_text_are_named():
     both = layers_of([1.0, 1.0], [1.0, 1.0])
     few = replace(both.layers["layers.1.self_attn"], tokens=1000)
     assert warn(replace(both, layers={**both.layers, "layers.1.self_attn": few})) == [
@@ -423,7 +420,7 @@ def sample(seed, length=256):
     return np.random.default_rng(seed).integers(50_000, size=length).tolist()
 
 
-def test_what_was_read_is_known_wherever_it_begins():
+def test_what_was_read_is_known_wherever_it_begins_by_a_record_of_some_kilobytes():
     texts = [sample(seed) for seed in range(20)]
     record = TextRecord.of(texts)
     assert record == TextRecord.of(texts[::-1])
@@ -438,9 +435,6 @@ def test_what_was_read_is_known_wherever_it_begins():
     record = TextRecord.of([[5, 6, 7], sample(0)])
     assert record.has_read([5, 6, 7])
     assert record.has_read([5, 6]) is record.has_read(sample(0)[-10:]) is None
-
-
-def test_a_long_text_keeps_a_record_of_some_kilobytes():
     texts = [sample(seed, 2048) for seed in range(500)]  # a million tokens, as the default recipe reads
     record = TextRecord.of(texts)
     assert MAX_RUNS / 2 < len(record._hashes) <= MAX_RUNS

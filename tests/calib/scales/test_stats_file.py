@@ -272,7 +272,7 @@ def reached(stats):
     return stats.layers["a"].k.curve[0].cummax(0).values.tolist()
 
 
-def test_a_second_run_comes_after_the_first():
+def test_a_second_run_comes_after_the_first_and_parts_of_one_keep_their_places():
     joined = run([1.0] * 5).join(run([2.0, 1.0, 3.0]))
     # tokens 5; 6 and 7: of the last two nobody knows which was the largest
     assert reached(joined)[:5] == [1.0, 1.0, 2.0, 3.0, 3.0]
@@ -290,9 +290,6 @@ def test_a_second_run_comes_after_the_first():
         assert joined[bucket_of(len(one + two) - 1)] == joined[-1] == whole[-1]
     with pytest.raises(InputError, match="of different models"):
         run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
-
-
-def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
     merged = run([5.0, 1.0, 2.0]).merge(run([1.0, 7.0, 1.0, 9.0]))
     assert merged.layers["a"].k.curve[0, :3].tolist() == [5.0, 7.0, 9.0]
     one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))

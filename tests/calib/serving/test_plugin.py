@@ -248,7 +248,7 @@ def test_switches_take_yes_and_no_and_nothing_else(monkeypatch):
         monkeypatch.delenv(variable)
 
 
-def test_a_directory_without_scales_and_dummy_weights(tmp_path):
+def test_a_directory_without_scales_dummy_weights_and_a_model_of_the_hub(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     read = partial(read_files, str(tmp_path), None, SimpleNamespace(load_format="auto"))
@@ -263,9 +263,6 @@ def test_a_directory_without_scales_and_dummy_weights(tmp_path):
             (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="dummies"):
         read_files(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
-
-
-def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     commit, repository = "0" * 40, tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "refs", repository / "trees"):
@@ -291,16 +288,13 @@ def says(function, words, caplog):
     assert said.startswith("fp8kv: cannot compare")
 
 
-def test_a_runner_that_has_no_method_is_left_alone(monkeypatch, runner, caplog):
+def test_a_runner_without_its_method_and_an_engine_without_its_parts_go_on(monkeypatch, runner, caplog):
     monkeypatch.setattr(sys.modules[RUNNER], "GPUModelRunner", type("GPUModelRunner", (), {}))
     says(plugin.register_vllm, "no attribute 'load_model'", caplog)
     caplog.clear()
     monkeypatch.setitem(sys.modules, RUNNER, None)  # which nobody may import
     plugin.register_vllm()
     assert not caplog.records
-
-
-def test_an_engine_that_is_not_there_or_has_moved_its_parts_goes_on(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang", None)
     says(plugin.register_sglang, "ModuleNotFoundError", caplog)
     hooks = {}
