@@ -241,8 +241,8 @@ def open_model_directory(
     """Open a model directory. Only scales' values are read.
 
     Its weight files must be whole and where the index says, except for scales unless it `needs_scales`.
-    Refuses pickles, files outside the
-    directory, two models in one, a tensor twice, and a config of another number of layers.
+    Refuses pickles, files outside the directory, two models in one, a tensor twice, and a config of
+    another number of layers.
 
     With `weights` false, a directory of scales alone will do, whichever tool wrote it: every
     safetensors file is read, whatever the index says. An empty directory is a NoModelError; with

@@ -123,6 +123,9 @@ def whole_model(core: Any) -> ScalesInForce:
         whole.awaits_scales |= state.report.awaits_scales
     ranks, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     whole.fingerprint = fingerprint(join_ranks([state.stored for state in states], ranks, heads))
+    # the only worker logged this when it loaded the model
+    if [str(state.report) for state in states] == [states[0].logged]:
+        vars(core).setdefault("fp8kv", str(whole))
     return whole
 
 

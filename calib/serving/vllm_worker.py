@@ -26,7 +26,9 @@ _DRAFT = 10**6
 def check_loaded(runner: Any) -> ScalesInForce:
     """Compare a runner that has just loaded its model, and watch what is loaded into it later."""
     watch_loading(runner)
-    return check(runner)
+    report = check(runner)
+    runner.fp8kv_logged = str(report)
+    return report
 
 
 def check(runner: Any) -> ScalesInForce:
@@ -81,6 +83,7 @@ class WorkerState:
     report: ScalesInForce = field(default_factory=ScalesInForce)
     stored: Stored = field(default_factory=dict)
     unreadable: str = ""  # why nothing can be said now
+    logged: str = ""  # when the model was loaded
 
 
 def state(worker: Any) -> WorkerState:
@@ -93,7 +96,8 @@ def state(worker: Any) -> WorkerState:
     try:
         report = check(runner)
         report.awaits_scales = getattr(runner, "fp8kv_from_memory", False)
-        return WorkerState(report, stored_scales([*all_layers(runner)]))
+        logged = getattr(runner, "fp8kv_logged", "")
+        return WorkerState(report, stored_scales([*all_layers(runner)]), logged=logged)
     except (ValueError, OSError, Fp8kvError) as error:
         return WorkerState(unreadable=str(error))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -118,6 +119,9 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
         with pytest.raises(InputError, match="the engine sleeps: wake it up"):
             one.collective_rpc(method)
     vllm_engine.identify(None, "")
+    loaded = state(notes=["draft: 2 of 2 KV scales in use"])
+    core(replace(loaded, logged=str(loaded.report)))._initialize_kv_caches(None)
+    assert len(caplog.messages) == 3
     without = core(state(), state((0.75,)), connector=False)
     without.wake_up()
     assert without.calls == [("state",)]

@@ -343,7 +343,8 @@ def worker(monkeypatch, tmp_path):
 
 def test_a_worker_compares_its_draft_too_repairs_and_takes_new_scales(worker, monkeypatch):
     worker, layers = worker
-    good = vllm_worker.state(worker).report
+    good = vllm_worker.check_loaded(worker.model_runner)
+    assert vllm_worker.state(worker).logged == str(good)
     of_draft = "draft: 2 of 2 KV scales in use"
     assert (good.problems, good.notes, good.used) == ([], [of_draft], 4)
     layers[0]._k_scale_float = layers[2]._k_scale_float = 1.0
