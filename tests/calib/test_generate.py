@@ -171,7 +171,7 @@ def job(request, tmp_path_factory):
     return family, root / "model", root / "out"
 
 
-def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
+def test_scales_are_those_of_a_plain_forwards_cache_and_of_each_head_in_an_engine(job, tmp_path):
     family, directory, out = job
     flags = ("--strategy", "attn_head", "--offload", "layerwise")
     succeeded(calibrate(directory, "-o", tmp_path / "out", *flags))
@@ -182,9 +182,6 @@ def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
         for layer in load_scales(made).layers.values():
             for scale, held in zip((layer.k, layer.v), caches[layer.layer_idx], strict=True):
                 assert torch.equal(scale, held.abs().amax((1, 2)) / 448)
-
-
-def test_an_engine_has_a_scale_for_each_head_of_its_layer_and_of_no_other(job, tmp_path):
     family, _, out = job
     (engine,) = json_of("verify", out, "--engine", "vllm")["engines"]
     for letter in "kv":

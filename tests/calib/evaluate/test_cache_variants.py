@@ -348,7 +348,7 @@ def test_tokens_that_fit_count_and_bytes_where_they_are_not_known():
         assert (best.memory, best.tokens_per_gb) == (0.5, tokens)
 
 
-def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
+def test_the_best_within_a_budget_of_bytes_and_of_what_does_not_differ_the_simpler():
     for share, expected in {0.3: "int4", 0.5: "tensor", 0.53: "int8, baked"}.items():
         assert chosen(FIELD, kl=None, share=share).chosen.cache == expected, share
     # 16 bits may be within the budget as well
@@ -362,9 +362,6 @@ def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
     assert found.chosen.cache == "int8"
     assert found.alternatives[0].why == "its KL is not a finite number"
     assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
-
-
-def test_what_does_not_differ_measurably_goes_to_the_simpler():
     same = [
         # documents in another order: which one is worse differs from one to the next
         figures("int8, baked", 1e-3, 106, baked=True, noise=NOISE.flip(0)),

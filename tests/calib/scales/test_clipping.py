@@ -161,7 +161,7 @@ def exponential(groups=400, tokens=TOKENS, seed=0):
     return 5 - uniform.log()
 
 
-def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
+def test_the_largest_of_parts_are_those_of_the_whole_and_their_chance_exponential():
     values = exponential(3)
     expected = values.sort(descending=True).values[:, :TAIL]
     parts = values.split([1, 5, 1000, TOKENS - 1006], dim=-1)
@@ -175,9 +175,6 @@ def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
     # fewer values than a tail holds are filled up with zeros
     held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
     assert (held.shape, held[0, :4].tolist()) == ((1, TAIL), [7.0, 5.0, 3.0, 0.0])
-
-
-def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
     tail = of(exponential())
     truth = torch.exp(5 - tail.largest)
 

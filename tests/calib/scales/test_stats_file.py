@@ -313,7 +313,7 @@ def panels(directory, picture):
     return len(re.findall('id="axes_[0-9]+"', picture.read_text()))
 
 
-def test_places_are_those_of_the_statistics(measured, tmp_path):
+def test_places_are_those_of_the_statistics_and_inspect_shows_them(measured, tmp_path):
     places, stats = read_places(measured), load_stats(measured)
     assert places == stats.places()
     for found, layer in zip(places, stats.layers.values(), strict=True):
@@ -325,9 +325,6 @@ def test_places_are_those_of_the_statistics(measured, tmp_path):
     latent = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "latent")
     succeeded(calibrate(latent, "-o", tmp_path / "out", "--format", "fp8kv"))
     assert read_places(tmp_path / "out") == load_stats(tmp_path / "out").places() != []
-
-
-def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
     found = json_of("inspect", measured)["first_tokens"]
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx
