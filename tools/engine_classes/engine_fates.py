@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable
 
+from calib.errors import one_line
+
 Scale = tuple[float, ...]  # one, or one of every KV head
 Pair = tuple[Scale, Scale]  # K's and V's
 # attention layer -> what it computes with; None where it has no place for scales
 Held = dict[str, Pair | None]
 NOT_FP8: Pair = ((), ())  # of a layer whose cache keeps 16 bits
-LONGEST = 100  # of a reason
+LONGEST = 160  # of a reason
 
 # what one layer computes with; all layers like this make a fate
 LOADED = "loaded"
@@ -72,5 +74,5 @@ def reason(kind: str, error: BaseException) -> str:
     """`crash: KeyError: ...`: the first sentence, without paths, modules and classes' names."""
     text = re.sub(r"(?:/[\w.+-]+){2,}", "...", " ".join(str(error).split()))
     text = re.sub(r"'(?:\w+\.)+(\w+)'", r"'\1'", text)
-    text = re.sub(r" in [A-Z]\w+", "", text).partition(". ")[0]
-    return f"{kind}: {f'{type(error).__name__}: {text}'[:LONGEST]}".rstrip()
+    text = re.sub(r" in [A-Z]\w+", "", text).partition(". ")[0].partition(" [type=")[0]
+    return f"{kind}: {one_line(f'{type(error).__name__}: {text}', LONGEST)}"

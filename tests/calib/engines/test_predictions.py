@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from command_line import fp8kv
 from engine_cases import NAMINGS, QUANTIZATIONS, Fixture, fixtures, wanted
-from engine_fates import NOT_FP8, fate
+from engine_fates import NOT_FP8, fate, reason
 from engine_fixtures import make_scales
 from engine_tables import differences, flat, groups, modules, named, recorded, together
 from scale_directories import COMPRESSED, lines_of, model, simulated
@@ -185,6 +185,8 @@ def test_the_fate_of_scales():
     ):
         # in the order of layers, not of names: 10 comes after 2
         assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
+    assert reason("crash", ValueError("a\nb. c")) == "crash: ValueError: a b"
+    assert reason("crash", ValueError("word " * 60)).endswith("word word ...")
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):
