@@ -133,7 +133,8 @@ def convert(
         skip_layers=skipped,
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
-    line = f"{len(conversion.scales.layers)} layers written to {output}, format {to}"
+    count = len(conversion.scales.layers)
+    line = f"{count} layer{'s' * (count != 1)} written to {output}, format {to}"
     return Answer(None, [*_warning_lines(conversion, to, reduce), line])
 
 

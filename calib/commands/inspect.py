@@ -104,9 +104,9 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
         return ["statistics of an engine's traffic: these are the smallest scales that hold it in E4M3"]
     directory, files = scales.directory, len(scales.directory.shards)
     index = "no index" if directory.index is None else "an index"
-    nvfp4 = nvfp4_convention(directory)
+    nvfp4, count = nvfp4_convention(directory), len(scales.layers)
     return [
-        f"{len(scales.layers)} layers, {scales.strategy}; names of {', '.join(scales.formats)}",
+        f"{count} layer{'s' * (count != 1)}, {scales.strategy}; names of {', '.join(scales.formats)}",
         f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",
         *([f"values of an NVFP4 cache: {nvfp4}"] if nvfp4 else []),
     ]
@@ -183,14 +183,13 @@ def _row(pair: "Pair") -> tuple[str, ...]:
         "no measurable difference" if pair.is_same else ratio,
         _both(a.ppl_change, b.ppl_change, "{:+.2%}"),
         _both(a.top1, b.top1, "{:.1%}"),
-        _both(a.same_tokens, b.same_tokens, "{:.0f} tokens"),
+        _both(a.same_tokens, b.same_tokens, "{:.0f}", " tokens"),
         _both(a.passkey, b.passkey, "{:.0%}"),
     )
 
 
-def _both(a: "Figure | None", b: "Figure | None", form: str) -> str:
-    if a is None and b is None:
-        return ""
-    # adding 0.0 to what rounds to nothing takes its sign
-    shown = (figure and show_number(round(figure.value, 4) + 0.0, form) for figure in (a, b))
-    return ", ".join(text or "-" for text in shown)
+def _both(a: "Figure | None", b: "Figure | None", form: str, unit: str = "") -> str:
+    from calib.evaluate.page.tables import figure_cell
+
+    values = [figure_cell(figure, form, unit).value for figure in (a, b)]
+    return ", ".join(value or "-" for value in values) if any(values) else ""

@@ -80,8 +80,8 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
     own, full = (f"{size / 2**20:.2f} MiB" for size in (result.cache_bytes, result.cache_bytes_16bit))
     yield ""
     yield (
-        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} tokens/s, "
-        "prompt included)"
+        f"{len(fp8.token_ids)} token{'s' * (len(fp8.token_ids) != 1)} in {fp8.seconds:.1f} s "
+        f"({fp8.tokens_per_second:.1f} tokens/s, prompt included)"
     )
     yield (
         f"KV cache: {result.bytes_per_token:,} bytes a token in {name}, "

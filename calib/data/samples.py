@@ -90,8 +90,9 @@ class SkippedRows:
         """Return warnings of these rows, and of `count` samples where more were asked for."""
         warnings = []
         if self.unusable:
-            line = f"{len(self.unusable)} rows were skipped: they hold no text that can be read"
-            warnings.append(f"{line} (such as {self.unusable[0]})")
+            count = len(self.unusable)
+            line = "1 row was skipped: it holds" if count == 1 else f"{count} rows were skipped: they hold"
+            warnings.append(f"{line} no text that can be read (such as {self.unusable[0]})")
         if self.refusals:
             line = f"{len(self.refusals)} chats were skipped because the tokenizer's chat template"
             warnings.append(f"{line} refused them ({self.refusals[0]})")

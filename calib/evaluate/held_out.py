@@ -102,8 +102,9 @@ class _Search(NamedTuple):
     def refusal(self, data: CalibrationData, own: int, needed: int) -> str:
         if not self.left_out and not self.short:
             first = f", {own} of them to calibrate on" * bool(own)
+            count = len(data.samples)
             return (
-                f"'{data.source}' has {len(data.samples)} samples, and {own + needed} are needed"
+                f"'{data.source}' has {count} sample{'s' * (count != 1)}, and {own + needed} are needed"
                 f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
         reasons = [f"{name} read {count} others" for name, count in self.left_out.items()]

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, PROCESSOR_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from calib.choices import Device, DType
 from calib.errors import InputError
@@ -177,8 +177,9 @@ def load_processor(checkpoint: ModelDirectory, trust_remote_code: bool = False) 
         processor = AutoProcessor.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     if isinstance(processor, ProcessorMixin):
         return processor
-    if not (checkpoint.path / PROCESSOR_NAME).exists():
-        raise InputError(f"'{checkpoint.path}' has no {PROCESSOR_NAME}; download it whole")
+    if not any((checkpoint.path / name).exists() for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME)):
+        names = f"neither {PROCESSOR_NAME} nor {IMAGE_PROCESSOR_NAME}"
+        raise InputError(f"'{checkpoint.path}' has {names}; download it whole")
     # code of the model's own may be of any class; transformers returns a tokenizer for one it does not know
     raise InputError(
         f"the processor of '{checkpoint.path}' is of class {type(processor).__name__}; pictures and sound "

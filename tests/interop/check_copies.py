@@ -140,7 +140,9 @@ def check_clean(out: Path) -> None:
         else:
             plugin.guard("vllm", partial(vllm_worker.check, runner_of(home / kind, **options)))
         total, skips = 2 * (len(layers) - len(skipped)), skips + bool(skipped)
-        wanted = f"fp8kv: {total} of {total} KV scales in use, FP8 cache(, {len(skipped)} layers in 16 bits)?"
+        wanted = (
+            f"fp8kv: {total} of {total} KV scales in use, FP8 cache(, {len(skipped)} layers? in 16 bits)?"
+        )
         wanted += ", fingerprint [0-9a-f]{32}"
         wanted += "; (rank 0: )?the model is baked: 1.0 is right" * (kind == "baked")
         if not lines or not all(re.fullmatch(wanted, line) for line in lines):

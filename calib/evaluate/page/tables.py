@@ -95,7 +95,9 @@ def figure_cell(figure: Figure | None, form: str = "{:.2g}", unit: str = "") -> 
     """Return the cell of a figure and its interval; an empty one for what was not measured."""
     if figure is None:
         return Cell()
-    cell = Cell(show_number(figure.value, form) + unit, show_interval(figure.low, figure.high, form))
+    value = show_number(figure.value, form)
+    unit = unit.removesuffix("s") if value == "1" else unit
+    cell = Cell(value + unit, show_interval(figure.low, figure.high, form))
     # rounding leaves the sign of what it takes away
     return Cell(*(text.replace("-0.00%", "+0.00%") for text in cell))
 

@@ -120,7 +120,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         (("--variants", "tensor", "-o", tmp_path / "full"), "which is not a report"),
         (("--scales", tmp_path / "scales"), "is of another model", "model_type llama"),
         (("--dataset", tmp_path / "gone.txt"), "no file or directory"),
-        (("--dataset", tmp_path / "short.txt"), "1 samples, and 7 are needed, 3 of them to calibrate on"),
+        (("--dataset", tmp_path / "short.txt"), "1 sample, and 7 are needed, 3 of them to calibrate on"),
         (("--backend", "triton"), "--backend triton: its kernels need a GPU"),
     ):
         one_line_error(eval_(small_directory, *flags), *phrases)
@@ -299,7 +299,7 @@ def test_what_was_named_and_cannot_be_had_is_refused(small_directory, texts, tmp
     one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the model has no")
     (tmp_path / "one.txt").write_text("w9 " * 24)
     done = fp8kv("eval", small_directory, *small, "--also", tmp_path / "one.txt")
-    one_line_error(done, "one.txt' has 1 samples, and 2 are needed: use a larger dataset")
+    one_line_error(done, "one.txt' has 1 sample, and 2 are needed: use a larger dataset")
     done = fp8kv("eval", small_directory, *small, "--also", texts[1], "--variants", "channel")
     one_line_error(done, "--also is measured with scales that engines load: give --scales or keep")
 

@@ -290,11 +290,18 @@ def test_ratio_and_whether_the_intervals_overlap_or_both_are_noise(report):
 
 
 def test_the_table_shows_both_and_names_what_one_alone_has(report):
-    a, head = report("a"), row(0.03, ppl_change=figure(-1e-9))
+    a, head = report("a"), row(0.03, ppl_change=figure(-1e-9), same_tokens=figure(1.0))
     variants = {"reference": row(0.0), "attn_head": head, "channel": row(0.1)}
     done = ran("compare", a, report("b", variants=variants) / "report.json")
     lines = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("│")}
-    for cell in ("0.01 [0.009, 0.011]", "0.03 [0.027, 0.033]", "3x", "+1.00%, +0.00%", "95.0%, 95.0%"):
+    for cell in (
+        "0.01 [0.009, 0.011]",
+        "0.03 [0.027, 0.033]",
+        "3x",
+        "+1.00%, +0.00%",
+        "95.0%, 95.0%",
+        ", 1 token",
+    ):
         assert cell in lines["attn_head"]
     assert "only in A: tensor, only here" in done.stdout
     assert "only in B: channel" in done.stdout

@@ -429,7 +429,7 @@ def test_scales_that_nobody_can_use_or_measured_are_not_in_use_and_a_baked_model
 def test_layers_in_16_bits_are_counted_and_a_whole_cache_in_16_bits_is_a_problem():
     whole = held(K, V, is_fp8=False)
     report = compare([*held(K, V)[:2], whole[2]], files(), ONE)
-    assert str(report) == "fp8kv: 4 of 4 KV scales in use, FP8 cache, 1 layers in 16 bits"
+    assert str(report) == "fp8kv: 4 of 4 KV scales in use, FP8 cache, 1 layer in 16 bits"
     problem = "the cache is not FP8, so no scale is used"
     assert compare(whole, files(), ONE).problems == [problem]
     # a stage may hold nothing but layers left in 16 bits
