@@ -3,7 +3,7 @@
 import re
 import reprlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -60,8 +60,10 @@ def read_yaml(text: str, source: str) -> Any:
 def _dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _dotted_keys(field.annotation, f"{prefix}{name}.")
+        # to Python 3.10 tuple[str, ...] is a type
+        kind = None if get_origin(field.annotation) else field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _dotted_keys(kind, f"{prefix}{name}.")
 
 
 def explain(source: str | None, error: ValidationError, model: type[BaseModel]) -> str:

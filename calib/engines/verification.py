@@ -124,11 +124,11 @@ def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
 
 def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:
     """Say which head sizes of the model `backend` does not take, where both are known."""
-    from calib.models.config import caches_latents, layer_configs, read_config  # imports transformers
-
     allowed, sizes = backend.head_sizes, set[int]()
     if allowed is None:
         return []
+    from calib.models.config import caches_latents, layer_configs, read_config  # imports transformers
+
     with suppress(AttributeError, Fp8kvError, TypeError):  # code of its own, or no heads
         config = read_config(directory.path, directory.config, trust_remote_code=False)
         if not caches_latents(config):

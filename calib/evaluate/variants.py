@@ -237,8 +237,11 @@ def fp8_rounding(scales: KVScales, tensors: str = "kv") -> CacheRounding:
             return key, value
         if "k" in tensors:
             k_scale = broadcast_scale(layer.k, key)
-            centre = 0 if layer.k_center is None else broadcast_scale(layer.k_center, key)
-            key = (round_fp8(key - centre, k_scale, dtype) + centre).to(key.dtype)
+            if layer.k_center is None:
+                key = round_fp8(key, k_scale, dtype)
+            else:
+                centre = broadcast_scale(layer.k_center, key)
+                key = (round_fp8(key - centre, k_scale, dtype) + centre).to(key.dtype)
         if "v" in tensors:
             value = round_fp8(value, broadcast_scale(layer.v, value), dtype)
         return key, value

@@ -26,7 +26,7 @@ def vllm_layers(model: Any, version: str | None = None) -> Iterator[EngineLayer]
         k, v, q = (read_copies(engine, module, letter) for letter in "kvq")
         cache, backend = module.kv_cache_dtype, getattr(module, "attn_backend", None)
         name = str(backend.get_name()) if backend else ""
-        written, read = _usedread_copies(engine, name)
+        written, read = _used_copies(engine, name)
         is_fp8 = cache in FP8_CACHES
         yield EngineLayer(index, is_fp8, k, v, q, name_cache(cache), name, written, read)
 
@@ -74,7 +74,7 @@ def _fill(module: Any, name: str, values: Values) -> None:
         copy.fill_(max(values))
 
 
-def _usedread_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ...]:
+def _used_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ...]:
     """Return the attributes that a backend stores with, and those that it stores or attends with."""
     backend = engine.backends.get(backend_name)
     steps = (backend.write, {*backend.write, *backend.read}) if backend else ((), ())

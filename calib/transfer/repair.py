@@ -1,6 +1,7 @@
 """`fp8kv repair`: scales that are missing, or that measured absmax contradicts, are made of it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
 from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, judge, measured_amax
 from calib.engines.verification import verify_directory
-from calib.errors import NoScalesError, UnsupportedExportError
+from calib.errors import InputError, NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -130,8 +131,9 @@ def _replace_wrong(
     """
     per_head, replacements = _letters_per_head([*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
-    if has_calibration(path := stored.directory.path):
-        wrong |= {*changed_scales(open_calibration(path, needs_report=False))}
+    with suppress(InputError):  # without a recipe, what it makes of its statistics is not known
+        if has_calibration(path := stored.directory.path):
+            wrong |= {*changed_scales(open_calibration(path, needs_report=False))}
     before = {layer.layer: layer for layer in stored.layers}
     for module, layer in layers.items():
         letters = "".join(letter for letter in "kvq" if (layer.layer, letter) in wrong)

@@ -32,7 +32,8 @@ from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, per_channel
 
-# of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same
+# of K and V in 16 bits at a time, if one KV head has no more; torch's allocator gives every layer the same.
+# Twice that where tokens are filled up
 WORKSPACE = 2**28
 _AFTER = 4  # times as many pairs make it worth to attend to earlier tokens
 _VALUES = 4096  # that a program decodes

@@ -1,11 +1,12 @@
 """Tables and sentences of a report, made once: the terminal, `report.md` and `report.html` show them."""
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
 from calib.evaluate.report import Exceedance, Figure, OtherRow, PositionBin, Report, Row, TaskFigure
-from calib.files.text import show_interval, show_number
+from calib.files.text import NOT_FINITE, show_interval, show_number
 
 FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _LONG = ("cache", "KL", "top-1", "margin", "its change", "moved by", "found")
@@ -95,6 +96,8 @@ def figure_cell(figure: Figure | None, form: str = "{:.2g}", unit: str = "") -> 
     """Return the cell of a figure and its interval; an empty one for what was not measured."""
     if figure is None:
         return Cell()
+    if not isfinite(figure.value):
+        return Cell(NOT_FINITE)
     value = show_number(figure.value, form)
     unit = unit.removesuffix("s") if value == "1" else unit
     cell = Cell(value + unit, show_interval(figure.low, figure.high, form))

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from calib.caches import per_token_head
 from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
 from calib.caches.rounding import rounding
-from calib.caches.types import ALL_CACHES, LATENT_CACHES, CacheType, Layers, Shape, cache_type
+from calib.caches.types import ALL_CACHES, LATENT_CACHES, UNSIMULATED, CacheType, Layers, Shape, cache_type
 from calib.errors import InputError
 
 # by hand: bytes of one head of 64 values of K and V, NVFP4 as 32 bytes and 4 scales, or of a latent of 512
@@ -49,9 +49,10 @@ ONE = Layers({0: HEADS}, 1)
 
 def test_bytes_per_token_and_sizes_that_do_not_fit():
     assert [*TYPES] == [*ALL_CACHES]
+    for kind in map(cache_type, (*ALL_CACHES, *UNSIMULATED)):
+        assert TypeAdapter(CacheType).validate_python(asdict(kind)) == kind
     for name, (size, *_) in TYPES.items():
         kind = cache_type(name)
-        assert TypeAdapter(CacheType).validate_python(asdict(kind)) == kind
         if name in LATENT_CACHES:  # 61 layers of DeepSeek-V3
             for shape in (LATENTS, LATENTS._replace(attention="sparse latents")):
                 assert kind.bytes_per_token([shape] * 61) == 61 * size, name

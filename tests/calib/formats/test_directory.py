@@ -152,6 +152,7 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
     (out / "tgi").mkdir()
     refused(out, True, "was not written by fp8kv")
     (out / "tgi" / CALIBRATION_FILE).write_text("{}")
+    (out / ".DS_Store").touch()
     check_output(out, source, overwrite=True)
     (out / "tgi").rename(out / "run1")
     refused(out, True, "was not written by fp8kv")
