@@ -143,7 +143,7 @@ def lmdeploy(x: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def served_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that LMDeploy serves in: `dtype`, by default that of `x`, or float16 for float32."""
+    """Return the dtype that LMDeploy serves `x` [...] in: `dtype`, or its own, or float16 for float32."""
     return dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
 
 

@@ -74,7 +74,7 @@ class Draft:
     layers: tuple[int, ...] = ()  # whose inputs it reads; none: the model's last hidden states
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """Run the layer on token ids [B, T] and hidden states [B, T, D] of the model, as engines do.
+        """Run the layer on token ids [B, T] and hidden states [B, T, W] of the model, as engines do.
 
         The embedding of token j > 0 is joined with the hidden state of token j - 1, at its position. In the
         place of token 0 is what vLLM reads at position 0.
@@ -140,7 +140,10 @@ def cached_layers(model: PreTrainedModel) -> Layers:
 
 
 def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:
-    """Find the modules whose K and V, or latent, the model caches as it reads `sample`; refuse encoders."""
+    """Find the modules whose K and V, or latent, the model caches as it reads `sample`; refuse encoders.
+
+    `sample` holds arguments of the model: input_ids [1, T], and tensors of pictures or sound.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")

@@ -27,7 +27,11 @@ _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V bes
 
 
 class ModuleScales(Protocol):
-    """Scales of one attention module, as `calib` derives them."""
+    """Scales of one attention module, as `calib` derives them.
+
+    Of K, V and, for FP8 queries, Q: [1], [heads] or [heads, head_dim]. `k_center`, [KV heads, head_dim], is
+    subtracted from K.
+    """
 
     @property
     def layer_idx(self) -> int: ...  # noqa: D102

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_quant import scales_for
-from families import FAMILIES, LATENT, tiny_model
+from families import FAMILIES, LATENT, ONE_MODULE, tiny_model
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, OPTConfig, StaticCache
@@ -20,7 +20,7 @@ from fp8kv_runtime.hf import EngineQuery, attention, fp8_attention, paged_cache,
 from fp8kv_runtime.hf.attention import check_mask
 from fp8kv_runtime.hf.rows import CacheRows, left_padding
 
-ALL, IDS = {**FAMILIES, **LATENT}, torch.arange(3, 11)[None]
+ALL, IDS = {**FAMILIES, **LATENT, **ONE_MODULE}, torch.arange(3, 11)[None]
 PAD = "this model or input needs another one. Pad on the left, or use the torch backend"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
@@ -36,8 +36,8 @@ def scales(model):
 
 
 def fingerprint(model):
-    """Hooks, `forward` and attention implementation of every module."""
-    own = ("_forward_pre_hooks", "_forward_hooks", "forward")
+    """Hooks, `forward`, index and attention implementation of every module."""
+    own = ("_forward_pre_hooks", "_forward_hooks", "forward", "layer_idx")
     return (
         [[copy.copy(vars(module).get(name)) for name in own] for module in model.modules()],
         [getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules()],
@@ -116,10 +116,10 @@ def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace_and_one_half_
 
 
 @pytest.mark.parametrize("block", ["fp8", "measured"])
-@pytest.mark.parametrize("family", ["llama", "falcon", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "deepseek_v3", "zamba"])
 def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_copied(block, family):
     model = tiny_model(family, **ALL[family])
-    scales, before = scales_for(model), fingerprint(model)
+    before, scales = fingerprint(model), scales_for(model)
 
     def enter():
         if block == "fp8":
