@@ -15,6 +15,7 @@ from calib.capture.attention import cached_layers, map_attention
 from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import ScalesForModel, check_weights, open_scales
 from calib.errors import InputError
+from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import show_layers
 from calib.models.config import check_positions, load_config
@@ -205,7 +206,8 @@ def _open_scales(
             return None
         flag = "--backend triton" if scales is None else "--scales"
         raise InputError(f"{flag} is for --cache fp8, not for {kind.name}; leave it out")
-    if scales == UNIT_SCALES:
+    is_baked = scales is None and read_bake(checkpoint).get("for") == "fp8"
+    if scales == UNIT_SCALES or is_baked:
         return unit_scales
     if scales is not None:
         opened = open_scales(to_path(scales), checkpoint)
@@ -213,7 +215,8 @@ def _open_scales(
         try:
             opened = open_scales(checkpoint.path)
         except InputError as error:
-            raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
+            way = f"scales from elsewhere are given with --scales DIR, and 1.0 with --scales {UNIT_SCALES}"
+            raise InputError(f"{error}; {way}") from None
     check_weights(checkpoint.path if scales is None else to_path(scales), checkpoint)
     return opened
 

@@ -140,10 +140,7 @@ def cached_layers(model: PreTrainedModel) -> Layers:
 
 
 def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:
-    """Find the modules whose K and V, or latent, the model caches as it reads `sample`; refuse encoders.
-
-    `sample` holds arguments of the model: input_ids [1, T], and tensors of pictures or sound.
-    """
+    """Find the modules whose K and V, or latent, the model caches of `sample`: input_ids [1, T], media."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")

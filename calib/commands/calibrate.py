@@ -213,6 +213,7 @@ def _next_step(result: "Result") -> str:
     runs = not result.drafts_for and not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))
     path = shlex.quote(str(directory))
+    runs = runs and not FORMATS[name].nvfp4
     if runs and FORMATS[name].with_weights and result.recipe.export.weights != "none":
         return f'next, see it write: fp8kv generate {path} "The capital of France is" --compare'
     return f"next, see which engines load the scales: fp8kv verify {path}"

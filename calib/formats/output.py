@@ -155,6 +155,8 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     draft = derive_scales(record.draft, recipe) if record.draft else None
     exports = make_exports(scales, checkpoint, recipe.export, draft)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
+    if recipe.export.reduce == "max":  # what is said below is said of the scales that are written
+        scales, draft = scales.reduce_max(), draft and draft.reduce_max()
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]

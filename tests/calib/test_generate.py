@@ -89,7 +89,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
     for arguments, said in (
         ((calibrated, ""), "the prompt is empty"),
         ((calibrated, " "), "makes no token of this prompt"),
-        ((model, PROMPT), "with --scales DIR, or --scales none"),
+        ((model, PROMPT), "given with --scales DIR, and 1.0 with --scales none"),
         ((model, PROMPT, "--scales", tmp_path / "no"), f"'{tmp_path / 'no'}' is not a directory"),
         ((model, PROMPT, "--scales", tmp_path / "bad"), "kv_cache_scales.json' is not JSON"),
         ((mistral, PROMPT, "--scales", calibrated), own),

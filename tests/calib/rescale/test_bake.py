@@ -69,6 +69,8 @@ def check_scale_one(model_type, outputs, before, baked, after):
     card, flags = (baked / "README.md").read_text(), " ".join(["", *FLAGS.get(model_type, ())])
     assert f"vllm serve {baked} --kv-cache-dtype fp8{flags}\n" in card
     assert ("trtllm-serve" in card) == (not flags)  # which has no such flag
+    if model_type == "llama":
+        assert json_of("generate", baked, "w3 w4", "--max-new-tokens", 3)
 
 
 def check_channels(model_type, outputs, before, baked, after):
