@@ -151,12 +151,10 @@ def make_exports(
 def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     """Derive the scales that the recipe asks for and write them, all or nothing."""
     recipe, stats, checkpoint = record.recipe, record.stats, record.checkpoint
-    scales = derive_scales(stats, recipe)
-    draft = derive_scales(record.draft, recipe) if record.draft else None
+    scales = _written_scales(stats, recipe)
+    draft = _written_scales(record.draft, recipe) if record.draft else None
     exports = make_exports(scales, checkpoint, recipe.export, draft)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
-    if recipe.export.reduce == "max":  # what is said below is said of the scales that are written
-        scales, draft = scales.reduce_max(), draft and draft.reduce_max()
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
     warnings += [note for each in exports.values() for note in each.notes]
     warnings = [*dict.fromkeys([*warnings, *doubts])]
@@ -191,6 +189,12 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
         output, directories, recipe, stats.tokens, layers, warnings, doubts, backup,
         {name: each.flags for name, each in exports.items()}, {}, notes, report.get("drafts_for"),
     )  # fmt: skip
+
+
+def _written_scales(stats: KVStats, recipe: Recipe) -> KVScales:
+    """Derive the scales that are written: with `reduce` max the largest of each layer."""
+    scales = derive_scales(stats, recipe)
+    return scales.reduce_max() if recipe.export.reduce == "max" else scales
 
 
 def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def merge(
         data_warnings = dict.fromkeys(line for run in runs for line in _data_warnings(run))
         stats = reduce(KVStats.join, (run.stats for run in runs))
         warnings = [*data_warnings, *_thread_warnings(runs)]
+        warnings += filter(None, (_overlap_warning(*pair) for pair in combinations(runs, 2)))
         warnings += [DRAFT_LEFT_OUT] * any(run.report.get("drafts") for run in runs)
         record = CalibrationRecord(
             name, checkpoint, first.recipe(), stats, dataset, warnings, threads=threads
@@ -156,6 +157,19 @@ def _thread_warnings(runs: Sequence[Calibration]) -> list[str]:
         "one run over all the data may give other last bits"
         for count, path in paths[1:]
     ]
+
+
+def _overlap_warning(one: Calibration, two: Calibration) -> str:
+    """Say that one run begins with the samples of the other; "" if their data is not named the same."""
+    data, second_data = (run.recipe().data for run in (one, two))
+    amounts = {"samples", "batch_size", "until", "allow_few_tokens"}
+    is_same = data.model_dump(exclude=amounts) == second_data.model_dump(exclude=amounts)
+    if not is_same or data.samples == second_data.samples:
+        return ""
+    return (
+        f"'{one.path}' and '{two.path}' read {data.samples} and {second_data.samples} samples of the same "
+        "data: what both read counts twice, and more text seems to have been read"
+    )
 
 
 def _data_parts(dataset: dict[str, Any]) -> list[str]:

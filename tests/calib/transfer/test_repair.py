@@ -252,6 +252,10 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     # but not with what it has read already
     done = fp8kv("merge", tmp_path / "again", halves[1], "-o", tmp_path / "no")
     one_line_error(done, "have read the same data; merging them adds nothing")
+    few = collected(model, texts / "b.jsonl", tmp_path / "few", "--samples", 3)
+    warnings = json_of("merge", few, halves[1], "-o", tmp_path / "overlap")["warnings"]
+    assert any("read 3 and 512 samples of the same data: what both read counts twice" in x for x in warnings)
+    assert not any("counts twice" in warning for warning in report["warnings"])
 
 
 def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
