@@ -269,7 +269,7 @@ def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
     if baked.latent:
         yield f"one factor for the latent and one for k_pe in each of {layers} layers"
     else:
-        line = f"factors per head in {k} of {layers} layers for K, in {v} for V"
+        line = f"a factor per head in {k} of {layers} layers for K and {v} for V, in the others one per layer"
         ending = f"; V of {plan.layers_without_v} of {layers} layers stays as it is"
         yield line + (ending if plan.layers_without_v else "")
     yield f"written to {baked.output}; its README.md says how to serve it"

@@ -195,7 +195,9 @@ class ClippedTokens(NamedTuple):
 
 
 def _one_in(chance: float) -> str:
-    return f"one token in {1 / chance:,.0f}" if chance > 1e-12 else "less than one token in 10^12"
+    if chance <= 1e-12:
+        return "less than one token in 10^12"
+    return f"one token in {float(f'{1 / chance:.2g}'):,.0f}"  # two digits: it is an estimate
 
 
 def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> ClippedTokens | None:
