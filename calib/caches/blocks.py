@@ -90,7 +90,7 @@ def fp8_tiles(latent: Tensor) -> Tensor:
 
 
 def tile_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes [..., tiles, 128], zeros at the end, and scales [..., tiles, 1], float32."""
+    """Return E4M3 codes [..., tiles, 128], zeros at the end, and scales [..., tiles, 1], of [..., R]."""
     tiles = pad(latent.float(), (0, -latent.shape[-1] % TILE)).view(*latent.shape[:-1], -1, TILE)
     amax = tiles.abs().amax(-1, keepdim=True)
     scale = (amax * (1.0 / E4M3_MAX)).clamp(min=LEAST_TILE_SCALE).log2().ceil().exp2()
@@ -107,7 +107,7 @@ def nvfp4_latent(latent: Tensor) -> Tensor:
 
 
 def nvfp4_latent_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32."""
+    """Return E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32, of [..., R]."""
     blocks, amax = split_blocks(latent, "latent size")
     scale = fp8_unscaled((amax * (1.0 / E2M1_MAX)).clamp_(min=LEAST_BLOCK_SCALE))
     return e2m1(blocks * (1.0 / scale)), scale
@@ -134,14 +134,14 @@ def round_powers(x: Tensor, split: Callable[[Tensor], tuple[Tensor, Tensor]]) ->
 
 
 def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 values [..., blocks, 32] and exponents of two [..., blocks, 1], as float32."""
+    """Return E4M3 values [..., blocks, 32] and exponents [..., blocks, 1], float32, of `x` [..., D]."""
     blocks, amax = split_blocks(x, "head size", MX_BLOCK)
     exponent = (amax.clamp_(min=1e-30) / E4M3_MAX).log2_().ceil_().clamp_(-127, 127)
     return fp8_unscaled(blocks / exponent.exp2()), exponent
 
 
 def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E2M1 values [..., blocks, 16] and exponents of two [..., blocks, 1], as float32."""
+    """Return E2M1 values [..., blocks, 16] and exponents [..., blocks, 1], float32, of `x` [..., D]."""
     blocks, amax = split_blocks(x)
     exponent = (amax / E2M1_MAX).clamp_(min=1e-10).log2_().ceil_()
     return _nearest(blocks.abs() / exponent.exp2(), up=True).copysign(blocks), exponent
@@ -153,7 +153,10 @@ def ultraquant_key(x: Tensor) -> Tensor:
 
 
 def ultraquant_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E2M1 values [..., blocks, 32] and exponents of two, -inf where all are 0, as float32."""
+    """Return E2M1 values [..., blocks, 32] and exponents [..., blocks, 1], float32, of `x` [..., D].
+
+    An exponent is -inf where all are 0.
+    """
     blocks, amax = split_blocks(x, "head size", MX_BLOCK)
     exponent = amax.mul_(SHARE).log2_().add_(0.5).floor_()
     return _nearest((blocks / exponent.exp2()).nan_to_num_(0.0)), exponent

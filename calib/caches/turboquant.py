@@ -111,7 +111,7 @@ def _lmdeploy_levels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def hadamard(size: int) -> Tensor:
-    """Return the orthonormal Hadamard matrix of `size`; an InputError where that is not a power of two."""
+    """Return the orthonormal Hadamard matrix [size, size]; an InputError for a size not a power of two."""
     if size & (size - 1):
         raise InputError(f"turboquant: head size {size} is not a power of two")
     return hadamard_product(torch.eye(size)) / math.sqrt(size)

@@ -97,12 +97,14 @@ class AttentionMap:
     reader: str  # the module that is given token ids
     note: str = ""  # why that is the decoder, where the whole model may cache something else
     draft: Draft | None = None  # measured besides
-    last_hidden: Tensor | None = field(default=None, compare=False, repr=False)  # of the last token
+    last_hidden: Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # of the last token, [B, 1, W]
 
     def read(
         self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **options: Any
     ) -> Any:
-        """Run `model` on token ids [B, T], as far as what it caches needs; return its output."""
+        """Run `model` on token ids and `mask` [B, T], as far as what it caches needs; return its output."""
         return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **options)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:

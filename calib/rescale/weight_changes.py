@@ -79,7 +79,7 @@ Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the
 
 
 def is_held(norms: Norms) -> Tensor:
-    """Return whether each channel holds the factors of `norms`, of one module, that multiply by 1 + weight.
+    """Return whether each channel [D] holds the factors of a module's `norms` that multiply by 1 + weight.
 
     (1 + w) * f - 1 often has no exact value in the weights' dtype. Attention scores depend on the product
     of both norms' multipliers. A channel holds a factor if rounding its weights changes this product by no

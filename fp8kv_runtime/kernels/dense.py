@@ -70,8 +70,8 @@ def find_prompts(
 ) -> list[Prompt]:  # fmt: skip
     """Return what torch's attention is to compute; empty: it cannot, or is not worth its launches.
 
-    `query` is [T, H, D]. Lengths are read from the device where the host does not know them. A graph
-    that is being recorded may be replayed with others.
+    `query` is [T, H, D], `cu_seqlens` [S + 1]. Lengths are read from the device where the host does not
+    know them. A graph that is being recorded may be replayed with others.
     """
     longest = sequences.block_tables.shape[1] * blocks.layout.block_size
     least_pairs *= blocks.layout.num_kv_heads if blocks.layout.k_scales else 1  # a call each
@@ -221,7 +221,10 @@ def _attend_with_cudnn(
 
 
 def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums, [1, H, T] at least."""
+    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums, [1, H, T] at least.
+
+    `query` is [1, H, T, D], `key` and `value` are [1, K, N, D].
+    """
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)
     return out, sums

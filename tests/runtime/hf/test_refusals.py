@@ -116,7 +116,7 @@ def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace_and_one_half_
 
 
 @pytest.mark.parametrize("block", ["fp8", "measured"])
-@pytest.mark.parametrize("family", ["llama", "falcon", "deepseek_v3", "zamba"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "deepseek_v3", "zamba", "zamba2"])
 def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_copied(block, family):
     model = tiny_model(family, **ALL[family])
     before, scales = fingerprint(model), scales_for(model)
