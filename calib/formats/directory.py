@@ -63,10 +63,9 @@ def _is_output(directory: Path) -> bool:
     """Return whether fp8kv wrote `directory`: an output, or one for each of several formats and no more."""
     if any((directory / name).exists() for name in _OUR_FILES):
         return True
-    paths = [*directory.iterdir()] if directory.is_dir() else []
-    # a hidden file, such as .DS_Store, is nobody's work
-    parts = {path.name: path for path in paths if not (path.name.startswith(".") and path.is_file())}
-    parts.pop(EVALUATION_DIRECTORY, None)
+    parts = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
+    for name in (EVALUATION_DIRECTORY, ".DS_Store"):  # a file that macOS writes
+        parts.pop(name, None)
     return bool(parts) and all(
         name in FORMATS and (path / CALIBRATION_FILE).exists() for name, path in parts.items()
     )
