@@ -17,7 +17,7 @@ _CPU_VALUES, _GPU_VALUES = 2**18, 2**23
 
 
 class LogitPair(NamedTuple):
-    """Rows of two logits, compared; float64."""
+    """The T rows of two logits, compared; float64."""
 
     kl: Tensor  # [T] KL(expected || actual) in nats; inf where only `actual` rules a token out
     agrees: Tensor  # [T] bool, the likeliest token is the same
@@ -47,7 +47,7 @@ class ReferenceLogits:
         self._softmax = [_softmax(block, self._is_masked) for block in self._blocks]
 
     def compare(self, actual: Tensor) -> LogitPair:
-        """Compare with `actual` [T, V], float32 or smaller."""
+        """Compare with `actual` [T, V], of float32, float16 or bfloat16."""
         pairs = map(self._compare_block, self._blocks, self._softmax, _split_rows(actual))
         return LogitPair(*map(torch.cat, zip(*pairs, strict=True)))
 

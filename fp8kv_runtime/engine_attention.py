@@ -44,7 +44,7 @@ class KernelOrder(NamedTuple):
     """The order in which a kernel walks the keys, and its rounding of weights."""
 
     tile: int  # keys at a time
-    round_weights: Callable[[Tensor], Tensor]
+    round_weights: Callable[[Tensor], Tensor]  # [B, H, T, N] float32 -> the same, rounded
     parts: int = 1  # of a sequence, each with a maximum of its own
     last_first: bool = False
     starts_at_sinks: bool = False  # whether the first part's maximum does
@@ -55,8 +55,8 @@ class KernelOrder(NamedTuple):
 class HopperAdds(NamedTuple):
     """Sums of products as an H100 has them; these depend on codes, so their scales must be known."""
 
-    k_scale: Tensor  # [1] or [K]
-    v_scale: Tensor
+    k_scale: Tensor  # [1] or [K] float32
+    v_scale: Tensor  # [1] or [K] float32
     every: int | None = 1  # tiles of keys after which the output is added to one in fp32; None: never
 
 
@@ -117,7 +117,8 @@ def vllm_triton_attention(
 ) -> Tensor:
     """Attend as vLLM's Triton kernel does to an FP8 cache.
 
-    Arguments are those of `fa3_attention`: query [B, H, T, D], key and value [B, K, N, D].
+    Arguments and result are those of `fa3_attention`: query [B, H, T, D], key and value [B, K, N, D],
+    visible [B or 1, H or 1, T, N] bool; it returns [B, H, T, D] float32.
 
     `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are

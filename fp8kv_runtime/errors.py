@@ -1,4 +1,8 @@
-"""Errors of the runtime."""
+"""Errors of the runtime, and those of a model's code."""
+
+# what a model's code raises where an input, a mask or a cache does not fit it, or cannot be read now: also
+# CUDA's errors, torch.AcceleratorError, which are a RuntimeError
+MISFITS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 
 
 class AttentionError(ValueError):

@@ -19,10 +19,10 @@ _VALUES = 2**18  # products at a time, which stay in a processor's cache
 
 
 def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-    """Return start + a @ b, float32 [..., M, N] with 13 fraction bits, as an H100 adds it.
+    """Return start + a @ b, float32 [..., rows, columns] with 13 fraction bits, as an H100 adds it.
 
-    `a` [..., M, K] and `b` [..., K, N] are float32 values of E4M3 codes without their scale; K is walked in
-    order.
+    `a` [..., rows, n] and `b` [..., n, columns] are float32 values of E4M3 codes without their scale; n is
+    walked in order.
     """
     total = a.new_zeros(*a.shape[:-1], b.shape[-1]) if start is None else start
     rows = max(1, _VALUES // (_STEP * b[..., 0, :].numel()))
@@ -32,7 +32,8 @@ def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
 
 def _add_rows(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     for k in range(0, a.shape[-1], _STEP):
-        x, y = a[..., k : k + _STEP, None], b[..., None, k : k + _STEP, :]  # [..., M, 32, 1], [..., 1, 32, N]
+        # [..., rows, 32, 1] and [..., 1, 32, columns]
+        x, y = a[..., k : k + _STEP, None], b[..., None, k : k + _STEP, :]
         largest = (_code_power(x) * _code_power(y)).amax(-2)
         step = largest.maximum(_power(total)).mul_(_FRACTION).clamp_(min=2.0**-100)
         products = (x * y).div_(step[..., None, :]).trunc_().sum(-2)

@@ -87,7 +87,7 @@ class KVBlocks:
     ) -> "KVBlocks":
         """Make uninitialised blocks; `count` adds counters of what storing does to the values.
 
-        Scales are [1], [K] or [K, D]; `k_center` is [K, D].
+        Scales are [1], [K] or [K, D] float32; `k_center` is [K, D] float32.
         """
         shape = (2, num_blocks, num_kv_heads, block_size, head_dim * dtype.itemsize)
         # as bytes, because torch cannot fill FP8 on every device
@@ -149,13 +149,13 @@ class KVBlocks:
 
     @cached_property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """K and V as kernels write them: FP8 as bytes, which sm_80 has no type for."""
+        """K and V as kernels write them, [num_blocks, K, block_size, D]; FP8 as uint8: sm_80 has no FP8."""
         codes = self.codes if self.format == "float16" else self.codes.view(torch.uint8)
         return codes[0], codes[1]
 
     @cached_property
     def loaded(self) -> tuple[Tensor, Tensor]:
-        """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or float16 of D.
+        """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or [..., D] float16.
 
         Raises:
             ValueError: head_dim is odd.
@@ -167,14 +167,14 @@ class KVBlocks:
 
     @cached_property
     def scales(self) -> Tensor:
-        """K's and V's scales, [2, 1, K, 1, 1] or [2, 1, K, 1, D]."""
+        """K's and V's scales, [2, 1, K, 1, 1] or [2, 1, K, 1, D] float32."""
         key, value = per_channel(self.k_scale), per_channel(self.v_scale)
         shape = (1, self.num_kv_heads, 1, max(key.shape[2], value.shape[2]))
         return torch.stack([key.expand(shape), value.expand(shape)])
 
     @cached_property
     def token_bytes(self) -> Tensor:
-        """The bytes, [num_blocks, block_size, 2, K, D]: torch cannot index FP8 on every device."""
+        """The bytes, uint8 [num_blocks, block_size, 2, K, D], of float16 2 * D: torch may not index FP8."""
         with torch.inference_mode(False):  # or it could not be written outside inference mode
             return self.codes.view(torch.uint8).permute(1, 3, 0, 2, 4)
 
@@ -190,7 +190,7 @@ class KVBlocks:
         return self.codes.device, *map(specialization, tensors)
 
     def dense(self, block_tables: Tensor, length: int) -> Tensor:
-        """Dequantise the first `length` tokens of sequences [S, blocks]: [2, S, K, T, D] float32."""
+        """Dequantise the first `length` tokens of `block_tables` [S, max_blocks]: [2, S, K, T, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
         # as bytes, because torch cannot index FP8 on every device
         stored = self.codes.view(torch.uint8)
@@ -200,7 +200,7 @@ class KVBlocks:
         return self.decode(codes.view(self.codes.dtype))
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """Quantise K and V [2, S, K, T, D], whose K is centred in place where it is float32."""
+        """Quantise K and V [2, S, K, T, D] to codes [2, S, K, T, D]; float32 K is centred in place."""
         tokens = tokens.float()
         if self.k_center is not None:
             tokens[0] -= per_channel(self.k_center)
@@ -214,7 +214,7 @@ class KVBlocks:
         return dense
 
     def write(self, codes: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
-        """Write codes [2, S, K, T, D] to blocks [S, T] and places in them [S, T]."""
+        """Write codes [2, S, K, T, D] to `block_ids` [S, T] and places in these, `offsets` [S, T]; int64."""
         self.token_bytes.index_put_((block_ids, offsets), codes.view(torch.uint8).permute(1, 3, 0, 2, 4))
 
     def copy_block(self, source: int, target: int) -> None:

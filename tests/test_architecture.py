@@ -7,7 +7,7 @@ import sys
 
 from house import ROOT, room_graph, sources, top_level_imports
 from house_picture import PICTURES, draw, needed_edges
-from plain_words import class_homes, offences
+from plain_words import class_homes, offences, shape_offences
 
 
 def test_the_pictures_of_the_house_are_fresh_and_leave_out_what_a_longer_way_explains():
@@ -60,6 +60,10 @@ def test_files_and_functions_stay_small():
 def test_names_and_docstrings_are_plain():
     assert [f"{file}:{line}: {text}" for file in sources() for line, text in offences(file)] == []
     assert {name: files for name, files in class_homes(sources()).items() if len(files) > 1} == {}
+
+
+def test_tensors_have_shapes_in_letters_that_are_explained():
+    assert [f"{file}:{line}: {text}" for file in sources() for line, text in shape_offences(file)] == []
 
 
 def test_only_one_place_writes_json():

@@ -70,10 +70,13 @@ def test_targets_of_make_are_few_and_those_that_are_named_exist():
     assert len(named & set(own)) == len(named) > 30, named - set(own)
 
 
-def test_files_that_are_named_exist_and_ten_explain_the_main_job_in_2500_lines():
+def test_ten_files_explain_the_main_job_in_2500_lines():
     order = re.findall(r"^\d+\. `(calib/\S+\.py)`: .+\.$", CONTRIBUTING, re.MULTILINE)
     assert len(set(order)) == 10
     assert sum(len((ROOT / name).read_text().splitlines()) for name in order) <= 2500
+
+
+def test_files_that_are_named_exist():
     folders = "calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", CODE + CONTRIBUTING)
     checked = re.findall(r'"(tests/[^"]+\.py)"', (ROOT / "tests/install/installed_checks.py").read_text())
@@ -93,7 +96,7 @@ def test_the_dockerfile_runs_the_commands_of_the_readme_in_their_order_and_a_com
     assert re.search(r"^ci: .*\n\tenv .* \.ci/run\n\n", MAKEFILE, re.MULTILINE)
 
 
-def test_the_page_shows_the_installs_that_passed_of_the_oldest_and_of_every_python():
+def test_the_page_shows_the_installs_that_passed_and_what_each_dependency_costs():
     shown = ("torch", "transformers", "datasets", "accelerate", "numpy", "pydantic", "typer")
     words = {"lowest-direct": "oldest", "highest": "newest"}
     lines = [f"| Python | versions | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
@@ -107,6 +110,9 @@ def test_the_page_shows_the_installs_that_passed_of_the_oldest_and_of_every_pyth
     assert dependencies.table(weighed) in DEPENDENCIES
     base = {row["name"] for row in weighed["rows"] if not row["extra"]}
     assert base == {dependencies.normal(each.name) for each in BASE}
+
+
+def test_the_oldest_versions_allowed_and_every_python_that_is_named_passed():
     oldest = [row["versions"] for row in INSTALLS if row["resolution"] == "lowest-direct"]
     for requirement in BASE:
         (lowest,) = (Version(s.version) for s in requirement.specifier if s.operator == ">=")

@@ -147,7 +147,7 @@ def commands_in(text, start):
     return [shlex.split(line, comments=True)[2] for line in lines]
 
 
-def test_a_signal_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path, monkeypatch):
+def test_an_interrupt_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path):
     endless = ("--samples", "20000", "--seq-len", "64", "--batch-size", "1", "--dataset", "random")
     screen, stderr = pty.openpty()  # the bar is drawn on terminals only
     command = [*CLI, "calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *endless]
@@ -166,6 +166,9 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path, 
     assert b"interrupted; nothing was written" in shown.splitlines()[-1]
     assert b"Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
+
+
+def test_sigterm_in_the_middle_leaves_nothing_behind(tiny_directory, tmp_path, monkeypatch):
     read = Share.read
     monkeypatch.setattr(Share, "read", lambda share: (read(share, 1), os.kill(os.getpid(), signal.SIGTERM)))
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--batch-size", "1")
@@ -220,7 +223,7 @@ def test_a_stopped_run_cleans_up_undisturbed(first, more, status, said, tmp_path
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_command_that_lost_its_exception_or_tells_an_error_can_still_be_ended(monkeypatch):
+def test_a_command_that_lost_its_exception_can_still_be_ended():
     code = """
 import os, signal
 from calib.commands.running import run
@@ -232,6 +235,9 @@ def work():
 run(work)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.returncode == -signal.SIGTERM
+
+
+def test_sigterm_while_an_error_is_told_is_one_line_too(monkeypatch):
     fail, told = running._fail, []
 
     def tell(message, status):

@@ -50,7 +50,10 @@ def nvfp4(x: Tensor) -> Tensor:
 
 
 def nvfp4_four_over_six(x: Tensor) -> Tensor:
-    """Round `x` [..., D] to NVFP4, but each block's largest value to 4 where that errs less than 6."""
+    """Round `x` [..., D] to NVFP4, but each block's largest value to 4 where that errs less than 6.
+
+    Raises an InputError where 16 does not divide D.
+    """
     blocks, amax = split_blocks(x)
     six, four = (_round_blocks(blocks, amax / largest) for largest in (E2M1_MAX, 4.0))
     error_of_six, error_of_four = ((x - blocks).square_().sum(-1, keepdim=True) for x in (six, four))
@@ -90,7 +93,7 @@ def fp8_tiles(latent: Tensor) -> Tensor:
 
 
 def tile_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes [..., tiles, 128], zeros at the end, and scales [..., tiles, 1], of [..., R]."""
+    """Return E4M3 codes [..., tiles, 128] of `latent` [..., R], 0 at the end, and scales [..., tiles, 1]."""
     tiles = pad(latent.float(), (0, -latent.shape[-1] % TILE)).view(*latent.shape[:-1], -1, TILE)
     amax = tiles.abs().amax(-1, keepdim=True)
     scale = (amax * (1.0 / E4M3_MAX)).clamp(min=LEAST_TILE_SCALE).log2().ceil().exp2()
@@ -107,7 +110,10 @@ def nvfp4_latent(latent: Tensor) -> Tensor:
 
 
 def nvfp4_latent_codes(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32, of [..., R]."""
+    """Return E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32, of [..., R].
+
+    Raises an InputError where 16 does not divide R.
+    """
     blocks, amax = split_blocks(latent, "latent size")
     scale = fp8_unscaled((amax * (1.0 / E2M1_MAX)).clamp_(min=LEAST_BLOCK_SCALE))
     return e2m1(blocks * (1.0 / scale)), scale
@@ -134,14 +140,20 @@ def round_powers(x: Tensor, split: Callable[[Tensor], tuple[Tensor, Tensor]]) ->
 
 
 def mxfp8_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 values [..., blocks, 32] and exponents [..., blocks, 1], float32, of `x` [..., D]."""
+    """Return E4M3 values [..., blocks, 32] and exponents [..., blocks, 1], float32, of `x` [..., D].
+
+    Raises an InputError where 32 does not divide D.
+    """
     blocks, amax = split_blocks(x, "head size", MX_BLOCK)
     exponent = (amax.clamp_(min=1e-30) / E4M3_MAX).log2_().ceil_().clamp_(-127, 127)
     return fp8_unscaled(blocks / exponent.exp2()), exponent
 
 
 def fp4_mx_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E2M1 values [..., blocks, 16] and exponents [..., blocks, 1], float32, of `x` [..., D]."""
+    """Return E2M1 values [..., blocks, 16] and exponents [..., blocks, 1], float32, of `x` [..., D].
+
+    Raises an InputError where 16 does not divide D.
+    """
     blocks, amax = split_blocks(x)
     exponent = (amax / E2M1_MAX).clamp_(min=1e-10).log2_().ceil_()
     return _nearest(blocks.abs() / exponent.exp2(), up=True).copysign(blocks), exponent
@@ -155,7 +167,7 @@ def ultraquant_key(x: Tensor) -> Tensor:
 def ultraquant_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E2M1 values [..., blocks, 32] and exponents [..., blocks, 1], float32, of `x` [..., D].
 
-    An exponent is -inf where all are 0.
+    An exponent is -inf where all are 0. Raises an InputError where 32 does not divide D.
     """
     blocks, amax = split_blocks(x, "head size", MX_BLOCK)
     exponent = amax.mul_(SHARE).log2_().add_(0.5).floor_()
@@ -165,7 +177,7 @@ def ultraquant_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor) -> Tensor:
     """Multiply `x` [..., D] by the orthonormal Hadamard matrix of D, which is its own inverse.
 
-    Every step is rounded as vLLM rounds it. Raises an InputError where D is not a power of two.
+    Every step is rounded as vLLM rounds it; float32. Raises an InputError where D is not a power of two.
     """
     half, size, x = 1, x.shape[-1], x.float()
     if size & (size - 1):

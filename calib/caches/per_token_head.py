@@ -90,14 +90,14 @@ def rotate(x: Tensor) -> Tensor:
     """Multiply `x` [..., D] by random signs and a Hadamard matrix.
 
     A head size that is not a power of two is rotated in equal blocks of one. Lengths grow by the
-    square root of the block's size.
+    square root of the block's size. Raises an InputError where D is odd.
     """
     size = _block_size(x)
     return hadamard_product((x.reshape(-1, size) * signs(size).to(x.device)).T).reshape(x.shape)
 
 
 def rotate_back(x: Tensor) -> Tensor:
-    """Undo `rotate` for `x` [..., D]."""
+    """Undo `rotate` for `x` [..., D]; an InputError where D is odd."""
     size = _block_size(x)
     return hadamard_product(x.reshape(-1, size).T).mul_(signs(size).to(x.device) / size).reshape(x.shape)
 
@@ -110,8 +110,8 @@ def _block_size(x: Tensor) -> int:
 
 
 def hadamard_product(columns: Tensor) -> Tensor:
-    """Multiply a Hadamard matrix by `columns` [D, N]; returns rows [N, D]."""
-    # sums of whole rows of N values, which are fast where single values of D would be slow
+    """Multiply a Hadamard matrix by `columns` [D, n]; returns rows [n, D]."""
+    # sums of whole rows of n values, which are fast where single values of D would be slow
     x, half = columns.clone(memory_format=torch.contiguous_format), 1
     sums = torch.empty_like(x)
     while half < len(x):
@@ -125,7 +125,7 @@ def hadamard_product(columns: Tensor) -> Tensor:
 
 @cache
 def signs(size: int) -> Tensor:
-    """Return the rotation's signs, which every layer and head shares."""
+    """Return the rotation's signs, 1 or -1, which every layer and head shares: [size] float32."""
     generator = torch.Generator().manual_seed(SEED)
     return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
 
@@ -143,7 +143,7 @@ def lmdeploy(x: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def served_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that LMDeploy serves `x` [...] in: `dtype`, or its own, or float16 for float32."""
+    """Return `dtype`, or the dtype that LMDeploy serves `x` [...] in: its own, but float16 for float32."""
     return dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
 
 

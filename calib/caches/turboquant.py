@@ -47,7 +47,10 @@ def rotated_key(x: Tensor, bits: int) -> Tensor:
 
 
 def key_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the codes [..., D] int64 and lengths [..., 1] float32 of K `x` [..., D]."""
+    """Return the codes [..., D] int64 and lengths [..., 1] float32 of K `x` [..., D].
+
+    Raises an InputError where D is not a power of two.
+    """
     size, x = x.shape[-1], x.float()
     length = x.norm(dim=-1, keepdim=True)
     rotated = (x / (length + LEAST_SCALE)) @ hadamard(size).to(x.device)
@@ -87,7 +90,8 @@ def lmdeploy(x: Tensor, bits: int, dtype: torch.dtype | None = None) -> Tensor:
 def lmdeploy_codes(x: Tensor, bits: int) -> tuple[Tensor, ...]:
     """Return the codes [..., D] int64 and lengths [..., 1] float32 of `x` [..., D].
 
-    Of K, which has 3 `bits`, codes hold the sign above them, and there is the size of what they leave.
+    Of K, which has 3 `bits`, codes hold the sign above them, and the size of what they leave follows,
+    [..., 1] float32. Raises an InputError where D is not a power of two.
     """
     levels, edges = _lmdeploy_levels(x, bits)
     rotated = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype).float()
@@ -118,7 +122,7 @@ def hadamard(size: int) -> Tensor:
 
 
 def centroids(size: int, bits: int) -> Tensor:
-    """Return the levels [2 ** bits] of vLLM's quantiser for values of variance 1 / `size`, ascending.
+    """Return the levels of vLLM's quantiser for a variance of 1 / `size`: [2 ** bits] float32, ascending.
 
     vLLM searches for them; these have the same bits for heads of 16 to 2048.
     """

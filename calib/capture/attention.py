@@ -142,7 +142,7 @@ def cached_layers(model: PreTrainedModel) -> Layers:
 
 
 def map_attention(model: PreTrainedModel, sample: Mapping[str, Tensor] | None = None) -> AttentionMap:
-    """Find the modules whose K and V, or latent, the model caches of `sample`: input_ids [1, T], media."""
+    """Find the modules that cache K and V, or latents, of `sample` (input_ids [1, T], media), or refuse."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")

@@ -13,12 +13,10 @@ from calib.models.config import caches_latents
 from calib.models.load import forget_positions, input_device, uses_gpu
 from calib.recipe import Recipe
 from calib.scales.scales import check_one_scale
-from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.errors import MISFITS, AttentionError
 from fp8kv_runtime.hf import cache_argument, cache_of, fp8_attention
 
 NO_FP8_CACHE = "eval and generate cannot run this model on an FP8 cache"
-# errors of a model's code that does not know our layers of a cache, or misses an image
-_MISFITS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 
 # Classes for which engines hand to attention the query that is measured. Run: the class of vLLM 0.32 read the
 # same tokens on the CPU with the same weights, and the largest queries of each head agreed
@@ -103,7 +101,7 @@ def reason_against_fp8(model: PreTrainedModel, attention: AttentionMap) -> str |
         raise
     except AttentionError as error:
         reason = str(error)
-    except _MISFITS as error:
+    except MISFITS as error:  # as where code does not know our layers of a cache
         reason = _explain(model, ids, error)
     else:
         return None
@@ -115,6 +113,6 @@ def _explain(model: PreTrainedModel, ids: torch.Tensor, error: Exception) -> str
     name = type(model).__name__
     try:
         model(input_ids=ids, use_cache=True)
-    except _MISFITS:
+    except MISFITS:  # as where it misses a picture
         return f"{name} takes no text alone"
     return f"the code of {name} fails there ({type(error).__name__}: {one_line(error, 200)})"

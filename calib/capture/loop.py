@@ -115,7 +115,10 @@ def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, Run
 
 
 def media_arguments(model: PreTrainedModel, sample: MediaSample | None) -> dict[str, Tensor]:
-    """Return the arguments of `model` that hold the pictures of `sample`; refuse a class of text alone."""
+    """Return the arguments of `model` that hold the pictures of `sample`, of any shape, by their names.
+
+    Raises an UnsupportedModelError for a class of text alone.
+    """
     device, arguments = input_device(model), sample.arguments() if sample else {}
     named = inspect.signature(type(model).forward).parameters.keys()
     if arguments and (named - _MODALITIES).isdisjoint(arguments):

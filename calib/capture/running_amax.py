@@ -48,7 +48,7 @@ def count_tokens(batch: Batch) -> CountedTokens:
 
 
 def per_token_statistics(heads: Tensor, tokens: CountedTokens, reduce: Reductions) -> dict[str, Tensor]:
-    """Return the fields of `TensorStats` made of each token's largest magnitude, [H, N]."""
+    """Return the fields of `TensorStats` made of `heads` [H, N], the largest magnitude of each token."""
     statistics = {
         "curve": reduce.bucket_amax(heads, tokens.buckets, BUCKETS),
         "positions": reduce.bucket_amax(heads, tokens.positions, POSITION_BUCKETS),

@@ -53,7 +53,8 @@ class MediaSample:
     counts: tuple[int, ...]  # of MODALITIES but text
     modalities: Tensor  # [T] int64, index in MODALITIES of what each token is a part of
     digest: bytes  # of the model's arguments
-    arguments: Callable[[], dict[str, Tensor]]  # of the model's forward, beside input_ids and attention_mask
+    # of the model's forward, of any shape, beside input_ids and attention_mask
+    arguments: Callable[[], dict[str, Tensor]]
 
     def text(self, ids: list[int], skip_first: int) -> list[int]:
         """Return those of `ids` that are of text, and the first ones, which do not count."""

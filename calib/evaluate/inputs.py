@@ -42,19 +42,19 @@ class Passkey(NamedTuple):
     """A prompt with a number hidden in it."""
 
     key: str
-    prompt: Tensor  # [T]
+    prompt: Tensor  # [T] int64
 
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Samples to calibrate on, and what every variant reads and writes; token ids [T] each."""
+    """Samples to calibrate on, and what every variant reads and writes; documents are token ids."""
 
     data: CalibrationData  # all samples that were loaded
     calibration: CalibrationData
-    documents: Sequence[Tensor]  # that are new to all scales
+    documents: Sequence[Tensor]  # [T] int64 each, new to all scales
     long_documents: Sequence[LongDocument]  # for caches that engines have
-    layer_documents: Sequence[Tensor]  # the documents that per-layer errors are of
-    prompts: Sequence[Tensor]  # of one length
+    layer_documents: Sequence[Tensor]  # [T] int64 each, those of `documents` that per-layer errors are of
+    prompts: Sequence[Tensor]  # [T] int64 each, of one length
     new_tokens: int  # to write after each prompt
     passkeys: Sequence[Passkey]
 

@@ -105,7 +105,7 @@ def compare_variants(
 def _read(
     setup: Setup, variant: Variant, token_ids: Tensor, arguments: Mapping[str, Tensor | Cache]
 ) -> Tensor:
-    """Return the logits [T, vocabulary] of `token_ids` [T], which follow those in a cache."""
+    """Return the logits [T, V] of `token_ids` [T], which follow those in a cache."""
     ids = token_ids[None].to(setup.model.device)
     with variant.apply(setup):
         logits: Tensor = setup.model(input_ids=ids, use_cache=True, **arguments).logits

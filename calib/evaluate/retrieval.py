@@ -24,14 +24,14 @@ _NAMES = (
 class LongDocument(NamedTuple):
     """A text with a question for each pair in it; the word that answers follows."""
 
-    token_ids: Tensor  # [T]
-    questions: Tensor  # [Q] the position whose logits answer
-    answers: Tensor  # [Q, words] first token of each word, the right one first
+    token_ids: Tensor  # [T] int64
+    questions: Tensor  # [questions] int64, the position whose logits answer
+    answers: Tensor  # [questions, words] int64, first token of each word, the right one first
 
     def margins(self, logits: Tensor, start: int) -> Tensor:
-        """Return how much likelier the right word is than the likeliest other, in nats; float64.
+        """Return how much likelier the right word is than the likeliest other: [questions] float64, in nats.
 
-        Of the questions that `logits` [T, vocabulary] answer, which begin at position `start`.
+        Of the questions that `logits` [T, V] answer, which begin at position `start`.
         """
         is_here = (self.questions >= start) & (self.questions < start + len(logits))
         answers = self.answers[is_here].to(logits.device)
@@ -43,6 +43,7 @@ def hide_pairs(tokenizer: PreTrainedTokenizerBase, text: Sequence[int], number: 
     """Spread pairs evenly over `text`, token ids, and ask at its end; it is cut, so that its length stays.
 
     Which name has which word, and the order of the questions, follow from the document's `number`.
+    Raises an InputError for a short text, or a tokenizer that does not tell the words apart.
     """
     chance = random.Random(number)
     words = chance.sample(_WORDS, len(_WORDS))

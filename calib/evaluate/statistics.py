@@ -13,7 +13,7 @@ from torch import Tensor
 from calib.divergence import ReferenceLogits
 from calib.evaluate.report import Figure, PositionBin
 
-Values = NDArray[np.float64]
+Values = NDArray[np.float64]  # [n]: a document's, or one for each document
 Statistic = Callable[[Values], float]
 
 _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
@@ -28,11 +28,11 @@ class Divergence(NamedTuple):
     kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
     nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
-    margins: Tensor = torch.empty(0)  # [questions] of a long document, in nats
+    margins: Tensor = torch.empty(0)  # [questions] float64, of a long document, in nats
 
 
 def compare(reference: ReferenceLogits, logits: Tensor, following: Tensor) -> Divergence:
-    """Compare `logits` [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
+    """Compare `logits` [T, V]; `following` [T] or [T - 1] int64 are the tokens that came next."""
     pair = reference.compare(logits)
     tokens = following.to(logits.device)
     chosen = logits[: len(tokens)].gather(1, tokens[:, None]).squeeze(1)
@@ -96,7 +96,7 @@ def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
 
 @_quietly
 def perplexity(nll: Values) -> float:
-    """Return the perplexity of text whose tokens have these `nll`, in nats."""
+    """Return the perplexity of text whose tokens have these `nll` [T], in nats."""
     return float(np.exp(nll.mean()))
 
 

@@ -57,7 +57,10 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Read the tensor, into `memory` [room] uint8 if there is one."""
+        """Read the tensor, of `shape`, into `memory` [room] uint8 if there is one.
+
+        Raises an InputError for a file that ends early, or values that are not finite.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class StoredTensor(Source):
     offset: int  # of its first byte in the file
 
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Read the tensor, into `memory` [room] uint8 if there is one."""
+        """Read the tensor, of `shape`, into `memory` [room] uint8; an InputError if the file ends early."""
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
         place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
@@ -85,7 +88,7 @@ class StoredTensor(Source):
 
 
 def aligned(memory: Tensor, nbytes: int, place: int = 0) -> Tensor:
-    """Take `nbytes` of `memory` [uint8] that lie as the byte `place` of a mapped file would."""
+    """Take [nbytes] of `memory` [room] uint8 that lie as the byte `place` of a mapped file would."""
     start = (place - memory.data_ptr()) % ALIGNMENT
     return memory[start : start + nbytes]
 

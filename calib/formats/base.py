@@ -34,7 +34,8 @@ class ScaledModel:
 class Export:
     """Additions to the source's own files in an output directory."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # the extra shard
+    # of the extra shard: float32 [1] or [heads, 1, 1], by name
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     config: dict[str, Any] | None = None  # the new config.json; None leaves the source's
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)  # file name -> JSON
     notes: tuple[str, ...] = ()  # what the user must know about this very export

@@ -167,7 +167,7 @@ def _width(name: str, weight: Tensor, experts: int) -> int:
         return weight.numel()  # the state of every token, where Mamba has no kernel
     if weight.dim() == 2:
         return weight.shape[0]
-    # fused experts [E, ., .], of which a token sees a few
+    # fused experts [experts, ...], of which a token sees a few
     return max(weight.shape[1:]) * experts if weight.dim() == 3 else 0
 
 

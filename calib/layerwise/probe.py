@@ -24,6 +24,7 @@ from calib.errors import UnsupportedModelError
 from calib.layerwise.hidden import to_meta
 from calib.layerwise.replay import DecoderParts, Output, Replay, find_embeddings
 from calib.layerwise.weights import meta_tensors, replace_tensor
+from fp8kv_runtime.errors import MISFITS
 
 # one has rows of unequal length, so that the padding mask takes part
 _PROBES = (
@@ -127,7 +128,7 @@ def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batc
                 for index, (i, probe) in product(range(len(parts.layers)), enumerate(probes)):
                     embeddings = embedded[i] if parts.keeps_embeddings or index == 0 else to_meta(embedded[i])
                     outputs[i] = replay.run_layer(index, probe, outputs[i], embeddings)
-        except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):
+        except MISFITS:
             # a layer misses what another would have left for it; the comparison will say so
             return
 

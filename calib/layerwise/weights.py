@@ -74,7 +74,7 @@ class _MetaWeight(LazyWeight):
 class Stage:
     """Weights that come and go together."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the model -> meta tensor
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the model -> meta tensor of any shape
     sources: dict[str, Source] = field(default_factory=dict)  # by name in the checkpoint
     unchanged: set[str] = field(default_factory=set)  # sources that are weights as they are read
 
@@ -170,7 +170,7 @@ def _match_names(
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers that are on the meta device, each under all of its names."""
+    """Return what is on the meta device, parameters and buffers of any shape, under all of its names."""
     parameters = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False)
     return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
@@ -190,7 +190,10 @@ class WeightLoader:
         self._config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read the weights of `stage`, unconverted ones into `slab` [bytes] uint8 if there is one."""
+        """Read the weights of `stage`, unconverted ones into `slab` [slab_bytes] uint8 if there is one.
+
+        Raises an UnsupportedModelError where transformers cannot put them into the model.
+        """
         pending = {name: LazyWeight(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0

@@ -30,7 +30,7 @@ PROBE_TOKENS = 24
 class Observation:
     """Logits, K and V that a model computes from a few tokens, in float32."""
 
-    logits: Tensor  # [1, T, vocabulary]
+    logits: Tensor  # [1, T, V]
     kv: Mapping[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
 
     def amax(self, part: str) -> float:
@@ -75,7 +75,7 @@ def kl_between(before: Observation, after: Observation) -> float:
 def apply_changes(model: PreTrainedModel, changes: Iterable[WeightChange]) -> Iterator[dict[str, Tensor]]:
     """Multiply the outputs of norms that add one to their weight; yield the products of other parameters.
 
-    Both are exact for powers of two.
+    Products have the names of their parameters, and any shape. Both are exact for powers of two.
     """
     changes = list(changes)
     norms = {change.name.rpartition(".")[0]: change.factor for change in changes if change.adds_one}
@@ -93,7 +93,7 @@ def apply_changes(model: PreTrainedModel, changes: Iterable[WeightChange]) -> It
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
-    """Return random tokens [1, PROBE_TOKENS] to run, always the same ones."""
+    """Return random tokens [1, PROBE_TOKENS] int64 to run, always the same ones."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator).to(input_device(model))

@@ -22,7 +22,7 @@ from calib.rescale.weight_changes import LayerFactors, list_changes
 
 
 def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -> dict[str, Tensor]:
-    """Return `rotated_pairs` of every module, tried once for all with the same RoPE."""
+    """Return `rotated_pairs` [D] of every module, tried once for all with the same RoPE."""
     config = model.config.get_text_config(decoder=True)
     by_layer = [getattr(config, key, None) or () for key in ("layer_types", "no_rope_layers")]
     tried: dict[object, Tensor] = {}
@@ -39,9 +39,9 @@ def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -
 
 @torch.inference_mode()
 def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
-    """Return the channel [D] that each channel of K is rotated with, its own without RoPE.
+    """Return the channel, [D] int64, that each channel of K is rotated with, its own without RoPE.
 
-    UnsupportedModelError if channels mix in any other way than in pairs.
+    Raises an UnsupportedModelError if channels mix in any other way than in pairs.
     """
     channels = torch.arange(cached.head_dim)
     before = _keys(model, cached, torch.ones(cached.head_dim))
@@ -63,7 +63,7 @@ def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
 
 
 def fold_pairs(amax: Tensor, partner: Tensor) -> Tensor:
-    """Return the larger amax of each RoPE pair for both its channels; `amax` is [..., D], `partner` [D]."""
+    """Return the larger `amax` [..., D] of each RoPE pair for both its channels; `partner` is [D] int64."""
     return amax.maximum(amax[..., partner])
 
 

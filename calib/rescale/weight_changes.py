@@ -46,7 +46,7 @@ class WeightChange:
 
     module: str
     child: str  # name of the parameter below the module
-    # [rows, 1], [1, columns], their product, or the shape of a parameter that is not a matrix
+    # float32 [rows, 1], [1, columns], their product, or the shape of a parameter that is not a matrix
     factor: Tensor
     adds_one: bool = False  # the module multiplies by 1 + parameter
 
@@ -75,11 +75,11 @@ class WeightChange:
         return is_reversible and is_whole and bool(product.isfinite().all())
 
 
-Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the weight
+Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight [D], and the weight
 
 
 def is_held(norms: Norms) -> Tensor:
-    """Return whether each channel [D] holds the factors of a module's `norms` that multiply by 1 + weight.
+    """Return whether each channel holds the factors of a module's `norms` of 1 + weight: [D] bool.
 
     (1 + w) * f - 1 often has no exact value in the weights' dtype. Attention scores depend on the product
     of both norms' multipliers. A channel holds a factor if rounding its weights changes this product by no
@@ -150,7 +150,10 @@ class AttentionWeights:
                 yield part, child, norm
 
     def change_norm(self, child: str, heads: Tensor) -> Iterator[WeightChange]:
-        """Multiply the outputs of a norm by `heads` [H, D]; its weight is of one head or of all."""
+        """Multiply the outputs of a norm by `heads` [H, D]; its weight is of one head or of all.
+
+        Raises an UnsupportedModelError where one weight would need several factors.
+        """
         name, norm = f"{self.name}.{child}", self.module.get_submodule(child)
         parameters = _norm_parameters(name, norm)
         adds_one = _adds_one(name, norm, parameters)

@@ -47,13 +47,13 @@ class CacheCounts:
     """K and V that were seen in the cache of one layer. `add` sums, and takes the larger."""
 
     tokens: int
-    amax: Tensor  # [2, H, D]: the largest magnitude; uint8 codes of an FP8 cache, else float32
-    codes: Tensor  # [2, H, 256] int64: values by code; [2, H, 0]: the cache is not FP8
-    largest: Tensor  # [2, H, 128] int64: tokens by the code of their largest magnitude; so too
+    amax: Tensor  # [2, K, D]: the largest magnitude; uint8 codes of an FP8 cache, else float32
+    codes: Tensor  # [2, K, 256] int64: values by code; [2, K, 0]: the cache is not FP8
+    largest: Tensor  # [2, K, 128] int64: tokens by the code of their largest magnitude; so too
 
     @classmethod
     def of(cls, x: Tensor) -> "CacheCounts":
-        """Count K and V [S, 2, H, D] of S tokens: FP8 codes as uint8, or 16-bit values."""
+        """Count K and V [T, 2, K, D] of T tokens: FP8 codes as uint8, or 16-bit values."""
         if x.dtype != torch.uint8:
             none = torch.zeros(*x.shape[1:3], 0, dtype=torch.int64, device=x.device)
             return cls(len(x), x.abs().amax(0).float(), none, none)
@@ -79,18 +79,18 @@ class WatchedLayer:
     layer: int
     counts: CacheCounts
     dtype: torch.dtype | None = None  # the FP8 type; None: 16 bits
-    scales: Tensor | None = None  # [2, H] float32, what K and V are stored with; None: 16 bits
+    scales: Tensor | None = None  # [2, K] float32, what K and V are stored with; None: 16 bits
     cuts_off: bool = False  # how values become codes; else they are rounded to nearest
 
     @property
     def clipped(self) -> Tensor:
-        """Tokens with a value at the end of the range, or beyond every number: [2, H] int64."""
+        """Tokens with a value at the end of the range, or beyond every number: [2, K] int64."""
         if self.dtype is None:
             return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
         return self.counts.largest[..., code_table(self.dtype).top :].sum(-1)
 
     def values(self, kind: str) -> Tensor:
-        """Count values that are `saturated`, or `zero`: [2, H] int64."""
+        """Count values that are `saturated`, or `zero`: [2, K] int64."""
         if self.dtype is None:
             return torch.zeros(self.counts.amax.shape[:2], dtype=torch.int64)
         magnitudes = code_table(self.dtype).values.abs()
@@ -100,14 +100,14 @@ class WatchedLayer:
 
     @property
     def tokens(self) -> Tensor:
-        """The tokens that were counted of each head, [2, H] int64: ranks count their own samples."""
+        """The tokens that were counted of each head, [2, K] int64: ranks count their own samples."""
         if self.dtype is None:
             return torch.full(self.counts.amax.shape[:2], self.counts.tokens)
         return self.counts.largest.sum(-1)
 
     @property
     def is_beyond(self) -> Tensor:
-        """Heads that clip more than one token in a thousand, which chance does not do: [2, H] bool."""
+        """Heads that clip more than one token in a thousand, which chance does not do: [2, K] bool."""
         clipped, rare = self.clipped.double(), _RARE * self.tokens.double()
         # the chance of as many: where it is this small, the whole 95 % interval of Poisson's lies beyond
         chance: Tensor = torch.special.gammainc(clipped.clamp(min=1), rare)
@@ -115,7 +115,7 @@ class WatchedLayer:
 
     @property
     def amax(self) -> Tensor:
-        """The largest magnitude per channel, [2, H, D] float32; estimated of heads beyond the range."""
+        """The largest magnitude per channel, [2, K, D] float32; estimated of heads beyond the range."""
         if self.dtype is None or self.scales is None:
             return self.counts.amax
         table = code_table(self.dtype, self.cuts_off)
@@ -154,7 +154,7 @@ class WatchedLayer:
 
 
 def _count(x: Tensor, size: int) -> Tensor:
-    """Count the values 0 to `size` - 1 of `x` [S, 2, H, D] uint8: [2, H, size] int64."""
+    """Count the values 0 to `size` - 1 of `x` [T, 2, K, D] uint8: [2, K, size] int64."""
     _, parts, heads, _ = x.shape
     if x.device.type == "cpu":  # a row of bytes after the other is 15 times as fast as int64 at once
         rows = [torch.bincount(row.reshape(-1), minlength=size) for row in x.flatten(1, 2).unbind(1)]
@@ -164,7 +164,7 @@ def _count(x: Tensor, size: int) -> Tensor:
 
 
 def join_heads(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
-    """Join tensors [2, H, ...] of tensor-parallel ranks; of a head that several ranks hold, take one."""
+    """Join tensors [2, K, ...] of tensor-parallel ranks; of a head that several ranks hold, take one."""
     return torch.cat([*parts], dim=1)[:, :: max(1, len(parts) // kv_heads)]
 
 

@@ -26,7 +26,7 @@ NUM_BINS = 48 << _MANTISSA_BITS
 
 
 def bin_indices(x: Tensor) -> Tensor:
-    """Return the bin of each magnitude of `x`, in its shape: int16."""
+    """Return the bin of each magnitude of `x`, of any shape, in this shape: int16."""
     codes = x.to(torch.bfloat16).view(torch.int16) & 0x7FFF
     return codes.sub_(_FIRST_CODE).clamp_(0, NUM_BINS - 1)
 
@@ -42,14 +42,17 @@ class Observer(Protocol):
     """A way to choose one amax per group of values that share a scale."""
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS]."""
+        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS].
+
+        Raises an InputError where it needs a histogram and there is none.
+        """
 
 
 class AbsMax:
     """The largest magnitude seen, over all batches."""
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Reduce [H, D] to the strategy's groups by max."""
+        """Reduce `amax` [H, D] to the strategy's groups by max, as `group_amax`."""
         return group_amax(amax, strategy)
 
 
@@ -128,9 +131,10 @@ class ScaleRule:
     def scale(
         self, amax: Tensor, histogram: Tensor | None, where: str, centered: Tensor | None = None
     ) -> Tensor:
-        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram`; `where` names them in errors.
+        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS]; float32.
 
-        The scale is for values whose amax is `centered` [H, D], where that is given.
+        The scale is for values whose amax is `centered` [H, D], where that is given. A CalibrationError, in
+        which `where` names them, is raised where only zeros, NaN or Inf were seen.
         """
         if not torch.isfinite(amax).all():
             raise CalibrationError(f"{where}: NaN or Inf was seen, so no scale can be derived")

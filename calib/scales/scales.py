@@ -25,7 +25,7 @@ LATENT_NOTE = (
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Scales of one attention module; `x ≈ x_fp8 * scale`: float32, finite and positive."""
+    """Scales of one attention module; `x ≈ x_fp8 * scale`. An InputError unless finite, positive float32."""
 
     layer_idx: int
     k: Tensor  # [1], [K] or [K, D] float32
@@ -48,7 +48,7 @@ class LayerScales:
             raise InputError(f"a latent and k_pe have one scale, got {self.k} and {self.v}")
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Return `("k", k)`, `("v", v)` and, if there is one, `("q", q)`."""
+        """Return `("k", k)`, `("v", v)` and, if there is one, `("q", q)`; [1], [heads] or [heads, D] each."""
         named = [("k", self.k), ("v", self.v)]
         return named if self.q is None else [*named, ("q", self.q)]
 

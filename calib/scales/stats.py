@@ -28,7 +28,7 @@ class Statistic(NamedTuple):
     """A field of `TensorStats`: its type, its combination with that of other data, its columns."""
 
     dtype: torch.dtype
-    combine: Callable[..., Tensor]
+    combine: Callable[..., Tensor]  # of two [H, columns]
     columns: int | None = None  # None: one per channel
 
 
@@ -90,7 +90,7 @@ class LayerStats:
         return {"latent and k_pe": self.join_latent()} if self.latent else {"K": self.k, "V": self.v}
 
     def join_latent(self) -> TensorStats:
-        """Return K and V as one tensor of one head: a latent and its k_pe share a scale."""
+        """Return K and V as one tensor of one head, amax [1, R + P]: a latent and its k_pe share a scale."""
         amax = torch.cat([self.k.amax.flatten(), self.v.amax.flatten()])[None]
         fields = {
             name: STATISTICS[name].combine(k, v)
@@ -100,7 +100,7 @@ class LayerStats:
         return TensorStats(amax, **fields)
 
     def tails(self, strategy: Strategy) -> list[Tail]:
-        """Return the tail of each scaled part; refuse old statistics and few tokens."""
+        """Return the tail of each scaled part; an InputError for old statistics and few tokens."""
         tails = []
         for part in self.scaled_parts().values():
             if part.tail is None:
@@ -113,7 +113,7 @@ class LayerStats:
 
         Softmax does not see what is subtracted from every key. The rest has to be exact: the first
         token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
-        the largest magnitude FP8 rounds it to itself.
+        the largest magnitude FP8 rounds it to itself. Raises an InputError where no means were collected.
         """
         k = self.k
         if k.total is None or k.low is None or k.high is None:
@@ -185,7 +185,7 @@ class KVStats:
         return places
 
     def tensors(self) -> dict[Place, Tensor]:
-        """Return every tensor by its place."""
+        """Return every tensor, [H, columns] as `STATISTICS` says, by its place."""
         return {
             (name, letter, field): tensor
             for name, layer in self.layers.items()
@@ -209,7 +209,7 @@ class KVStats:
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
     def replace_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
-        """Return statistics of the same modules with other `tensors`, [H, ...] each, and `counts`."""
+        """Return statistics of the same modules with other `tensors`, [H, columns] each, and `counts`."""
         layers = {}
         for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):
             parts: dict[str, Any] = {

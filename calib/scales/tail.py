@@ -51,14 +51,14 @@ def check_enough(tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Tail:
-    """The largest tokens of each group [G] of values that share a scale."""
+    """The largest tokens of each group of values that share a scale; G groups."""
 
     top: Tensor  # [G, TAIL] float64, descending
     tokens: int  # among which they are the largest
 
     @classmethod
     def of(cls, top: Tensor, tokens: int, *, per_head: bool) -> "Tail":
-        """Make one group, or one per head, of `top` [H, TAIL]; refuse too few tokens."""
+        """Make one group, or one per head, of `top` [H, TAIL]; an InputError for too few tokens."""
         check_enough(tokens)
         top = top.double()
         if not per_head:

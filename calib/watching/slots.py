@@ -56,7 +56,7 @@ class WrittenSlots:
                 span[:] = min(span[0], first), max(span[1], last)
 
     def take(self) -> list[Tensor]:
-        """Return the slots of each group, [S] int64 each, and forget them."""
+        """Return the slots of each group, [T] int64 each, and forget them."""
         slots = []
         for size, written in zip(self._block_sizes, self._written, strict=True):
             ranges = [
@@ -94,7 +94,7 @@ class BlockMap:
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, fp8: torch.dtype | None, scales: Tensor) -> None:
-        """Find out the places of `module`, which takes K and V as `dtype`; `scales` [2, H] it stores with."""
+        """Find out the places of `module`, which takes K and V as `dtype`; `scales` [2, K] it stores with."""
         cache, heads, size = layer_cache(module), module.num_kv_heads, module.head_size
         self.shape = 2, heads, cache.shape[2], size
         block = torch.empty_strided(
@@ -123,7 +123,7 @@ class BlockMap:
         order = places.argsort()
         if not torch.equal(places[order], numbers.flatten()):
             raise ValueError(f"where {type(module.impl).__name__} keeps K and V in a block cannot be told")
-        # offsets in memory of what a slot holds, [slots, 2 * H * D]
+        # offsets in memory of what a slot holds, [block_size, 2 * K * D]
         steps = torch.tensor(cache.stride()[1:], device=cache.device)
         indices = torch.stack(torch.unravel_index(order, block.shape[1:]), -1)
         self._offsets: Tensor = (indices * steps).sum(-1).view(self.shape).permute(2, 0, 1, 3).flatten(1)
@@ -132,7 +132,7 @@ class BlockMap:
         self.cuts_off = fp8 is not None and bool((write(numbers * 0 + above_1) == 1).all())
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Return K and V of `slots` [S] out of a layer's cache: [S, 2, H, D], FP8 codes as uint8."""
+        """Return K and V of `slots` [T] out of a layer's `cache`: [T, 2, K, D], FP8 codes as uint8."""
         slots = slots.to(cache.device)
         _, heads, count, size = self.shape
         values = cache.untyped_storage().nbytes() // cache.element_size()
@@ -142,7 +142,7 @@ class BlockMap:
 
 
 def layer_cache(module: Any) -> Tensor:
-    """Return a layer's cache, [blocks, heads, slots, K and V]; a ValueError where it has another shape."""
+    """Return a layer's cache, [num_blocks, K, block_size, 2 * D]; a ValueError unless it has 4 dimensions."""
     cache = module.kv_cache
     if not isinstance(cache, Tensor) or cache.dim() != 4:
         raise ValueError("the cache is not laid out as vLLM 0.32 and newer do")

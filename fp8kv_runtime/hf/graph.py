@@ -17,6 +17,7 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.errors import MISFITS
 from fp8kv_runtime.hf.layers import Fp8CacheLayer
 from fp8kv_runtime.hf.rows import CacheRows, is_applied, left_padding
 
@@ -135,7 +136,7 @@ class _Step:
         rows.is_recorded = True
         try:
             self._replay, recorded = capture(lambda: forward(**arguments), self._slots.device)
-        except Exception:  # noqa: BLE001  a model may raise anything that waits, or wants a mask
+        except MISFITS:  # a model waits for the GPU, which a graph cannot, or wants a mask
             return False
         finally:
             rows.is_recorded = False

@@ -27,22 +27,27 @@ _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V bes
 
 
 class ModuleScales(Protocol):
-    """Scales of one attention module, as `calib` derives them.
-
-    Of K, V and, for FP8 queries, Q: [1], [heads] or [heads, head_dim]. `k_center`, [KV heads, head_dim], is
-    subtracted from K.
-    """
+    """Scales of one attention module, as `calib` derives them; float32."""
 
     @property
-    def layer_idx(self) -> int: ...  # noqa: D102
+    def layer_idx(self) -> int:
+        """Index of its layer."""
+
     @property
-    def k(self) -> Tensor: ...  # noqa: D102
+    def k(self) -> Tensor:
+        """[1], [K] or [K, D]."""
+
     @property
-    def v(self) -> Tensor: ...  # noqa: D102
+    def v(self) -> Tensor:
+        """[1], [K] or [K, D]."""
+
     @property
-    def q(self) -> Tensor | None: ...  # noqa: D102
+    def q(self) -> Tensor | None:
+        """[1] or [H], for FP8 queries."""
+
     @property
-    def k_center(self) -> Tensor | None: ...  # noqa: D102
+    def k_center(self) -> Tensor | None:
+        """[K, D], subtracted from K."""
 
 
 class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
@@ -76,7 +81,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         return self.rows.cache.layers[self.scales.layer_idx]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
+        """Make the blocks, whose heads are those of the first keys and values [B, K, T, D]."""
         num_heads, head_dim = key_states.shape[1], max(key_states.shape[3], value_states.shape[3])
         cache, scales, device = self.rows.cache, self.scales, key_states.device
         with torch.inference_mode(False):  # a later forward pass may run outside inference mode
@@ -110,7 +115,10 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         """Store K and V [B, K, T, D], or latent and k_pe; return what the attention function is to get.
 
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
-        K and V that this layer holds, dequantised.
+        K and V that this layer holds, dequantised: [B, K, N, D].
+
+        Raises:
+            AttentionError: a latent and k_pe are odd together, or the rows have reserved other tokens.
         """
         if not self._is_latent:
             return self._update(key_states, value_states)
@@ -206,7 +214,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`, of [B]."""
+        """Make row `i` a copy of row `beam_idx[i]`, [B] int64."""
         if self._is_lead:
             self.rows.select(beam_idx.tolist())
 
@@ -244,7 +252,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
         super().crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`, of [B]."""
+        """Make row `i` a copy of row `beam_idx[i]`, [B] int64."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 

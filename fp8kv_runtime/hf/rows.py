@@ -105,7 +105,7 @@ class CacheRows:
                 layer.prepare(tokens)
 
     def locate(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
-        """Return the block tables of the rows, and the slots of the newest tokens [B * T]."""
+        """Return the block tables of the rows, and the slots of the newest tokens [B * T] int64."""
         if device not in self._located:
             (sequences, slots), starts = self.host_tables(), None
             if self.padding is not None:
@@ -122,7 +122,7 @@ class CacheRows:
         return self._located[device]
 
     def host_tables(self) -> tuple[PagedSequences, Tensor]:
-        """Return the block tables and lengths of the rows, and the slots of the newest tokens [B * T]."""
+        """Return block tables and lengths of the rows, and the slots of the newest tokens [B * T] int64."""
         return self.cache.sequences(self._sequences), self._slots.flatten()
 
     def use(self, sequences: PagedSequences, slots: Tensor) -> None:
@@ -144,7 +144,7 @@ class CacheRows:
         self.unread[:] = [before & is_applied]
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the blocks of the newest tokens, and their places in these, [B, T] each."""
+        """Return the blocks of the newest tokens, and their places in these, [B, T] int64 each."""
         if device not in self._places:
             slots, block_size = self._slots.to(device), self.cache.block_size
             self._places[device] = slots // block_size, slots % block_size
@@ -194,7 +194,7 @@ def left_padding(mask: Tensor) -> Tensor:
 def is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
     """Return whether the kernels apply a mask [B, N] or [B, 1, T, N]: a bool [] there; see `check_mask`.
 
-    `starts` is [B]: the width of left padding.
+    `starts` [B] is the width of left padding, `window` that of a sliding one, in tokens.
     """
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)

@@ -12,12 +12,15 @@ from fp8kv_runtime.storage import KVBlocks
 
 
 class StepTokens:
-    """The next tokens of the rows: where they go in blocks, and memory for those of one layer at a time."""
+    """The next tokens of the rows: where they go in blocks, and memory for those of one layer at a time.
+
+    `shape` is that of K and V, [B, K, T, D]; `block_ids` and `offsets` in these are [B, T] int64.
+    """
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, block_ids: Tensor, offsets: Tensor
     ) -> None:
-        self.shape = shape  # of K, and of V [B, K, T, D]
+        self.shape = shape
         self.scaled = torch.empty((2, *shape))
         self.key, self.value = self.scaled
         self.codes = torch.empty((2, *shape), dtype=dtype)
@@ -29,7 +32,10 @@ class StepTokens:
 
 
 class LayerStep:
-    """Storing and reading one layer's next tokens, where all before them are decoded already."""
+    """Storing and reading one layer's next tokens, where all before them are decoded already.
+
+    `decoded` [2, B, K, n, D] float32 has room for these: n is at least `length`, which counts them.
+    """
 
     def __init__(self, blocks: KVBlocks, decoded: Tensor, length: int, tokens: StepTokens) -> None:
         self.tokens = tokens

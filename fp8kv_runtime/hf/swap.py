@@ -265,7 +265,7 @@ class EngineQuery:
 
     query: Tensor  # [B, H, T, D]
     scaling: float | None  # None: head_dim ** -0.5
-    original: Tensor  # that of the model
+    original: Tensor  # [B, H, T, D], that of the model
     factor: float = 1.0  # by which `query` is larger
 
     @classmethod

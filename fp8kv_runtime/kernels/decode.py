@@ -35,7 +35,7 @@ def decode_attention(
     *,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attend from the last token of each sequence, `query` [S, H, D], to all of it.
+    """Attend from the last token of each sequence, `query` [S, H, D], to all of it; return [S, H, D].
 
     See `reference.decode_attention`. `num_splits`, of a head's KV in all sequences together (see
     `split.py`), is chosen to fill the GPU where it is None.
@@ -67,7 +67,7 @@ def attend_in_parts(
 ) -> None:  # fmt: skip
     """Attend to each head's KV in about `splits` parts, then join them in `out` [T, H, D]; 0: as a whole.
 
-    `query` [T, H, D] has one token per sequence, or those of `cu_seqlens` as for extend attention.
+    `query` [T, H, D] has one token per sequence, or those of `cu_seqlens` [S + 1] as for extend attention.
     """
     num_heads, head_dim = query.shape[1:]
     tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts

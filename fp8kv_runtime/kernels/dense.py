@@ -70,7 +70,7 @@ def find_prompts(
 ) -> list[Prompt]:  # fmt: skip
     """Return what torch's attention is to compute; empty: it cannot, or is not worth its launches.
 
-    `query` is [T, H, D], `cu_seqlens` [S + 1]. Lengths are read from the device where the host does not
+    `query` is [T, H, D], `cu_seqlens` [S + 1] int32. Lengths are read from the device where the host does not
     know them. A graph that is being recorded may be replayed with others.
     """
     longest = sequences.block_tables.shape[1] * blocks.layout.block_size

@@ -22,11 +22,11 @@ def extend_attention(
     *,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them.
+    """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them; return [T, H, D].
 
-    See `reference.extend_attention`. Prompts go to torch's own attention (see `dense.py`) where it is
-    faster. Where new tokens are too few to fill the GPU, KV is split as for decode. `num_splits` takes our
-    kernels: 1 leaves KV whole, more is as many parts.
+    `cu_seqlens` is [S + 1] int32; see `reference.extend_attention`. Prompts go to torch's own attention (see
+    `dense.py`) where it is faster. Where new tokens are too few to fill the GPU, KV is split as for decode.
+    `num_splits` takes our kernels: 1 leaves KV whole, more is as many parts.
 
     Raises:
         ValueError: shapes, types, devices or options do not fit together.

@@ -67,7 +67,7 @@ def test_every_pair_of_finite_logits_has_its_kl(pair):
     check(*pair)
 
 
-def test_a_large_vocabulary_does_not_overflow_and_a_masked_one_counts_for_nothing():
+def test_a_large_vocabulary_does_not_overflow_and_equal_ones_have_none_at_any_size():
     noise = torch.randn(400, generator=torch.Generator().manual_seed(0))
     for size, change in ((1e-30, 1.0), (1e-3, 1e-7), (1.0, 1e-7), (20.0, 1e-3), (300.0, 1.0), (3e38, 1e-3)):
         expected = torch.linspace(-1, 1, 400) * size
@@ -80,6 +80,9 @@ def test_a_large_vocabulary_does_not_overflow_and_a_masked_one_counts_for_nothin
     reference = torch.tensor([[0.0, 3e38], [200.0, 0.0]])
     found = compare(ReferenceLogits(reference), reference, torch.tensor([0, 1]))
     assert (found.nll.tolist(), found.kl.tolist()) == (pytest.approx([3e38, 200.0], rel=1e-6), [0.0, 0.0])
+
+
+def test_a_masked_vocabulary_counts_for_nothing():
     torch.manual_seed(0)
     expected, noise, masked = torch.randn(4, 60) * 5, torch.randn(4, 60), torch.arange(60) % 3 == 0
     for change in (1.0, 1e-6):

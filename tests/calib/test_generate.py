@@ -58,13 +58,16 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
         assert GenerationResult(ours, plain, 3, 64, 1, 1, 1, 1).same_tokens == same
 
 
-def test_sampling_repeats_with_its_seed_and_a_chat_template_is_applied(calibrated, tmp_path):
+def test_sampling_repeats_with_its_seed_and_next_to_zero_is_greedy(calibrated):
     one, again, other, cold, greedy = (
         as_json(calibrated, PROMPT, "--temperature", temperature, "--seed", seed)["fp8"]["token_ids"]
         for temperature, seed in (("2", 1), ("2", 1), ("2", 2), ("1e-300", 1), ("0", 2))
     )
     assert one == again != other
     assert cold == greedy
+
+
+def test_a_chat_template_is_applied(calibrated, tmp_path):
     model = shutil.copytree(calibrated, tmp_path / "chats")
     edit_json(model / "tokenizer_config.json", chat_template="w3 {{ messages[0]['content'] }} w4")
     assert as_json(model, PROMPT, "--chat")["cached_tokens"] == 1 + 6 + 1 + 9 - 1
@@ -171,7 +174,7 @@ def job(request, tmp_path_factory):
     return family, root / "model", root / "out"
 
 
-def test_scales_are_those_of_a_plain_forwards_cache_and_of_each_head_in_an_engine(job, tmp_path):
+def test_scales_are_those_of_a_plain_forwards_own_cache(job, tmp_path):
     family, directory, out = job
     flags = ("--strategy", "attn_head", "--offload", "layerwise")
     succeeded(calibrate(directory, "-o", tmp_path / "out", *flags))
@@ -182,6 +185,9 @@ def test_scales_are_those_of_a_plain_forwards_cache_and_of_each_head_in_an_engin
         for layer in load_scales(made).layers.values():
             for scale, held in zip((layer.k, layer.v), caches[layer.layer_idx], strict=True):
                 assert torch.equal(scale, held.abs().amax((1, 2)) / 448)
+
+
+def test_an_engine_has_a_scale_for_each_head_of_its_layer_and_of_no_other(job, tmp_path):
     family, _, out = job
     (engine,) = json_of("verify", out, "--engine", "vllm")["engines"]
     for letter in "kv":

@@ -166,7 +166,7 @@ def test_forms_of_rows_are_one_request(family, kind, tmp_path):
     assert fingerprint("0.parquet") != fingerprint("1.parquet")
 
 
-def test_sounds_of_any_width_and_rate_are_one_and_rows_that_cannot_be_read(tmp_path, llava):
+def test_sounds_of_any_width_and_rate_are_one(tmp_path):
     half, whole = (np.sin(2 * np.pi * 440 * np.arange(rate) / rate) for rate in (8000, 16000))
     for width in (1, 2, 3, 4):
         codes = np.rint(half * (2 ** (8 * width - 1) - 1)).astype("<i4") + 128 * (width == 1)
@@ -178,6 +178,9 @@ def test_sounds_of_any_width_and_rate_are_one_and_rows_that_cannot_be_read(tmp_p
     assert abs(open_sound(array, tmp_path, 16000) - whole).max() < 1e-6
     with pytest.raises(Fp8kvError, match="its sound of bytes cannot be read .file does not start with RIFF"):
         open_sound(b"the frames of an MP3", tmp_path, 16000)
+
+
+def test_rows_that_cannot_be_read(llava, tmp_path):
     Image.new("RGB", (30, 40)).save(tmp_path / "0.png")
     for row, message in (
         ({"text": "Hello", "image": None}, "line 1: it has no picture in column 'image'"),

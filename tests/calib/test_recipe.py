@@ -15,7 +15,7 @@ BOMB = "a: &a [x]\n" + "".join(
 )
 
 
-def test_a_bundled_recipe_says_what_its_name_says_and_overrides_win_over_it(tmp_path):
+def test_a_bundled_recipe_says_what_its_name_says_and_the_default_is_the_fields():
     assert " ".join(recipe_names()) == (
         "amd-fnuz attn_head-absmax attn_head-mse legacy-json qkv-attn_head random-tokens "
         "tensor-absmax tgi-kv_scale"
@@ -35,6 +35,9 @@ def test_a_bundled_recipe_says_what_its_name_says_and_overrides_win_over_it(tmp_
     # the named one spells its split out
     assert {k for k, v in recipe if getattr(named, k) != v} == {"description", "data"}
     assert named.data.split == "train_sft"
+
+
+def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("strategy: attn_head\ndata: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n")
     recipe = load_recipe(str(file), {"data.samples": 9, "data.seed": 3, "headroom": 1.5})

@@ -71,12 +71,15 @@ def test_multiply_add_rounds_once():
     assert (got != (a.double() * b.double() + c.double()).float()).any()  # some cases need it
 
 
-def test_lop3_of_every_table_and_prmt_of_every_selector():
+def test_lop3_of_every_table():
     words = (0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA)  # each byte of the result is the table
     a, b, c = (torch.full((256,), w - 2**32, dtype=torch.int32) for w in words)
     for table in range(256):
         got = elementwise(f"lop3.b32 %d, %a, %b, %c, {table:#x};", torch.int32, a, b, c)
         assert (got.view(torch.uint8) == table).all(), table
+
+
+def test_prmt_of_every_selector():
     selectors = torch.arange(2**16, dtype=torch.int32)
     body = "mov.b32 %r6, 0x83020100; mov.b32 %r7, 0x07F60504; prmt.b32 %d, %r6, %r7, %a;"
     got = elementwise(body, torch.int32, selectors).view(torch.uint8).view(-1, 4)
@@ -142,7 +145,7 @@ def test_faults_in_shared_memory(right, removed, message):
         run(ADDRESS + OTHER + without_last(right, removed), got, numbers, threads=64, shared=256)
 
 
-def test_faults_and_a_warps_barrier_that_orders_a_program_of_one_warp_alone():
+def test_faults():
     for body, message in (
         ("ld.global.b32 {%r5}, [%rd1 + 4];", "beyond every tensor"),
         ("ld.global.b32 {%r5}, [%rd1 + -4];", "beyond every tensor"),
@@ -161,6 +164,9 @@ def test_faults_and_a_warps_barrier_that_orders_a_program_of_one_warp_alone():
         numbers = torch.arange(32, dtype=torch.int32)
         with pytest.raises(FaultError, match=message):
             run(body, torch.empty(32, dtype=torch.int32), numbers, shared=64)
+
+
+def test_a_warps_barrier_orders_a_program_of_one_warp_alone():
     body = ADDRESS + OTHER + EXCHANGED.replace(BARRIER, "bar.warp.sync -1;")
     numbers, got = torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
     run(body.replace("63", "31"), got[:32], numbers[:32], threads=32, shared=256)

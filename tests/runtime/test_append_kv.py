@@ -87,7 +87,7 @@ def test_inputs_that_are_views(device):
     assert all(torch.equal(codes, contiguous) for codes in views)
 
 
-def test_what_kernels_take_for_granted_is_checked_of_inputs_and_of_blocks():
+def test_what_the_kernel_takes_for_granted_is_checked():
     new, slots, own = torch.zeros(2, 1, 16), torch.tensor([0, 1]), "[2, 1, 16] float32 on cpu"
     for key, value, at, message in (
         (new[:1], new, slots, f"key must be {own}, got [1, 1, 16] float32 on cpu"),
@@ -99,6 +99,9 @@ def test_what_kernels_take_for_granted_is_checked_of_inputs_and_of_blocks():
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             RUNTIME.append_kv.append_kv(key, value, plain(), at)
+
+
+def test_blocks_scales_and_counts_that_kernels_cannot_read_are_refused():
     blocks, one = replace(plain(), k_center=torch.zeros(1, 16)), torch.ones(1)
     described = "blocks must be [2, num_blocks, K, block_size, D] FP8 or float16, contiguous, got "
     counts = "counts must be [2, 1, 3] int64 on cpu, got "

@@ -11,9 +11,12 @@ from fp8kv_runtime.cache import BlockPool, OutOfBlocksError, PagedKVCache
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 
 
-def test_no_tokens_have_no_slots_and_layers_must_have_the_caches_blocks():
+def test_no_tokens_have_no_slots_and_no_sequences_no_blocks():
     cache = make_cache(8)
     assert (cache.append(cache.allocate(), 0).tolist(), cache.block_tables([]).shape) == ([], (0, 0))
+
+
+def test_layers_must_have_the_caches_blocks():
     cache = PagedKVCache(8, block_size=4)
     for num_blocks, block_size in ((7, 4), (8, 8)):
         with pytest.raises(ValueError, match="this cache has 8 of 4"):
@@ -23,7 +26,7 @@ def test_no_tokens_have_no_slots_and_layers_must_have_the_caches_blocks():
             PagedKVCache(num_blocks, block_size=block_size)
 
 
-def test_running_out_names_the_blocks_and_a_pool_doubles_or_takes_what_is_needed():
+def test_running_out_names_the_blocks_and_leaves_everything_as_it_was():
     cache = make_cache(5)
     long, short = filled(cache, PROMPT), filled(cache, [7, 8])
     fork = cache.fork(short)
@@ -36,6 +39,9 @@ def test_running_out_names_the_blocks_and_a_pool_doubles_or_takes_what_is_needed
         assert (state(cache), [vars(s) for s in (long, short, fork)]) == before
     cache.reserve([long, fork], 2)
     assert cache.num_free_blocks == 0
+
+
+def test_a_pool_doubles_or_takes_what_is_needed():
     cache = make_cache(2, can_grow=True)
     first, second = filled(cache, [1, 2, 3]), filled(cache, [4])
     counts = cache.layers[0].counts
@@ -86,7 +92,7 @@ def test_blocks_are_found_again_after_free_until_they_are_reused():
     assert cache.allocate(PROMPT).num_cached_tokens == 0
 
 
-def test_a_pool_finds_the_first_of_equal_blocks_and_holds_as_many_as_are_needed():
+def test_a_pool_finds_the_first_of_blocks_with_one_content_and_none_that_is_free_is_released():
     pool = BlockPool(2)
     first, second = pool.take(2)
     pool.publish(first, b"x")
@@ -102,6 +108,9 @@ def test_a_pool_finds_the_first_of_equal_blocks_and_holds_as_many_as_are_needed(
     with pytest.raises(ValueError, match=f"^block {first} is free already$"):
         pool.release(first)
     assert (pool.references(first), pool.num_free) == (0, 1)
+
+
+def test_only_as_many_blocks_are_held_and_copied_as_are_needed():
     cache = make_cache(3)
     first = filled(cache, PROMPT)
     for length in (-1, 11):

@@ -178,7 +178,7 @@ def test_bytes_cycles_matrix_products_and_loops_are_read():
     assert (tiles_in_flight(PTX), tiles_in_flight("")) == (2, 1), "groups that are waited for last"
 
 
-def test_the_slowest_of_four_is_the_limit_and_what_became_worse_is_found(tmp_path):
+def test_the_slowest_of_four_is_the_limit():
     h200 = PROCESSORS["sm_90"]
     # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does
     bound = predict(compiled(SASS, PTX), h200)
@@ -193,6 +193,9 @@ def test_the_slowest_of_four_is_the_limit_and_what_became_worse_is_found(tmp_pat
     assert bound.limit == "issue"
     memory, issue = 512 / h200.bytes_per_cycle, (5 + 400) / 4
     assert bound.of_memory == pytest.approx(memory / issue)
+
+
+def test_what_became_worse_is_found(tmp_path):
     file = tmp_path / "compiled.json"
     assert compiled_before.read(file) == {}
     good, fewer = (predict(compiled(SASS, PTX, registers=n), PROCESSORS["sm_90"]) for n in (80, 128))
@@ -220,7 +223,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_second_launch_is_the_first_and_what_needs_another_kernel_is_told_apart(found):
+def test_the_second_launch_is_the_first_and_one_of_other_alignment_has_a_kernel_of_its_own(found):
     assert {*found["twice"]} == {"plain-64", "float16-64"}
     for variant in found["twice"].values():
         calls = variant["launched"]
@@ -232,6 +235,8 @@ def test_the_second_launch_is_the_first_and_what_needs_another_kernel_is_told_ap
         differ = [before[1] != after[1] for before, after in zip(second, third, strict=True)]
         assert differ == [True, False, True, False]
 
+
+def test_layers_that_need_other_kernels_are_told_apart():
     def told_apart(block_size=4, **others):
         one = torch.ones(1)
         shape = {"num_kv_heads": 1, "head_dim": 8, "k_scale": one, "v_scale": one}
@@ -243,7 +248,7 @@ def test_the_second_launch_is_the_first_and_what_needs_another_kernel_is_told_ap
         assert told_apart() != told_apart(**changes), changes
 
 
-def test_every_gpu_has_kernels_of_its_own_and_growing_batches_and_tables_compile_little(found):
+def test_every_gpu_is_current_where_its_query_is_and_has_kernels_of_its_own(found):
     calls = found["on_devices"]  # with tensors on the current GPU, on another, and on that when it is current
     for call, gpu in zip(calls, (0, 1, 1), strict=True):
         assert {name for name, *_ in call["seen"]} == {*KERNELS, "empty", "empty_like"}
@@ -256,6 +261,9 @@ def test_every_gpu_has_kernels_of_its_own_and_growing_batches_and_tables_compile
     assert len(first) == len(second) == 6  # decode and reduce for extend in parts too
     assert not first & second
     assert again == second
+
+
+def test_growing_batches_and_tables_compile_little(found):
     # for 1, up to 32 and more sequences: extend in parts, and decode but for one tile, which is no parts
     counts = {name: each["compiled"] for name, each in found["growing"].items()}
     assert counts == dict(zip(KERNELS, (7, 5, 7, 1), strict=True))

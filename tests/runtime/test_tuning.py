@@ -84,7 +84,7 @@ DAMAGED = {
 }
 
 
-def test_a_damaged_table_is_named_in_one_line_and_doctor_names_the_configs_in_force(own_table):
+def test_a_damaged_table_is_named_in_one_line(own_table):
     own_table.parent.mkdir()
     batch = build(Case((9,)))
     for content, reason in DAMAGED.items():
@@ -93,7 +93,9 @@ def test_a_damaged_table_is_named_in_one_line_and_doctor_names_the_configs_in_fo
         with pytest.raises(AttentionError, match=r"^.*\); delete it, and the shipped configs hold$") as told:
             batch.attend("kernel")
         assert str(told.value).startswith(f"{own_table} is not a tuning table ({reason}")
-    own_table.unlink()
+
+
+def test_doctor_names_the_configs_in_force(own_table):
     assert dict(examine())["kernel configs"] == "those shipped"
     write_table(own_table, {"decode": (ConfigRow(GPU, 8, 128, Config(64, 4)),)})
     assert dict(examine())["kernel configs"] == f"1 tuned here, {own_table}; then those shipped"
@@ -126,7 +128,7 @@ def tuned(microseconds, attend=lambda out, config: out):
     return made.tune("decode", tuple(cases)), said
 
 
-def test_the_fastest_config_that_is_right_is_found_and_replaces_that_of_its_place():
+def test_the_fastest_config_is_found_if_it_is_faster_by_more_than_noise():
     cost = {16: 5.0, 32: 3.0, 64: 2.0, 128: 4.0}
     row, _ = tuned(lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least)
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
@@ -138,6 +140,8 @@ def test_the_fastest_config_that_is_right_is_found_and_replaces_that_of_its_plac
     found = tuned(lambda c: c.tile + 9 * c.num_warps - c.per_processor)[0].config
     assert (found.tile, found.num_warps, found.per_processor) == (16, 1, 16)
 
+
+def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
     def attend(out, config):
         if config.tile == 128:
             raise RuntimeError("out of resource: shared memory\nand more")
@@ -147,6 +151,9 @@ def test_the_fastest_config_that_is_right_is_found_and_replaces_that_of_its_plac
     assert row.config.tile == 64
     assert any("tile 32" in line and "relative error 1" in line for line in said)
     assert any(line.endswith("out of resource: shared memory") for line in said)
+
+
+def test_rows_found_anew_replace_those_of_the_same_place():
     old = [ConfigRow(GPU, 8, d, Config(64, 4), over=d // 2) for d in (64, 128)]
     other = ConfigRow("NVIDIA L4", 8, 128, Config(64, 4), over=64)
     new = ConfigRow(GPU, 8, 128, Config(32, 2), over=64)

@@ -15,6 +15,8 @@ OPENING = re.compile(
     r"(As|At|By|For|How|If|In|It|Of|On|One|Ones|So|That|There|These|Those|What|When|Where|Whether|Which|Who|Why|With|"
     r"Without)\b"
 )
+# a shape has letters that CONTRIBUTING.md explains, and words
+TENSOR, SHAPE, LETTERS = re.compile(r"\bTensor\b"), re.compile(r"\[[^][]*\]|any shape"), set("BDGHKNPRSTVW")
 NO_ARTICLE = re.compile(r"\b(are|is|was|were) no\b")
 
 
@@ -33,6 +35,37 @@ def offences(file):
     for number, line in enumerate(source.splitlines(), 1):
         if match := NO_ARTICLE.search(line):
             yield number, f"write 'not a' in place of '{match[0].split()[1]}' in '{match[0]}'"
+
+
+def shape_offences(file):
+    """Yield public functions and fields with tensors of which no shape is said, and letters unknown there."""
+    lines, owners = file.read_text().splitlines(), [ast.parse(file.read_text())]
+    for owner in owners:
+        owners += [x for x in owner.body if isinstance(x, ast.ClassDef) and not x.name.startswith("_")]
+        for name, line, types, text in _typed(owner, lines):
+            is_public = name == "__init__" or not name.startswith("_")
+            if is_public and any(x and TENSOR.search(ast.unparse(x)) for x in types):
+                if not SHAPE.search(text):
+                    yield line, f"{name} has a tensor, and does not say of which shape"
+                if letters := set(re.findall(r"\b[A-Z]\b", " ".join(SHAPE.findall(text)))) - LETTERS:
+                    yield (
+                        line,
+                        f"{name} has a shape of {sorted(letters)}, which CONTRIBUTING lacks",
+                    )
+
+
+def _typed(owner, lines):
+    """Yield functions with their docstring, `__init__` with that of its class, and fields with comments."""
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            types = [*(x.annotation for x in ast.walk(node.args) if isinstance(x, ast.arg)), node.returns]
+            sources = (owner, node) if node.name == "__init__" else (node,)
+            text = " ".join(ast.get_docstring(x) or "" for x in sources)
+            yield node.name, node.lineno, types, text
+        elif isinstance(node, ast.AnnAssign):
+            first = node.lineno - 1 - lines[node.lineno - 2].strip().startswith("#")
+            text = " ".join(line.partition("#")[2] for line in lines[first : node.end_lineno])
+            yield ast.unparse(node.target), node.lineno, [node.annotation], text
 
 
 def _lasting_names(node):

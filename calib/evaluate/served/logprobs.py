@@ -80,7 +80,7 @@ def compare_served(
 def compare(
     answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
 ) -> ServerComparison:
-    """Compare a server's answers with logprobs [N] of our runs: with the scales, at 1.0, in another dtype."""
+    """Compare a server's answers with logprobs [T] of our runs: with the scales, at 1.0, in another dtype."""
     first, again = (torch.tensor([*chain(*logprobs)]) for logprobs in (answers.first, answers.again))
     pairs = ((first, scaled), (first, ones), (scaled, ones), (first, again), (scaled, rounded))
     names = ("to_scales", "to_ones", "apart", "noise", "rounding")

@@ -247,7 +247,7 @@ def unpack_words(
     is_spaced: bool = False,
     shifts: Tensor | None = None,
 ) -> Tensor:
-    """Unpack unsigned `codes` along `dim` of int32 `words` [R, C]: int32, with the codes in place of R or C.
+    """Unpack unsigned `codes` along `dim` of int32 `words` [rows, columns]; return int32, longer in `dim`.
 
     Code i begins at bit `i * bits`, counted from the lowest bit of the first word. A spaced word holds
     whole codes only and leaves its upper bits unused. `shifts` [codes per word] are the first

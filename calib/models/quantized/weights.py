@@ -42,7 +42,7 @@ class DequantizedTensor(Source):
         return sum(tensor.room for tensor in self.stored.values()) + _CHUNK_BYTES
 
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Decode the weight, into `memory` [room] uint8 if there is one; InputError if it is not finite."""
+        """Decode the weight, of `shape`, into `memory` [room] uint8; an InputError if it is not finite."""
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         weight = aligned(memory, self.nbytes).view(self.dtype).view(self.shape)
         tensors = {part: tensor.read() for part, tensor in self.stored.items()}

@@ -171,7 +171,7 @@ def test_latents_of_another_kind_and_a_model_that_takes_its_head_for_its_decoder
         map_attention(transformers.AutoModelForCausalLM.from_config(config))
 
 
-def test_the_decoder_reads_for_a_model_that_takes_no_text_and_a_head_one_token(monkeypatch):
+def test_the_decoder_reads_for_a_model_that_takes_no_text_alone(monkeypatch):
     model = tiny_vision_language_model("llava", model_type="llama")
     assert map_attention(model).reader == "model"
 
@@ -188,6 +188,9 @@ def test_the_decoder_reads_for_a_model_that_takes_no_text_and_a_head_one_token(m
     monkeypatch.setattr(LlavaModel, "forward", failing)
     with pytest.raises(Exception, match="a meta tensor, though all weights are here"):
         map_attention(model)
+
+
+def test_a_reader_with_a_head_computes_the_logits_of_one_token():
     model, shapes = tiny_model("llama4_text", intermediate_size_mlp=96, num_local_experts=2), []
     assert map_attention(model).reader == ""
     model.lm_head.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape[:2]))

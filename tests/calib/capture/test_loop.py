@@ -117,7 +117,7 @@ def test_curve_and_positions_are_those_of_the_caches(family, size, skip_first):
         assert torch.equal(both.positions.amax(1), both.amax.amax(1))
 
 
-def test_nothing_behind_the_last_k_and_v_is_computed_but_of_offloaded_weights():
+def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_back():
     model, seen = tiny_model("llama").train(), []
     model.model.norm.eval()
     mapped, modes = map_attention(model), [module.training for module in model.modules()]
@@ -130,6 +130,9 @@ def test_nothing_behind_the_last_k_and_v_is_computed_but_of_offloaded_weights():
     with pytest.raises(InputError, match="no token was read"):
         calibrate(model, [], RECIPE, attention=mapped)
     assert [module.training for module in model.modules()] == modes
+
+
+def test_a_model_with_offloaded_weights_runs_to_its_end():
     model, plain = tiny_model("llama"), tiny_model("llama")
     cpu_offload(model, execution_device="cpu")
     found, expected = calibrate(model, batches(), RECIPE), calibrate(plain, batches(), RECIPE)
@@ -185,12 +188,15 @@ def measured(saved):
     return saved.with_name("out")
 
 
-def test_layers_beside_latents_have_two_scales_and_latents_no_more_than_one(saved, tmp_path):
+def test_layers_with_k_and_v_beside_latents_have_two_scales():
     stats = calibrate(mixed_model(), batches(), RECIPE)
     assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
     first, plain, _ = derive_scales(stats, RECIPE).layers.values()
     assert torch.equal(first.k, first.v)
     assert plain.k != plain.v == [*stats.layers.values()][1].v.amax.max() / 448
+
+
+def test_more_than_one_scale_is_refused_before_anything_is_measured(saved, tmp_path):
     for flags in (("--strategy", "attn_head"), ("--targets", "qkv"), ("--center-keys",)):
         done = calibrate_command(saved, "--format", "fp8kv", "-o", tmp_path / "out", *flags)
         said = f"{' '.join(flags)}: this model caches one latent"

@@ -66,12 +66,16 @@ def test_an_open_batch_size_gives_every_process_work_and_one_that_was_typed_may_
     assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "alone"))
 
 
-def test_ranks_with_different_recipes_stop_and_nan_on_one_ends_every_one(model, tmp_path):
+def test_ranks_with_different_recipes_stop(model, tmp_path):
     def work(rank):
         return fp8kv("calibrate", model, "-o", tmp_path / "out", *DATA, "--seed", rank).stderr
 
     for _, said in forked(2, work):
         assert "different commands or recipes; start every one with the same command" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_on_one_rank_ends_every_rank_with_its_error(tmp_path):
     broken = tiny_model("llama")
     with torch.no_grad():
         broken.get_input_embeddings().weight[7] = float("nan")
@@ -264,11 +268,14 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
         assert (at, bits(again)) == (stop, bits(whole))
 
 
-def test_text_that_is_not_enough_is_all_read_and_what_cannot_be_told_is_refused(model, tmp_path):
-    printed = " ".join(ran("calibrate", model, "-o", tmp_path / "all", *UNTIL, 0.0001).stdout.split())
+def test_text_that_is_not_enough_is_all_read_and_said_so(model, tmp_path):
+    printed = " ".join(ran("calibrate", model, "-o", tmp_path / "out", *UNTIL, 0.0001).stdout.split())
     assert "20,000 of 20,000 tokens were read" in printed
     held = re.search(r"in (\d+)% of layers, not in 95% as was asked: use more text, or --headroom", printed)
     assert int(held[1]) < 95
+
+
+def test_what_cannot_be_told_is_refused_before_the_model_reads(model, tmp_path):
     for flags, message in (
         (("--samples", "4"), "400 tokens are too few to tell what others may hold: calibrate"),
         (("--strategy", "channel", "--format", "fp8kv"), "say nothing of strategy 'channel'"),

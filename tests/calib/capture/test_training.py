@@ -279,12 +279,15 @@ def test_forms_of_batches():
         assert found in [scales_for(model, [rows], recipe=FEW) for rows in (TEXT, ROWS)]
 
 
-def test_zeros_that_say_that_all_is_text_and_rows_that_are_skipped_whole():
+def test_zeros_that_say_that_all_is_text():
     model, text = tiny_vision_language_model(), {"input_ids": ROWS, "token_type_ids": torch.zeros_like(ROWS)}
     assert scales_for(model, [text]) == scales_for(model, [ROWS])
     text["token_type_ids"][0, 3] = 1
     with pytest.raises(InputError, match="token_type_ids can change"):
         scales_for(model, [text])
+
+
+def test_rows_that_are_skipped_whole_are_left_out():
     model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
     assert scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe) == scales_for(model, [ROWS], recipe=recipe)
     with pytest.raises(InputError, match="no token was read that counts"):

@@ -55,7 +55,7 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(tokenizer, tmp_pa
     )
 
 
-def test_python_docs_fill_64_samples_and_generated_ones_come_with_a_warning(tokenizer, tiny_llama):
+def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
     settings = {"config": "c", "split": "s", "column": "x"}
     recipe = DataRecipe(dataset=DOCS, samples=64, seq_len=512, **settings)
     loaded = load_data(recipe, tokenizer, None)
@@ -64,6 +64,9 @@ def test_python_docs_fill_64_samples_and_generated_ones_come_with_a_warning(toke
     assert (loaded.source, loaded.warnings) == (DOCS, said)
     assert load_data(recipe, tokenizer, None) == loaded
     assert load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None).fingerprint != loaded.fingerprint
+
+
+def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama):
     for dataset, warning in (
         ("self", "'self' is text that the model made up"),
         ("random", "'random' is uniform random token ids, what vLLM's removed on-the-fly"),
@@ -132,7 +135,7 @@ def test_prose_and_code_are_the_whole_in_order_in_pieces_long_enough(monkeypatch
         texts("code")
 
 
-def test_a_chat_asks_about_a_topic_twice_and_every_script_is_there_without_latin_letters():
+def test_a_chat_asks_about_a_topic_twice_and_gets_parts_of_it():
     chats = [row["messages"] for row in texts("chat")]
     assert len(chats) > 100
     asked = set()
@@ -142,6 +145,9 @@ def test_a_chat_asks_about_a_topic_twice_and_every_script_is_there_without_latin
         asked.add(topic := question.split("about ")[1].split("?")[0])
         assert f"{first}\n\n{second}" in topics[topic]
     assert asked >= {"for", "with"}
+
+
+def test_every_script_is_there_in_pieces_without_latin_letters():
     found = Counter()
     for piece in texts("script"):
         kinds = Counter(unicodedata.name(c, "").split()[0] for c in piece if c.isalpha())
@@ -266,7 +272,7 @@ def test_every_sample_is_in_one_batch_and_masked_padding_on_the_right_stays_belo
             assert batch.input_ids[row][batch.attention_mask[row].bool()].tolist() == samples[i]
 
 
-def test_the_largest_batch_is_first_the_seed_orders_the_others_and_what_is_skipped_is_not_read():
+def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
     first, other, again = (
         [batch.sample_ids[0] for batch in make_batches(samples_of(*range(30, 60)), 1, PAD, seed=seed)]
         for seed in (1, 2, 1)
@@ -275,6 +281,9 @@ def test_the_largest_batch_is_first_the_seed_orders_the_others_and_what_is_skipp
     for order in (first, other):
         assert (order[0], sorted(order)) == (29, [*range(30)])
         assert order[1:] != sorted(order[1:], reverse=True)
+
+
+def test_samples_that_are_skipped_whole_are_not_read():
     batches = make_batches(samples_of(3, 2, 8, 4), 1, PAD, skip_first=3)
     assert sorted(batch.sample_ids for batch in batches) == [(2,), (3,)]
     assert {batch.skip_first for batch in batches} == {3}
@@ -318,10 +327,12 @@ def repository(tmp_path):  # `datasets` reads a local directory as it reads a re
     return str(tmp_path)
 
 
-def test_a_split_is_that_asked_for_or_preferred_or_legal_ones_are_listed(repository, tmp_path):
+def test_the_split_asked_for_or_the_preferred_one(repository):
     for config, split, found in (("big", None, "train"), ("chat", None, "train_sft"), ("odd", "day", "day")):
         assert find_split(DataRecipe(dataset=repository, config=config, split=split)) == found
 
+
+def test_the_order_of_rows_depends_on_the_seed_alone(repository, tmp_path):
     def texts(seed):
         recipe = DataRecipe(dataset=repository, config="big", seed=seed)
         return [row["text"] for row in stream_rows(recipe, "train")]
@@ -332,6 +343,9 @@ def test_a_split_is_that_asked_for_or_preferred_or_legal_ones_are_listed(reposit
     (tmp_path / "a.jsonl").write_text('{"text": ')
     with pytest.raises(InputError, match=r"cannot be read: .*JSON parse error.*; use another data"):
         texts(seed=1)
+
+
+def test_an_unknown_split_or_config_lists_the_legal_ones(repository):
     for config, split, message in (
         ("big", "dev", "no split 'dev' in dataset '{}'; splits: test, train; choose one with `--set data.sp"),
         ("odd", None, "cannot choose a split of dataset '{}'; splits: night, day; choose one with"),

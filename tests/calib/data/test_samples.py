@@ -30,7 +30,7 @@ ROLES = [("system", "s"), ("user", "h"), ("assistant", "g"), ("tool", "t")]
 FILLED = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
 
 
-def test_a_document_is_found_in_the_column_named_or_usual_and_an_unusable_row_says_what_it_has():
+def test_a_document_is_found_in_the_column_that_is_named_or_has_a_usual_name():
     for row, column, document in (
         ("bare", None, "bare"),
         ({"prompt": "p", "text": "t", "messages": CHAT}, None, CHAT),
@@ -47,6 +47,9 @@ def test_a_document_is_found_in_the_column_named_or_usual_and_an_unusable_row_sa
         ({"messages": [FILLED]}, None, [{"role": "assistant", "content": None, "name": "x"}]),
     ):
         assert find_document(row, column) == document
+
+
+def test_an_unusable_row_says_what_it_has_and_what_to_do():
     for row, column, message in (
         ({"a": "x", "b": "y"}, "c", NO_COLUMN),
         ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
@@ -94,11 +97,14 @@ def test_a_text_has_the_bos_of_its_tokenizer_and_a_chat_that_of_its_template(tok
         encode(CHAT, byte_tokenizer())
 
 
-def test_only_as_many_rows_are_read_as_are_needed_and_chats_that_the_template_refuses_skipped(tokenizer):
+def test_only_as_many_rows_and_tokens_are_read_as_are_needed(tokenizer):
     rows = iter(["abcdef", " \n", {"text": "t", "body": "b"}, "c"])
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of(seq_len=4, column="body"))
     assert ([tokenizer.decode(ids) for ids in samples], warnings) == (["<s>abc", "<s>b"], ())
     assert list(rows) == ["c"]
+
+
+def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
@@ -176,7 +182,7 @@ def loaded(tmp_path, tokenizer):
     return loaded
 
 
-def test_all_of_a_long_document_is_read_and_of_one_about_as_long_as_a_sample(loaded, tokenizer):
+def test_all_of_a_long_document_is_read(loaded, tokenizer):
     data, texts = loaded(TEXT, samples=11, seq_len=100)
     assert "".join(sorted(texts, key=TEXT.index)) == TEXT[: 10 * 99]
     # evenly, however few are asked for: by the bits of their numbers in reverse
@@ -185,6 +191,9 @@ def test_all_of_a_long_document_is_read_and_of_one_about_as_long_as_a_sample(loa
     assert (data.documents, data.num_tokens, data.unread) == (1, 1000, 7)
     said = f"11 samples were asked for and dataset '{data.source}' has 10; all 10 are used"
     assert data.warnings == (said,)
+
+
+def test_lengths_about_that_of_a_sample(loaded):
     for characters, lengths in (
         (63, [64]),  # and the one in front
         (63 + 7, [64]),
@@ -218,7 +227,7 @@ def rendered(messages):
     return "".join(f"<|{message['role']}|>{message['content']}" for message in messages)
 
 
-def test_a_long_chat_keeps_turns_whole_but_one_that_fits_no_sample(loaded, tokenizer):
+def test_a_long_chat_keeps_turns_whole(loaded, tokenizer):
     messages = chat_of(*(3 + 7 * i % 40 for i in range(40)))
     data, texts = loaded({"messages": messages}, samples=40)
     whole = rendered(messages)
@@ -231,6 +240,9 @@ def test_a_long_chat_keeps_turns_whole_but_one_that_fits_no_sample(loaded, token
         assert len(encode(text + turn, tokenizer)) > 64
     assert all(ids[0] == tokenizer.bos_token_id and len(ids) <= 64 for ids in data.samples)
     assert (data.documents, data.unread) == (1, 0)
+
+
+def test_a_turn_that_fits_no_sample_is_cut_as_text(loaded):
     messages = chat_of(20, 200, 30, 10)
     _, texts = loaded({"messages": messages})
     texts.sort(key=rendered(messages).index)
@@ -240,7 +252,7 @@ def test_a_long_chat_keeps_turns_whole_but_one_that_fits_no_sample(loaded, token
     assert marked[-1].startswith("?02")
 
 
-def test_what_a_beginning_alone_holds_comes_last_and_a_chat_without_turns_is_cut(loaded, byte_tokenizer):
+def test_what_a_beginning_alone_holds_comes_last(loaded):
     """A run with fewer samples has read it: what is held out from that run comes before."""
     turns = ({"role": ("user", "assistant")[i % 2], "content": TEXT[50 * i : 50 * i + 50]} for i in range(18))
     rows = [{"messages": [next(turns) for _ in range(6)]} for _ in range(3)]
@@ -250,6 +262,9 @@ def test_what_a_beginning_alone_holds_comes_last_and_a_chat_without_turns_is_cut
     ends = {tuple(ids[-10:]) for ids in few.samples}
     known = [any(tuple(ids[at : at + 10]) in ends for at in range(len(ids))) for ids in many.samples[3:]]
     assert known == [False] * 12 + [True] * 3
+
+
+def test_a_template_that_tells_no_turns_is_cut_as_text(loaded, byte_tokenizer):
     # all turns before the last are written in another way
     written = "{{ '<|' + m.role + '|>' + (m.content if loop.last else m.content[1:]) }}"
     tokenizer = byte_tokenizer(chat_template="{% for m in messages %}" + written + "{% endfor %}")

@@ -73,7 +73,7 @@ def test_a_version_is_known_where_its_classes_were_run(tmp_path):
             assert f"were run at {ran} alone; the nearest rules are those of --version {ran}" in printed
 
 
-def test_the_first_engine_that_serves_it_or_why_nobody_does():
+def test_the_first_engine_that_serves_it():
     for name, layers, place, engine, flag, gpus in (
         ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
         ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
@@ -87,6 +87,9 @@ def test_the_first_engine_that_serves_it_or_why_nobody_does():
         offer = find_offer(name, layers, *place)
         assert (offer.engine, offer.flag, offer.gpus) == (engine, flag, gpus)
         assert offer.version == find_engine(engine).caches.version
+
+
+def test_why_nobody_serves_it():
     at_1 = "FP8 at scale 1.0 is measured up to 448"
     for name, layers, place, said in (
         ("fp8_k_nvfp4_v", OF_64, (), "no engine serves fp8_k_nvfp4_v yet"),
@@ -104,7 +107,7 @@ def test_the_first_engine_that_serves_it_or_why_nobody_does():
         assert find_offer(name, layers, *place) == said.format(name)
 
 
-def test_scales_of_a_checkpoint_and_unknown_places():
+def test_scales_of_a_checkpoint():
     def offer(engine, gpu, strategy):
         return find_offer("fp8", HEADS, engine, gpu, strategy=strategy)
 
@@ -115,6 +118,9 @@ def test_scales_of_a_checkpoint_and_unknown_places():
     assert offer("vllm", None, "attn_head").gpus == ("h100", "h200", "b200")
     assert offer("vllm", "h100", "attn_head").flag == f"{FP8} --attention-backend FLASH_ATTN"
     assert offer("vllm", "a100", "attn_head") == "vllm has no scales per head on a100"
+
+
+def test_unknown_places():
     for place, problem in (
         (("tgi", None), "engine 'tgi' is not one of vllm, sglang, lmdeploy"),
         ((None, "h1000"), "gpu 'h1000' is not one of a100, l40s, h100"),

@@ -140,7 +140,7 @@ def test_the_table_says_why_nothing_arrives_in_sglang(tmp_path):
         assert all(words in lines_of(done) for words in (f"│ {shown} │ {shown} │", why, architecture))
 
 
-def test_sglang_reads_quark_and_mixed_precision_otherwise_than_vllm_which_has_no_place_for_latents(tmp_path):
+def test_sglang_reads_quark_and_mixed_precision_otherwise_than_vllm(tmp_path):
     """What differs; `make interop` compares these with SGLang's own config classes."""
 
     def of_case(name):
@@ -158,6 +158,9 @@ def test_sglang_reads_quark_and_mixed_precision_otherwise_than_vllm_which_has_no
     assert statuses(directory) == {"default"}
     assert "no 'quantized_layers'" in statuses(directory, "vllm")
     assert "has no such entry" in statuses(of_case("quark, kv_cache_group by pattern"))
+
+
+def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     case = next(case for case in CASES if case.name == "mixed precision")
     directory = model(tmp_path, config=case.config, architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=8)
     assert statuses(directory, "vllm") == {"default"}

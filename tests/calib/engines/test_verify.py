@@ -24,7 +24,7 @@ from scale_directories import (
 )
 
 
-def test_engines_differ_and_the_command_says_what_each_loads(tmp_path):
+def test_engines_differ(tmp_path):
     half_right = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"type": "int"}}
     for engine, config, outcome in (
         ("vllm", COMPRESSED, "loaded"),
@@ -41,6 +41,9 @@ def test_engines_differ_and_the_command_says_what_each_loads(tmp_path):
         statuses = {each.status for each in found.outcomes if each.letter != "q"}
         assert (statuses or {"refused"}) == {outcome}, (engine, config)
         assert bool(found.refused) == (outcome == "refused")
+
+
+def test_the_command_says_what_each_engine_loads(tmp_path):
     printed = lines_of(ran("verify", model(tmp_path)))
     assert "vLLM 0.33.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed
@@ -63,7 +66,7 @@ def test_a_backend_says_which_head_sizes_it_takes_and_what_is_printed_can_be_pas
         assert [f"--against '{directory}'" in printed, said in printed] == [True, is_wrong]
 
 
-def test_heads_are_split_over_ranks_and_scales_doubled_where_fp8_ends_at_240(tmp_path):
+def test_heads_are_split_over_ranks(tmp_path):
     of_heads, shared = ([0.5, 0.25], [0.125, 1.0]), ([0.5], [0.25])
     for ranks, scales, expected in (
         (1, of_heads, (0.5, 0.25)),
@@ -79,6 +82,9 @@ def test_heads_are_split_over_ranks_and_scales_doubled_where_fp8_ends_at_240(tmp
         assert bool(found.refused) == (expected is None)
         assert expected is None or found.outcomes[0].values == expected
     assert "4 query heads and 2 KV heads cannot be split evenly over 3 GPUs" in found.refused
+
+
+def test_scales_are_doubled_where_fp8_ends_at_240_or_it_is_said(tmp_path):
     for config, factor, good in ((MODELOPT, 2.0, True), (COMPRESSED, 1.0, False)):
         found = simulated(model(tmp_path, config=config), "vllm", fnuz=True)
         assert (found.outcomes[0].values, found.is_good) == ((0.5 * factor,), good)
@@ -239,12 +245,15 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(tmp_path):
     assert "not known: config.json does not name one architecture" in lines_of(done)
 
 
-def test_attention_called_as_in_no_checkpoint_that_was_run_and_names_that_are_no_scales(tmp_path):
+def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):
     modules = [f"foo.bar.{i}.thing" for i in range(2)]
     directory = write(tmp_path, [f"{m}.qkv.weight" for m in modules], scales_of(modules))
     for engine in ("vllm", "sglang", "aphrodite", "tgi"):
         assert said(directory, engine) == "not known"
         assert modules[0] in lines_of(fp8kv("verify", directory, "--engine", engine))
+
+
+def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
     for ending in ("_scale ", "_SCALE"):
         scales = [*SCALES[1:], SCALES[0].removesuffix("_scale") + ending]
         directory = write(tmp_path, WEIGHTS, scales, MODELOPT)

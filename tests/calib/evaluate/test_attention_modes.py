@@ -163,7 +163,7 @@ def test_the_report_says_whose_attention_every_figure_is_of(directory):
     assert any("channel, and FlashAttention 3 takes one per tensor or KV" in x for x in lines)
 
 
-def test_a_cache_or_a_model_that_the_kernel_does_not_take_is_refused(model, variants, directory):
+def test_a_cache_that_was_asked_for_and_is_not_simulated_is_refused(model, variants, directory):
     for mode, name, said in (
         ("fa3", "e5m2", "'e5m2' has e5m2 codes, .* takes e4m3fn"),
         ("fa3", "channel", "one scale per channel, .* per tensor or KV head"),
@@ -181,6 +181,9 @@ def test_a_cache_or_a_model_that_the_kernel_does_not_take_is_refused(model, vari
     assert done.exit_code == 2
     words = " ".join(done.stderr.replace("│", " ").split())
     assert "'exact', 'fa3', 'fa3_two_level', 'fa3_one_level', 'vllm_triton', 'vllm_triton_fp8'" in words
+
+
+def test_a_model_that_the_kernel_does_not_take_is_refused():
     for family, changes, mode, said in (
         ("deepseek_v3", {}, "fa3", r"caches latents \(MLA\)"),
         ("llama", {"head_dim": 24}, "fa3", "at most 256; this model has head size 24"),

@@ -120,7 +120,7 @@ def test_bytes_have_all_overhead_and_each_cache_writes_text(caches_evaluation, c
     assert any("types for K and V of heads are left out" in each for each in evaluation.warnings)
 
 
-def test_names_are_the_types_that_head_sizes_and_bake_allow_and_can_be_gated(tmp_path):
+def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated():
     assert select_types(["all"], of_layers(64)) == ([cache_type(name) for name in CACHES], [])
     assert cache_names(["fp8", "nvfp4"]) == ["nvfp4", "fp8, baked"]
     assert cache_names(["int8_per_token_head"])[1:] == ["int8_per_token_head, baked"]
@@ -133,6 +133,9 @@ def test_names_are_the_types_that_head_sizes_and_bake_allow_and_can_be_gated(tmp
         assert [kind.name for kind in types] == [n for n in CACHES if not any(x in n for x in blocks)]
         assert len(warnings) == len(CACHES) - len(types)
         assert all(str(dims) in warning for warning in warnings)
+
+
+def test_what_bake_refuses_has_no_baked_rows(tmp_path):
     directory = save_model(tiny_model("olmo", clip_qkv=0.5), tmp_path / "olmo")
     evaluation = evaluate(str(directory), caches_recipe("none"), suite=SMALL)
     assert not any(m.variant.is_baked for m in evaluation.measured.values())
@@ -348,7 +351,7 @@ def test_tokens_that_fit_count_and_bytes_where_they_are_not_known():
         assert (best.memory, best.tokens_per_gb) == (0.5, tokens)
 
 
-def test_the_best_within_a_budget_of_bytes_and_of_what_does_not_differ_the_simpler():
+def test_the_best_within_a_budget_of_bytes_and_never_what_is_no_number():
     for share, expected in {0.3: "int4", 0.5: "tensor", 0.53: "int8, baked"}.items():
         assert chosen(FIELD, kl=None, share=share).chosen.cache == expected, share
     # 16 bits may be within the budget as well
@@ -362,6 +365,9 @@ def test_the_best_within_a_budget_of_bytes_and_of_what_does_not_differ_the_simpl
     assert found.chosen.cache == "int8"
     assert found.alternatives[0].why == "its KL is not a finite number"
     assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
+
+
+def test_what_does_not_differ_measurably_goes_to_the_simpler():
     same = [
         # documents in another order: which one is worse differs from one to the next
         figures("int8, baked", 1e-3, 106, baked=True, noise=NOISE.flip(0)),

@@ -126,9 +126,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_p
         one_line_error(eval_(small_directory, *flags), *phrases)
 
 
-def test_calibrate_refuses_what_its_evaluation_refuses_and_a_suite_is_cut(
-    small_directory, tmp_path, monkeypatch
-):
+def test_calibrate_refuses_at_once_what_its_evaluation_refuses(small_directory, tmp_path, monkeypatch):
     monkeypatch.setattr("calib.job.find_model", lambda *_: pytest.fail("it began"))
     for setting, said in (
         ("tasks=[hellaswagg]", "lm-eval has no task 'hellaswagg'; did you mean hellaswag"),
@@ -138,6 +136,9 @@ def test_calibrate_refuses_what_its_evaluation_refuses_and_a_suite_is_cut(
         flags = ("-o", tmp_path / "mine", "--evaluate", "--set", f"evaluation.{setting}")
         one_line_error(calibrate(small_directory, *flags), said)
         assert not (tmp_path / "mine").exists()
+
+
+def test_the_suites_length_is_cut_to_the_models_positions():
     suite, (warning,) = fit_suite(LlamaConfig(max_position_embeddings=64), EvaluationRecipe(), None)
     assert (suite.documents, suite.seq_len) == (8, 64)
     assert "cut to the model's 64 positions; the default is 256 tokens" in warning
@@ -175,7 +176,7 @@ def report(evaluation):
     return summarize(evaluation)
 
 
-def test_every_built_in_text_is_read_with_kl_and_clipped_tokens_of_it(report, texts, evaluation):
+def test_every_built_in_text_is_read_beside_the_named(report, texts):
     found = {each.dataset: (each.documents, each.tokens) for each in report.other_texts}
     shorts = (texts[1], "builtin:python-docs", "builtin:code", "builtin:script", "random")
     assert found == dict.fromkeys(shorts, (4, 4 * 24)) | {"builtin:long": (2, 2 * 4 * 24)}
@@ -185,6 +186,9 @@ def test_every_built_in_text_is_read_with_kl_and_clipped_tokens_of_it(report, te
     assert not any("finite" in line or "None" in line for line in report.warnings)
     # scales that engines load; `channel` they do not
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
+
+
+def test_kl_and_clipped_tokens_are_those_of_the_documents(evaluation, report, texts):
     measured, text = evaluation.other_texts[0], report.other_texts[0]
     data = DataRecipe(dataset=texts[1], samples=4, seq_len=24)
     samples = load_data(data, evaluation.setup.tokenizer, None).samples
@@ -366,7 +370,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
     one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
 
 
-def test_what_was_read_is_left_out_or_warned_of_and_too_little_text_is_refused(held_out, monkeypatch):
+def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
     few, line = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
     assert few == "an interval over 4 documents tells little: measure 8 or more"
     assert "tokens were read, too few" in line  # by the evaluation itself
@@ -384,6 +388,9 @@ def test_what_was_read_is_left_out_or_warned_of_and_too_little_text_is_refused(h
     ]
     record.write_text('{"records": [{"salt": 1}]}')
     one_line_error(held_out("a.jsonl", scales=["old"]), "is damaged (records.0.")
+
+
+def test_too_little_text_is_refused_as_calibrate_refuses_it(held_out, monkeypatch):
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 8, 16, 0, 0, (), (), 1))
     for command in ("eval", "recommend"):
         done = fp8kv(command, "model", "--device", "cpu", "--dataset", "b.jsonl")

@@ -126,7 +126,7 @@ def test_a_model_with_one_attention_implementation_has_one_control(family, tmp_p
     assert any("one attention implementation" in line for line in found.warnings)
 
 
-def test_the_interval_covers_the_mean_19_times_in_20_and_all_is_resampled_by_document():
+def test_the_interval_covers_the_mean_19_times_in_20_and_quantiles_are_of_all_tokens():
     rng, covered = np.random.default_rng(1), 0
     for trial in range(200):
         # 40 documents that differ in level: tokens of one are alike
@@ -135,6 +135,9 @@ def test_the_interval_covers_the_mean_19_times_in_20_and_all_is_resampled_by_doc
     # binomial: 190 expected, standard deviation 3; a bootstrap of 40 is a little narrow
     assert 178 <= covered <= 199
     assert estimate([np.arange(50.0), np.arange(50.0, 101.0)], quantile(0.99)).value == 99.0
+
+
+def test_a_ratio_and_a_difference_of_means_are_resampled_by_document():
     rng = np.random.default_rng(0)
     weights = rng.uniform(1.0, 5.0, 50)
     found = ratio(3.0 * weights, weights)
@@ -151,13 +154,16 @@ def test_the_interval_covers_the_mean_19_times_in_20_and_all_is_resampled_by_doc
     assert difference(there, here).value == -found.value
 
 
-def test_positions_of_documents_of_different_lengths_and_tabulated_poisson_intervals():
+def test_positions_of_documents_of_different_lengths():
     values = (torch.arange(20.0), torch.full((5,), 7.0), torch.ones(40))
     first, second, third = bin_positions([Divergence(kl.double(), kl > 1, kl) for kl in values])
     assert (first.tokens, second.tokens, third.tokens) == (37, 20, 8)
     assert second.value == pytest.approx((16 + 17 + 18 + 19 + 16) / 20)
     assert (first.top1.value, second.top1.value) == (pytest.approx((14 + 5) / 37), pytest.approx(4 / 20))
     assert (third.low, third.high) == (1.0, 1.0)  # one document alone
+
+
+def test_poisson_intervals_are_the_tabulated_ones():
     # half the quantiles 0.025 of chi-square with 2 n degrees of freedom, and 0.975 with 2 n + 2, as
     # tables of the exact Poisson interval print them
     table = {0: (0.0, 3.6889), 1: (0.0253, 5.5716), 100: (81.3640, 121.6268)}
@@ -236,7 +242,7 @@ def test_amax_and_histogram_are_those_of_the_reference(plain, small_report):
     assert vanished
 
 
-def test_histogram_bins_are_exact_and_heads_that_transformers_repeats_are_counted_once():
+def test_histogram_bins_are_exact_where_logarithms_round():
     assert 1.4142 < 2.0**0.5 < 1.4143
     x = torch.tensor([1.0, -1.4142, 1.4143, 2.0, 0.0, 2.0**-149, 2.0**127])
     found = layer_errors.layer_values(x[None, None, None], torch.zeros(1, 1, 3, 4))
@@ -244,6 +250,9 @@ def test_histogram_bins_are_exact_and_heads_that_transformers_repeats_are_counte
     assert {i: n for i, n in bins.items() if n} == {0: 2, 1: 1, 2: 1, -298: 1, 254: 1}
     assert found.zeros.tolist() == [[1, 12]]
     assert found.histogram[0, 1].sum() == 0
+
+
+def test_heads_that_transformers_repeats_are_counted_once():
     model, one = tiny_model("falcon", **FAMILIES["falcon"]), torch.ones(1)
     layers = {f"layers.{idx}": LayerScales(idx, one, one) for idx in range(3)}
     variant = Variant("one", "one", "fp8", KVScales("tensor", "e4m3fn", layers, {}))

@@ -107,7 +107,7 @@ def test_figures_are_those_of_lm_eval_on_a_model_with_rounded_keys_and_values(se
         assert rounded[f"tiny_{figure},none"] != reference[f"tiny_{figure},none"]
 
 
-def test_a_task_says_which_caches_it_runs_with_and_changes_no_environment(setup, task_files, monkeypatch):
+def test_a_task_says_which_caches_it_runs_with(setup):
     scales = scales_for(setup.model)
     variants = [Variant(name, "", "fp8", scales) for name in ("none", "tensor", "attn_head")]
     variants += [Variant("bf16", "", "control"), Variant("k only", "", "fp8", scales, "k")]
@@ -118,6 +118,9 @@ def test_a_task_says_which_caches_it_runs_with_and_changes_no_environment(setup,
         ([*variants, mine], ["tensor"], ["none", "tensor", "attn_head", "mine"]),
     ):
         assert [variant.name for variant in task_variants(measured, chosen)] == names
+
+
+def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(setup, task_files, monkeypatch):
     monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
     bare, config = copy.deepcopy(setup.tokenizer), copy.deepcopy(setup.model.config)
     bare.pad_token = None

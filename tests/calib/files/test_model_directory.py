@@ -97,7 +97,7 @@ def test_a_tensor_that_the_index_forgot_or_in_two_files(directory):
     refuse(directory, f"holds 'a' in {ONE} and in {TWO}")
 
 
-def test_fingerprints_stay_what_they_were_and_any_tensor_trained_further_is_told(tmp_path):
+def test_fingerprints_stay_what_earlier_calibrations_noted(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     name = "model.layers.0.self_attn.k_proj.weight"
     header = json.dumps({name: {"dtype": "U8", "shape": [100_000], "data_offsets": [0, 100_000]}}).encode()
@@ -107,6 +107,9 @@ def test_fingerprints_stay_what_they_were_and_any_tensor_trained_further_is_told
         "checkpoint": "5055d476e9770739089eb5c85e603baf86e1328203d3944c7d5c559560d5b185",
         "weights": "b4e70b0bff7667379ce7c1f70f7f534d6bdaf95f5e59cf8d4117b3ecc60b9595",
     }
+
+
+def test_any_tensor_trained_further_and_any_other_config_is_told(tmp_path):
     tiny_model("mixtral", num_hidden_layers=1).save_pretrained(tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors, one = load_file(file), fingerprints(open_model_directory(tmp_path))

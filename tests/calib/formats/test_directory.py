@@ -277,6 +277,15 @@ def test_the_card_and_the_command_that_serves_it_are_of_what_is_written(model, t
         assert {len(layer.k) for layer in read_scales(out).layers} == {count}
 
 
+def test_query_scales_are_not_left_out_unasked(model, tmp_path):
+    source = tmp_path / "source"
+    assert calibrate(model, "-o", source, "--targets", "qkv").exit_code == 0
+    for name in ("vllm", "tgi", "fp8kv"):
+        done = fp8kv("convert", source, "--to", name, "-o", tmp_path / name)
+        assert done.exit_code == (0 if name == "vllm" else 2), name
+        assert ("--without-q" in done.stderr) == (name == "tgi")
+
+
 FLAG = "--model-impl transformers"
 WAY_OUT = "fp8kv bake after fp8kv calibrate --format fp8kv, or --to"
 PLAIN, INNER = "self_attn.k_scale", "self_attn.attn.k_scale"
@@ -414,11 +423,14 @@ def test_nothing_is_written(after, module, name, change, command, tiny_directory
     assert not [*tmp_path.glob("out"), *tmp_path.glob(".*partial")]
 
 
-def test_nothing_is_written_in_place_and_other_links_are_no_change(after, tiny_directory, tmp_path):
+def test_nothing_is_written_in_place(after, tiny_directory, tmp_path):
     after(output, "write_checkpoint", tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())
     one_line_error(calibrate(tiny_directory, "--in-place"), "has changed since", "nothing was written")
     assert sorted(path.name for path in tiny_directory.iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
+
+
+def test_other_links_to_the_same_weights_are_no_change(after, tiny_directory, tmp_path):
     after(job, "_prepare", tiny_directory, lambda file: os.link(file, tmp_path / "another"))
     succeeded(calibrate(tiny_directory, "-o", tmp_path / "out"))

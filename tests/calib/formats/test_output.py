@@ -87,12 +87,15 @@ def test_a_linked_shard_stays_a_link(model, tmp_path):
     assert placed.samefile(stored)
 
 
-def test_a_failure_changes_nothing_and_what_cannot_be_in_place_is_refused(model, monkeypatch):
+def test_a_failure_changes_nothing(model, monkeypatch):
     before = contents(model.parent)
     monkeypatch.setattr(output, "back_up", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(InputError, match="No space left on device; nothing was left behind"):
         calibrate(model, in_place=True)
     assert contents(model.parent) == before
+
+
+def test_what_cannot_be_in_place_is_refused(model):
     formats, weights = "export.formats", "export.weights"
     for source, out, changes, message in (
         (model, None, {formats: ["vllm", "modelopt"]}, "one format that is a checkpoint, not vllm, mo"),
@@ -229,7 +232,7 @@ def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_default_length_is_cut_and_what_vllm_caches_of_paligemma_is_said(model, tmp_path):
+def test_the_default_length_is_cut_to_the_models_positions_and_the_output_named_after_it(model, tmp_path):
     for name in ("builtin:smollm2", "HuggingFaceTB/smollm2", "./models/smollm2/"):
         assert str(default_output(name, "tensor")) == "smollm2-fp8kv-tensor"
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
@@ -240,8 +243,10 @@ def test_a_default_length_is_cut_and_what_vllm_caches_of_paligemma_is_said(model
     assert saved["recipe"]["data"]["seq_len"] == 256
     assert result.warnings[0] in saved["warnings"]
     assert run(str(model), load_recipe(None, short | {"data.seq_len": 256}), tmp_path / "all").tokens == 512
+
+
+def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
     model = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
-    warnings = run(str(model), recipe(), tmp_path / "paligemma").warnings
-    (said,) = (each for each in warnings if "PaliGemma" in each)
+    (said,) = (each for each in run(str(model), recipe(), tmp_path / "out").warnings if "PaliGemma" in each)
     assert "positions from 1" in said
     assert "vLLM does neither" in said

@@ -24,7 +24,7 @@ def factors_of(made):
     return made.documents["kv_cache_scales.json"]["kv_cache"]["scaling_factor"]
 
 
-def test_strategies_queries_and_fp8_types_are_refused_and_a_way_out_has_its_verb(checkpoint):
+def test_other_strategies_queries_and_fp8_types_are_refused_with_the_way_out(checkpoint):
     assert {*FORMATS} == {*NAMES}, "FormatName in calib/choices.py and FORMATS name the same formats"
     for name, target in FORMATS.items():
         if "attn_head" not in target.strategies:
@@ -39,6 +39,9 @@ def test_strategies_queries_and_fp8_types_are_refused_and_a_way_out_has_its_verb
             refuse(make_scales(fp8_dtype=fp8_dtype), checkpoint, name, fp8_types)
     made = export(make_scales(fp8_dtype="e4m3fnuz"), checkpoint, "tgi")
     assert made.config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+def test_a_way_out_has_the_verb_that_it_needs():
     reduce, strategy = WayOut("reduce", ("max",)), WayOut("strategy", ("tensor",))
     for command, ways, advice in (
         ("calibrate", [WayOut("center_keys")], "p. Leave out --center-keys"),
@@ -190,7 +193,7 @@ def test_a_format_whose_engine_reads_no_latents_is_refused_with_the_way_out(make
     refuse(scales(), make_checkpoint(), "vllm", "MLA|latents")  # and scales that say so by themselves
 
 
-def test_modelopt_holds_latents_by_the_name_that_arrives_or_is_refused(make_checkpoint):
+def test_modelopt_holds_latents_for_vllms_other_backend_by_the_name_that_arrives(make_checkpoint):
     made = export(scales(), of_latents(make_checkpoint, "Glm4MoeLite"), "modelopt")
     assert {name: tensor.tolist() for name, tensor in made.tensors.items()} == {
         f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": [0.25 + i] for i in range(2) for x in "kv"
@@ -210,6 +213,9 @@ def test_modelopt_holds_latents_by_the_name_that_arrives_or_is_refused(make_chec
     assert made.flags == FLAG
     both = make_scales(modules=[*modules, "model.layers.0.self_attn.1"])
     refuse(both, source, "modelopt", "several attention modules")
+
+
+def test_modelopt_is_refused_where_latents_were_not_seen_to_arrive(make_checkpoint):
     not_known = "loads scales of latents .* of {}ForCausalLM is not known, or"
     for family, config, message in (
         ("MiniCPM3", {}, not_known),  # K and V in vLLM

@@ -330,11 +330,14 @@ def test_on_gpus_their_free_memory_counts(resolve, monkeypatch):
     assert resolve(5 * GIB, max_memory="4GiB") == "layerwise"
 
 
-def test_converting_weights_needs_both_and_sizes_are_shown_large_enough(tiny_directory):
+def test_converting_weights_needs_both(tiny_directory):
     checkpoint = find_model(str(tiny_directory))
     stored, config = (tiny_directory / "model.safetensors").stat().st_size, load_config(checkpoint)
     for dtype, needed in (("auto", stored), ("float32", stored), ("bfloat16", stored + stored // 2)):
         assert memory._weight_bytes(checkpoint, config, dtype) == needed
+
+
+def test_sizes_are_read_and_shown_large_enough():
     texts = {"8GiB": 8 << 30, "500MB": 500_000_000, "1.5 gb": 1_500_000_000, "7B": 7}
     assert {text: parse_size(text) for text in texts} == texts
     shown = [show_size(size) for size in (1, 5 << 20, GIB + 1, 3 * GIB // 2)]
@@ -346,7 +349,7 @@ def test_converting_weights_needs_both_and_sizes_are_shown_large_enough(tiny_dir
         load_recipe(None, {"max_memory": "8"})
 
 
-def test_a_containers_limit_counts_on_every_level_and_hidden_states_go_to_tmpdir(tmp_path, monkeypatch):
+def test_a_containers_limit_counts_on_every_level(tmp_path, monkeypatch):
     inner = tmp_path / "job" / "step"
     inner.mkdir(parents=True)
     for group, limit, usage in ((inner, "max", "0\nfile 9"), (inner.parent, 5000, "2000\nfile 2500")):
@@ -359,6 +362,9 @@ def test_a_containers_limit_counts_on_every_level_and_hidden_states_go_to_tmpdir
     assert available_bytes() == 3000
     (inner.parent / "memory.max").write_text("50000\n")
     assert available_bytes() == 8192
+
+
+def test_hidden_states_go_to_tmpdir_or_beside_the_output(tmp_path, monkeypatch):
     monkeypatch.delenv("TMPDIR", raising=False)
     assert scratch_directory(tmp_path / "not" / "yet" / "there") == tmp_path
     monkeypatch.setenv("TMPDIR", "/somewhere")
@@ -472,7 +478,7 @@ def test_outputs_come_back_as_they_were(room, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_is_an_error_of_one_line_and_room_in_memory_is_used_again(tmp_path):
+def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
@@ -482,6 +488,9 @@ def test_a_disk_that_fills_up_is_an_error_of_one_line_and_room_in_memory_is_used
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_room_in_memory_is_used_again(tmp_path):
     kilobyte = torch.zeros(1024, dtype=torch.uint8)
     form, nothing = to_meta((kilobyte, None))
     assert (form.is_meta, form.shape, nothing) == (True, kilobyte.shape, None)

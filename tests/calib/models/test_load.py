@@ -26,7 +26,7 @@ from calib.models.sources import find_model
 from calib.progress import library_bars_hidden
 
 
-def test_what_is_no_directory_no_decoder_or_of_an_unknown_type_whose_code_stays_off(tiny_directory):
+def test_what_is_no_directory():
     for name, said in (
         *((n, f"model '{n}' does not exist; give a local directory") for n in ("./gone", "~/gone", "a/b/c")),
         (__file__, "is a file; give the directory"),
@@ -34,6 +34,9 @@ def test_what_is_no_directory_no_decoder_or_of_an_unknown_type_whose_code_stays_
     ):
         with pytest.raises(InputError, match=said):
             find_model(name)
+
+
+def test_what_is_no_decoder_or_of_an_unknown_type_whose_code_stays_off(tiny_directory):
     for kind, name, said in (
         ("bert", "BertForMaskedLM", "not a causal language model"),
         ("t5", "T5ForConditionalGeneration", "an encoder-decoder"),
@@ -233,7 +236,7 @@ def test_a_size_that_no_model_has(key, edit):
         refused_by_bench_too(edit(**{key: value}), said)
 
 
-def test_values_that_make_no_sense_and_stacks_that_may_have_any_number_of_layers(edit):
+def test_values_that_make_no_sense_and_architectures_that_are_no_names(edit):
     for changes, said in (
         ({"vision_config": {"num_hidden_layers": 10**9}}, "has num_hidden_layers 1000000000; it must be"),
         ({"num_key_value_heads": 3}, "has 4 attention heads, which 3 key-value heads cannot share equally"),
@@ -251,6 +254,9 @@ def test_values_that_make_no_sense_and_stacks_that_may_have_any_number_of_layers
     for none in ([5], None, {}):
         said = 'names no architecture, by which engines choose a class; add "architectures": ["Llama'
         one_line_error(fp8kv("bench", edit(architectures=none)), said)
+
+
+def test_other_stacks_may_have_any_number_of_layers():
     for count, weights in (
         (2, ["model.layers.1.x", "mtp.layers.0.x"]),  # of Qwen3-Next; DeepSeek has the next
         (2, ["model.layers.1.x", "model.layers.2.x", "model.layers.2.eh_proj.weight"]),

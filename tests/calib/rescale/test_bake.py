@@ -133,7 +133,7 @@ def test_shards_that_do_not_change_are_linked(llama, tmp_path):
     assert (out / index.name).read_text() == index.read_text()
 
 
-def test_weights_that_cannot_hold_a_factor_and_octaves_that_are_missing():
+def test_weights_that_cannot_hold_a_factor():
     for child, module, problem in (
         ("k_norm", torch.nn.RMSNorm(25), "k_norm has 25 weights, where its heads make up 24"),
         ("v_proj", torch.nn.Linear(64, 50), "v_proj has 50 rows, where its heads make up 48"),
@@ -147,6 +147,9 @@ def test_weights_that_cannot_hold_a_factor_and_octaves_that_are_missing():
         factors[name].k[0] *= 2 if child == "another" else 1
         with pytest.raises(UnsupportedModelError, match=problem):
             list_changes(model, {name: attention}, factors)
+
+
+def test_octaves_and_how_many_are_missing():
     for scale, factor in ((1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)):
         assert octave_factor(torch.tensor([scale])).item() == factor
     wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
@@ -156,7 +159,7 @@ def test_weights_that_cannot_hold_a_factor_and_octaves_that_are_missing():
     assert [plan.missing_octaves(purpose) for purpose in ("fp8", "int8")] == [(2, 3), (0, 2)]
 
 
-def test_pairs_are_found_by_trying_and_wrong_ones_are_not_proved(llama, tmp_path, monkeypatch):
+def test_pairs_are_found_by_trying():
     slow = {"rope_theta": 1e13, "rope_type": "default", "partial_rotary_factor": 0.5}
     slow = {"max_position_embeddings": 2**20, "rope_parameters": slow}
     for model_type, options, expected in (
@@ -171,6 +174,9 @@ def test_pairs_are_found_by_trying_and_wrong_ones_are_not_proved(llama, tmp_path
             model = tiny_model(model_type, **(FAMILIES | OTHERS).get(model_type, {}) | options).to(dtype)
             for module in cached_attention(model).values():
                 assert rotated_pairs(model, module).tolist() == expected
+
+
+def test_wrong_pairs_are_not_proved(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(rope_pairs, "rotated_pairs", lambda *_: torch.arange(16) ^ 1)
     done = bake(llama.source, llama.scales, tmp_path / "baked", "--for", "int8")
     one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
@@ -254,7 +260,7 @@ def test_scales_of_something_else(llama, tmp_path):
     assert (scales / "fp8kv_stats.safetensors").exists()
 
 
-def test_other_commands_know_a_baked_model_and_use_no_scales_of_its_source(llama, tmp_path):
+def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_path):
     no, again, copy = (tmp_path / name for name in ("no", "again", "copy"))
     one_line_error(fp8kv("apply", llama.scales, llama.baked, "-o", no), IS_BAKED)
     for command in (("inspect", llama.baked), ("convert", llama.baked, "--to", "sglang", "-o", no)):
@@ -268,6 +274,9 @@ def test_other_commands_know_a_baked_model_and_use_no_scales_of_its_source(llama
     ran("convert", again, "--to", "sglang", "-o", copy)
     ran("repair", copy, "--stats", again, "-o", tmp_path / "mended")
     one_line_error(fp8kv("repair", copy, "--stats", llama.scales, "-o", no), "do not fit")
+
+
+def test_scales_of_the_source_are_not_used_with_what_is_baked_of_it(llama, tmp_path):
     baked = shutil.copytree(llama.baked, tmp_path / "baked")
     for file in ("fp8kv_calibration.json", "fp8kv_stats.safetensors"):
         shutil.copy(llama.scales / file, baked)
@@ -280,7 +289,7 @@ def test_other_commands_know_a_baked_model_and_use_no_scales_of_its_source(llama
         one_line_error(done, f"{IS_BAKED}, and the scales in", "were not measured on it")
 
 
-def test_weights_that_would_not_be_baked_and_in_place_what_is_replaced_is_kept(llama, tmp_path):
+def test_weights_that_would_not_be_baked(llama, tmp_path):
     source = shutil.copytree(llama.source, tmp_path / "source")
     (source / "original").mkdir()
     shutil.copy(source / "model.safetensors", source / "original" / "consolidated.safetensors")
@@ -290,7 +299,10 @@ def test_weights_that_would_not_be_baked_and_in_place_what_is_replaced_is_kept(l
     assert not (tmp_path / "out" / "original").exists()
     (source / "adapter_config.json").write_text("{}")
     one_line_error(bake(source, llama.scales, tmp_path / "no", "--for", "fp8"), "merge adapters first")
-    source, backup = shutil.copytree(llama.source, tmp_path / "mine"), tmp_path / "mine.before-fp8kv"
+
+
+def test_in_place_keeps_what_it_replaces(llama, tmp_path):
+    source, backup = shutil.copytree(llama.source, tmp_path / "source"), tmp_path / "source.before-fp8kv"
     flags = ("--scales", llama.scales, "--for", "fp8", "--in-place")
     assert json_of("bake", source, *flags)["backup"] == str(backup)
     for kept, directory in ((llama.source, backup), (llama.baked, source)):

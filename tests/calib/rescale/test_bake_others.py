@@ -270,7 +270,7 @@ def test_channels_of_k_become_even_where_a_layer_holds_factors(tmp_path):
     one_line_error(done, "are quantised", "leave --dtype away")
 
 
-def test_scales_of_what_the_output_projection_reads_and_exponents_up_to_254(tmp_path):
+def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     source = quantised("compressed-fp8-channel", tmp_path / "source")
     module = f"{ATTENTION.format(0)}.o_proj"
     edit_tensors(source, lambda tensors: tensors.update({f"{module}.input_scale": torch.tensor([0.25])}))
@@ -284,6 +284,9 @@ def test_scales_of_what_the_output_projection_reads_and_exponents_up_to_254(tmp_
     uneven[0, 0] = 2
     with pytest.raises(UnsupportedModelError, match="different factors"):
         edited_scales(weight, stored, uneven)
+
+
+def test_exponents_end_at_0_and_254_as_those_of_mxfp4_do():
     weight = CodedWeight("m.weight", (64, 64), {"scale": "m.scale"}, WeightScheme((1, 32)))
     for exponent, factor, after in ((253, 2.0, 254), (1, 0.5, 0), (254, 2.0, None), (0, 0.5, None)):
         scale = torch.full((64, 2), exponent, dtype=torch.uint8)
@@ -425,7 +428,7 @@ def test_the_recommendation_knows_it(small_gemma, tmp_path):
     assert "leave out that `bake` rounds 6 weights of norms: a KL of " in said
 
 
-def test_a_rounding_that_scores_notice_or_is_written_otherwise_is_seen(small_gemma, tmp_path, monkeypatch):
+def test_a_rounding_that_scores_would_notice_is_not_held():
     def norm(which, factor):
         return WeightChange("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
 
@@ -444,6 +447,9 @@ def test_a_rounding_that_scores_notice_or_is_written_otherwise_is_seen(small_gem
     assert nearest_powers(table, torch.tensor([0, 1]))[0] == float("inf")
     table[16] = True
     assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
+
+
+def test_a_rounded_norm_that_is_written_otherwise_is_seen(small_gemma, tmp_path, monkeypatch):
     write = pipeline.write_weights
 
     def write_another(checkpoint, edits, out, *more):

@@ -162,7 +162,7 @@ def exponential(groups=400, tokens=TOKENS, seed=0):
     return 5 - uniform.log()
 
 
-def test_the_largest_of_parts_are_those_of_the_whole_and_their_chance_exponential():
+def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
     values = exponential(3)
     expected = values.sort(descending=True).values[:, :TAIL]
     parts = values.split([1, 5, 1000, TOKENS - 1006], dim=-1)
@@ -176,6 +176,9 @@ def test_the_largest_of_parts_are_those_of_the_whole_and_their_chance_exponentia
     # fewer values than a tail holds are filled up with zeros
     held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
     assert (held.shape, held[0, :4].tolist()) == ((1, TAIL), [7.0, 5.0, 3.0, 0.0])
+
+
+def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
     tail = of(exponential())
     truth = torch.exp(5 - tail.largest)
 
@@ -195,7 +198,7 @@ def test_the_largest_of_parts_are_those_of_the_whole_and_their_chance_exponentia
     assert (tail.largest - true).mean() < -1
 
 
-def test_the_chance_falls_by_the_decay_beyond_the_largest_and_headroom_keeps_it():
+def test_the_chance_is_counted_below_the_largest_and_falls_by_the_decay_beyond_it():
     tail = of(exponential(5))
     assert (tail.chance_above((tail.top[:, 9] + tail.top[:, 10]) / 2) * TOKENS).tolist() == [10] * 5
     assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
@@ -210,6 +213,9 @@ def test_the_chance_falls_by_the_decay_beyond_the_largest_and_headroom_keeps_it(
     assert float(of(tied).chance / of(values).chance) < 0.7
     zeros = of(torch.zeros(1, TOKENS, dtype=torch.float64))
     assert (zeros.chance_above(torch.ones(1)).tolist(), zeros.reached_in(TOKENS).tolist()) == ([0], [0])
+
+
+def test_headroom_is_the_smallest_that_keeps_the_chance_or_refused():
     tails = [of(exponential(3, seed=1)), of(exponential(2, seed=2))]
 
     def clipped(factor):

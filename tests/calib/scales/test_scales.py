@@ -127,13 +127,16 @@ PER_HEAD = LayerScales(3, torch.tensor([0.5, 2.0]), torch.tensor([0.25, 0.125]),
 HOSTILE = "<script>alert('&')</script>\x1b[31m"
 
 
-def test_scales_are_finite_positive_reduced_to_the_largest_and_shared_without_a_cache():
+def test_a_scale_that_is_not_finite_and_positive_float32_is_refused():
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="v scale must be finite, positive float32"):
             LayerScales(0, torch.ones(1), torch.tensor([bad]))
     for k in (torch.ones(1, dtype=torch.bfloat16), torch.ones(1, 1, 1)):
         with pytest.raises(ValueError, match="k scale must be finite, positive float32"):
             LayerScales(0, k, torch.ones(1))
+
+
+def test_scales_are_reduced_to_the_largest_and_shared_with_modules_without_a_cache():
     scales = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}, {"b": SharedAttention(5, "a")})
     reduced = scales.reduce_max()
     assert (reduced.strategy, reduced.has_q, reduced.has_center) == ("tensor", True, False)
@@ -265,12 +268,15 @@ def warn(measured, strategy="tensor", recipe=RECIPE):
     return warnings_for(measured, derived(measured, strategy), recipe)
 
 
-def test_a_row_has_the_layers_figures_and_what_a_recipe_or_unscaled_fp8_clips_is_said():
+def test_a_row_has_the_layers_figures():
     measured = layers_of([112.0, 448.0], v=224.0)
     (row,) = summarize(measured, derived(measured))
     assert layer_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
     (row,) = summarize(measured, derived(measured, "attn_head"))
     assert (row.k_range_used, row.k_scale) == (1.0, 1.0)
+
+
+def test_what_a_recipe_or_unscaled_fp8_clips_is_said():
     quiet = layers_of([10.0, 12.0, 9.0])
     assert warn(quiet) == warn(quiet, recipe=load_recipe(None, {"headroom": 1.5})) == []
     (warning,) = warn(quiet, recipe=load_recipe(None, {"headroom": 0.5}))
@@ -285,7 +291,7 @@ def test_a_row_has_the_layers_figures_and_what_a_recipe_or_unscaled_fp8_clips_is
         assert f"K scale > 1 in {named}:" in warning
 
 
-def test_outlier_heads_dead_heads_and_layers_shared_or_of_less_text_are_named():
+def test_outlier_heads_and_dead_heads_are_named():
     (warning,) = warn(layers_of([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
     said = "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
     assert warning == said
@@ -296,6 +302,9 @@ def test_outlier_heads_dead_heads_and_layers_shared_or_of_less_text_are_named():
         (warning,) = warn(layers_of(heads))
         assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
     assert "20x the others in layer 0" in warn(layers_of([0.0, 1.0, 1.0, 20.0]))[0]
+
+
+def test_shared_layers_and_layers_of_less_text_are_named():
     both = layers_of([1.0, 1.0], [1.0, 1.0])
     few = replace(both.layers["layers.1.self_attn"], tokens=1000)
     assert warn(replace(both, layers={**both.layers, "layers.1.self_attn": few})) == [
@@ -367,7 +376,7 @@ def test_counts_of_text(skip_first):
 ENOUGH = TextSummary.of(texts(), unknown={1}, words=(1500, 2048))
 
 
-def test_each_doubt_is_one_line_of_its_own_and_next_to_nothing_is_refused_for_a_cause():
+def test_each_doubt_is_one_line_of_its_own():
     for said, field, doubtful, close in (
         ("only 1,023 tokens were read", "tokens", 1023, 1024),
         ("only 31 different tokens occur", "distinct_tokens", 31, 32),
@@ -379,6 +388,9 @@ def test_each_doubt_is_one_line_of_its_own_and_next_to_nothing_is_refused_for_a_
         (line,) = replace(ENOUGH, **{field: doubtful}).warnings()
         assert line.startswith(said)
         assert len(line.split()) <= 25
+
+
+def test_next_to_nothing_is_refused_for_a_cause():
     for samples in ([[*range(63)]], [[*range(15)] * 9]):
         with pytest.raises(InputError, match=r"are too few to calibrate on.*--allow-few-tokens"):
             TextSummary.of(samples).check()
@@ -420,7 +432,7 @@ def sample(seed, length=256):
     return np.random.default_rng(seed).integers(50_000, size=length).tolist()
 
 
-def test_what_was_read_is_known_wherever_it_begins_by_a_record_of_some_kilobytes():
+def test_what_was_read_is_known_wherever_it_begins():
     texts = [sample(seed) for seed in range(20)]
     record = TextRecord.of(texts)
     assert record == TextRecord.of(texts[::-1])
@@ -435,6 +447,9 @@ def test_what_was_read_is_known_wherever_it_begins_by_a_record_of_some_kilobytes
     record = TextRecord.of([[5, 6, 7], sample(0)])
     assert record.has_read([5, 6, 7])
     assert record.has_read([5, 6]) is record.has_read(sample(0)[-10:]) is None
+
+
+def test_a_long_text_keeps_a_record_of_some_kilobytes():
     texts = [sample(seed, 2048) for seed in range(500)]  # a million tokens, as the default recipe reads
     record = TextRecord.of(texts)
     assert MAX_RUNS / 2 < len(record._hashes) <= MAX_RUNS
@@ -448,7 +463,7 @@ def test_what_was_read_is_known_wherever_it_begins_by_a_record_of_some_kilobytes
     assert others.count(True) < 0.01 * len(others)
 
 
-def test_system_prompts_are_told_apart_and_a_record_is_salted_by_its_text_and_none_if_damaged():
+def test_system_prompts_are_told_from_samples_that_differ_in_their_ends_alone():
     prompt = sample(0, 200)
     record = TextRecord.of([prompt + sample(seed, 60) for seed in range(1, 30)])
     assert not any(record.has_read(prompt + sample(seed, 60)) for seed in range(50, 90))
@@ -461,6 +476,9 @@ def test_system_prompts_are_told_apart_and_a_record_is_salted_by_its_text_and_no
         ends = iter(sample(seed, 40) for seed in range(100, 200))
         record = TextRecord.of([prompt + next(ends) for prompt in prompts for _ in range(answers)])
         assert all(record.has_read(prompt + next(ends)) for prompt in prompts)
+
+
+def test_a_record_is_salted_by_its_text_and_none_if_damaged():
     one, other = TextRecord.of([sample(0)]), TextRecord.of([sample(0), sample(1)])
     assert one.salt != other.salt
     assert not {*one._hashes.tolist()} <= {*other._hashes.tolist()}

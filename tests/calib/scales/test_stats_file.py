@@ -272,7 +272,7 @@ def reached(stats):
     return stats.layers["a"].k.curve[0].cummax(0).values.tolist()
 
 
-def test_a_second_run_comes_after_the_first_and_parts_of_one_keep_their_places():
+def test_a_second_run_comes_after_the_first():
     joined = run([1.0] * 5).join(run([2.0, 1.0, 3.0]))
     # tokens 5; 6 and 7: of the last two nobody knows which was the largest
     assert reached(joined)[:5] == [1.0, 1.0, 2.0, 3.0, 3.0]
@@ -290,6 +290,9 @@ def test_a_second_run_comes_after_the_first_and_parts_of_one_keep_their_places()
         assert joined[bucket_of(len(one + two) - 1)] == joined[-1] == whole[-1]
     with pytest.raises(InputError, match="of different models"):
         run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
+
+
+def test_parts_of_one_run_and_of_a_latent_keep_their_places_if_both_know_them():
     merged = run([5.0, 1.0, 2.0]).merge(run([1.0, 7.0, 1.0, 9.0]))
     assert merged.layers["a"].k.curve[0, :3].tolist() == [5.0, 7.0, 9.0]
     one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))
@@ -313,7 +316,7 @@ def panels(directory, picture):
     return len(re.findall('id="axes_[0-9]+"', picture.read_text()))
 
 
-def test_places_are_those_of_the_statistics_and_inspect_shows_them(measured, tmp_path):
+def test_places_are_those_of_the_statistics(measured, tmp_path):
     places, stats = read_places(measured), load_stats(measured)
     assert places == stats.places()
     for found, layer in zip(places, stats.layers.values(), strict=True):
@@ -325,6 +328,9 @@ def test_places_are_those_of_the_statistics_and_inspect_shows_them(measured, tmp
     latent = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "latent")
     succeeded(calibrate(latent, "-o", tmp_path / "out", "--format", "fp8kv"))
     assert read_places(tmp_path / "out") == load_stats(tmp_path / "out").places() != []
+
+
+def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
     found = json_of("inspect", measured)["first_tokens"]
     for shown, layer in zip(found, load_stats(measured).layers.values(), strict=True):
         assert shown["layer"] == layer.layer_idx

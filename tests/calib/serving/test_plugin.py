@@ -248,7 +248,7 @@ def test_switches_take_yes_and_no_and_nothing_else(monkeypatch):
         monkeypatch.delenv(variable)
 
 
-def test_a_directory_without_scales_dummy_weights_and_a_model_of_the_hub(tmp_path):
+def test_a_directory_without_scales_and_dummy_weights(tmp_path):
     save_file({"model.layers.0.mlp.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     read = partial(read_files, str(tmp_path), None, SimpleNamespace(load_format="auto"))
@@ -263,6 +263,9 @@ def test_a_directory_without_scales_dummy_weights_and_a_model_of_the_hub(tmp_pat
             (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="dummies"):
         read_files(str(tmp_path), None, SimpleNamespace(load_format="dummy"))
+
+
+def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
     commit, repository = "0" * 40, tmp_path / "models--someone--model"
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "refs", repository / "trees"):
@@ -288,13 +291,16 @@ def says(function, words, caplog):
     assert said.startswith("fp8kv: cannot compare")
 
 
-def test_a_runner_without_its_method_and_an_engine_without_its_parts_go_on(monkeypatch, runner, caplog):
+def test_a_runner_that_has_no_method_is_left_alone(monkeypatch, runner, caplog):
     monkeypatch.setattr(sys.modules[RUNNER], "GPUModelRunner", type("GPUModelRunner", (), {}))
     says(plugin.register_vllm, "no attribute 'load_model'", caplog)
     caplog.clear()
     monkeypatch.setitem(sys.modules, RUNNER, None)  # which nobody may import
     plugin.register_vllm()
     assert not caplog.records
+
+
+def test_an_engine_that_is_not_there_or_has_moved_its_parts_goes_on(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang", None)
     says(plugin.register_sglang, "ModuleNotFoundError", caplog)
     hooks = {}
@@ -386,7 +392,7 @@ def times(factor, scales):
     return [(factor * x[0],) for x in scales]
 
 
-def test_other_scales_and_layers_that_only_one_side_has_are_named():
+def test_other_scales_are_named_with_their_layers():
     for k, v, said in (
         (K, V, []),
         (times(1 + 2**-9, K), V, []),  # rounded through bfloat16
@@ -399,6 +405,9 @@ def test_other_scales_and_layers_that_only_one_side_has_are_named():
         assert report.problems == said
         wrong = sum(problem.count(",") + 1 for problem in said)
         assert str(report) == "; ".join([f"fp8kv: {6 - wrong} of 6 KV scales in use, FP8 cache", *said])
+
+
+def test_layers_that_only_the_files_or_only_the_engine_has_are_named():
     found = files()
     said = "{} has no scale in the files and is at 1.0 in layer 3"
     assert problems([*K, (1.0,)], [*V, (1.0,)], found) == [said.format("K"), said.format("V")]
@@ -411,7 +420,7 @@ def test_other_scales_and_layers_that_only_one_side_has_are_named():
     assert (str(report), report.problems) == ("fp8kv: 3 layers in 16 bits", [])
 
 
-def test_scales_that_nobody_can_use_or_measured_are_not_in_use_and_a_baked_model_is_right_at_1():
+def test_scales_that_nobody_can_use_or_measured_are_not_in_use():
     unusable, unmeasured = "has no usable scale in the files", "is 1.0 in the files, which nobody measured"
     for k, said in ((0.0, unusable), (float("nan"), unusable), (1.0, unmeasured)):
         assert problems([(k,)], [(0.5,)], files([(k,)], [(0.5,)])) == [f"K {said} in layer 0"]
@@ -419,6 +428,9 @@ def test_scales_that_nobody_can_use_or_measured_are_not_in_use_and_a_baked_model
     said = ["V has no scale in the files and is at 1.0 in layer 0"]
     for v, expected in ((0.5, []), (1.0, said), (0.25, ["V is not the file's in layer 0"])):
         assert problems([(0.5,)], [(v,)], files([(0.5,)], [])) == expected
+
+
+def test_a_model_that_was_baked_is_right_at_1_and_no_other_scale():
     found = layers_of_files(files((), ()), range(3))
     report = loaded_scales.compare(held(AT_1, [*AT_1[:2], (0.5,)]), found, Place(fnuz=True))
     said = "fp8kv: 5 of 6 KV scales in use, FP8 cache; the model is baked: 1.0 is right; V is "

@@ -308,7 +308,7 @@ def output_of(*command):
     return Path(command[command.index("-o") + 1])
 
 
-def test_strip_gives_back_every_file_but_what_was_edited_since(source, in_formats, tmp_path):
+def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(source, in_formats, tmp_path):
     for name in FORMS:
         back = output_of("strip", in_formats / name, "-o", tmp_path / name / "back")
         assert contents(back) == contents(source), name
@@ -323,7 +323,10 @@ def test_strip_gives_back_every_file_but_what_was_edited_since(source, in_format
         succeeded(calibrate(own, "--in-place", "--seed", seed))
     for out in (repaired, twice, own):
         assert contents(output_of("strip", out, "-o", tmp_path / f"{out.name}-back")) == contents(source)
-    edited, old = (shutil.copytree(in_formats / x, tmp_path / f"{x}-copy") for x in ("vllm", "tgi"))
+
+
+def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, in_formats, tmp_path):
+    edited, old = (shutil.copytree(in_formats / name, tmp_path / name) for name in ("vllm", "tgi"))
     edit_json(edited / "config.json", rope_theta=5.0)
     back = output_of("strip", edited, "-o", tmp_path / "back")
     assert config_of(back) == {**config_of(source), "rope_theta": 5.0}

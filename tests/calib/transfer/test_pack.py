@@ -38,7 +38,7 @@ from calib.transfer.hub import check_hub_id
 from calib.transfer.pack import license_of
 
 
-def test_a_pack_holds_all_but_weights_and_two_runs_do_not_write_it_at_once(model, measured, pack, tmp_path):
+def test_a_pack_holds_all_but_weights(model, measured, pack, tmp_path):
     assert {file.name for file in pack.iterdir()} == PACK_FILES
     same = ("checkpoint", "dataset", "versions", "recipe", "layers", "marks", "warnings")
     assert [report_of(pack)[key] for key in same] == [report_of(measured)[key] for key in same]
@@ -51,6 +51,9 @@ def test_a_pack_holds_all_but_weights_and_two_runs_do_not_write_it_at_once(model
         assert factors["scaling_factor"]["0"][str(layer["layer_idx"])] == larger
     written = calibrated(model, tmp_path / "json", "--format", "json") / "kv_cache_scales.json"
     assert (pack / "kv_cache_scales.json").read_text() == written.read_text()
+
+
+def test_what_is_printed_and_written_anew_but_not_by_two_runs_at_once(measured, tmp_path):
     out = tmp_path / "a pack"
     done = fp8kv("pack", measured, "-o", out)
     sizes = {file.name: file.stat().st_size for file in out.iterdir()}

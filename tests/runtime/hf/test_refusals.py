@@ -182,7 +182,7 @@ def causal(window=None, starts=(0, 2)):
     return visible[:, None] if window is None else (visible & (columns > rows - window))[:, None]
 
 
-def test_masks_that_kernels_apply_and_one_that_layers_of_other_windows_share(monkeypatch):
+def test_masks_that_kernels_apply_and_those_that_they_do_not():
     for window in (None, 2):
         for mask in (causal(window), torch.zeros(2, 1, 3, 6).masked_fill(~causal(window), -torch.inf)):
             check_mask(mask, 3, torch.tensor([0, 2]), window)
@@ -199,6 +199,9 @@ def test_masks_that_kernels_apply_and_one_that_layers_of_other_windows_share(mon
     ):
         with pytest.raises(AttentionError, match=f"^the Triton kernels apply causal masks with a .* {PAD}$"):
             check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)
+
+
+def test_a_mask_that_several_layers_share_is_checked_for_each_window(monkeypatch):
     checked = []
     monkeypatch.setattr(attention, "check_mask", lambda *arguments: checked.append(arguments[-1]))
     rows, one, other = SimpleNamespace(checked_masks=[]), causal(), causal()

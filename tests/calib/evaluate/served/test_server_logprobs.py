@@ -395,7 +395,7 @@ def test_certificates_are_checked(fake, monkeypatch):
         refuses(by_number, "certificate is not valid for '127.0.0.1'", "give the host that it names")
 
 
-def test_something_that_speaks_no_http_is_running_and_causes_that_form_a_circle(fake):
+def test_something_that_speaks_no_http_is_running(fake):
     def accept(server):
         for answer in (b"SSH-2.0-OpenSSH_9.6\r\n", b""):
             with server.accept()[0] as connection:
@@ -411,6 +411,9 @@ def test_something_that_speaks_no_http_is_running_and_causes_that_form_a_circle(
     with running(fake) as url:
         said = refuses(url.replace("http", "https"), "it gives no answer in TLS; does it take http://?")
     assert "is it running" not in said
+
+
+def test_causes_that_form_a_circle():
     error, cause = OSError(5, "Input/output error"), ConnectionRefusedError()
     error.__cause__, cause.__context__ = cause, error
     assert _explanation(error).startswith("Connection refused; is it running?")
