@@ -210,7 +210,7 @@ class PagedKVCache:
         return replace(sequence, block_ids=block_ids, token_ids=token_ids, digests=digests)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget all tokens after the first `length`."""
+        """Forget all tokens after the first `length`; a ValueError if there are fewer."""
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
         num_blocks = self._count_blocks(length)
@@ -338,7 +338,7 @@ class BlockPool:
         self._references[block_id] += 1
 
     def release(self, block_id: int) -> None:
-        """Count one sequence less that holds the block."""
+        """Count one sequence less that holds the block; a ValueError if none does."""
         if self._references[block_id] < 1:
             raise ValueError(f"block {block_id} is free already")
         self._references[block_id] -= 1

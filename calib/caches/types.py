@@ -140,7 +140,7 @@ class CacheType:
 
 
 def cache_type(name: str) -> CacheType:
-    """Return the cache type called `name`, of ALL_CACHES or UNSIMULATED."""
+    """Return the cache type called `name`, of ALL_CACHES or UNSIMULATED; refuse other names."""
     if name not in _TYPES:
         hint = did_you_mean(name[:40], ALL_CACHES)
         raise InputError(f"cache '{name[:40]}' is not one of {', '.join(ALL_CACHES)}{hint}")

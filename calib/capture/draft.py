@@ -158,7 +158,10 @@ def layers_read(drafter: ModelDirectory, model: PreTrainedConfig, recipe: Recipe
 def read_by_drafter(
     attention: AttentionMap, model: PreTrainedModel, drafter: ModelDirectory, layers: tuple[int, ...]
 ) -> AttentionMap:
-    """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own."""
+    """Put the cache of `drafter`, which reads the inputs of `layers`, in the place of the model's own.
+
+    Refuse weights that are not as its config says.
+    """
     config: Any = read_config(drafter.path, drafter.config, trust_remote_code=False)
     weights, (name,) = all_weights(drafter, model.dtype), drafter.modules
     device = next(model.get_submodule([*attention.cached][-1]).parameters()).device

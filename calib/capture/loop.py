@@ -78,7 +78,7 @@ def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Running
 
 
 def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
-    """Return the statistics of all batches that were added to `layers`, at least one."""
+    """Return the statistics of all batches that were added to `layers`; an InputError if no token counts."""
     if not any(layer.tokens for layer in layers.values()):
         raise InputError("there is nothing to calibrate on: no token was read that counts")
     return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)

@@ -41,7 +41,7 @@ class World:
         return self.rank == 0
 
     def share(self, batches: Sequence[Item]) -> Sequence[Item]:
-        """Return this rank's batches: every `size`-th, so that long and short ones are spread."""
+        """Return this rank's batches, every `size`-th, long and short ones alike; refuse too few for all."""
         if len(batches) < self.size:
             raise InputError(
                 f"{self.size} processes cannot share {len(batches)} batches; start fewer processes, or use a "
@@ -93,7 +93,7 @@ class World:
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Join the other processes of this run, if a launcher has started any."""
+    """Join the other processes of this run, if a launcher has started any; refuse what cannot be joined."""
     size = _environment("WORLD_SIZE", 1)
     if size == 1:
         yield World()

@@ -66,7 +66,10 @@ class SavedProgress:
     _saved_at: float = field(default_factory=time.monotonic)
 
     def load(self) -> tuple[KVStats | None, int]:
-        """Return an earlier run's statistics and how many batches they cover, or None and 0."""
+        """Return an earlier run's statistics and the batches they cover, or None and 0.
+
+        Refuse progress of a run with other inputs.
+        """
         if not self.path.exists():
             return None, 0
         stats, progress = load_progress(self.path)
@@ -82,7 +85,7 @@ class SavedProgress:
         return stats, int(progress["batches"])
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
-        """Save `stats` of the first `batches`, if the last time is long enough ago."""
+        """Save `stats` of the first `batches` if the last time is long ago; refuse where it cannot."""
         if time.monotonic() - self._saved_at < self.every_seconds:
             return
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
@@ -111,7 +114,7 @@ def remove_progress(path: Path) -> None:
 
 @dataclass
 class Share:
-    """The `batches` of one process; `stats` covers the first `batches_read`.
+    """The `batches` of one process; `stats` covers the first `batches_read`, or is refused.
 
     With `resume`, reading continues where `saved` says that an earlier run of the same inputs was stopped.
     `advance` is called with the tokens of each batch.

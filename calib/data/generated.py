@@ -41,7 +41,7 @@ def sample_from_model(
     """Let the model write each sample from BOS at temperature 1, up to `seq_len` tokens.
 
     Without a BOS token it starts from EOS, else from a random token. Samples that end at once are
-    drawn again. The caller's random state is left as it was.
+    drawn again; a model that ends every one is refused. The caller's random state is left as it was.
     """
     from transformers import GenerationConfig
 

@@ -16,7 +16,7 @@ QUOTED_FAILURE = "LocalEntryNotFoundError"
 
 
 def find_split(recipe: DataRecipe) -> str:
-    """Return the split to read: `recipe.split`, or the one for training, or for evaluation."""
+    """Return the split to read: `recipe.split`, or the one for training, or evaluation; refuse others."""
     import datasets
 
     with _errors_explained(recipe.dataset):

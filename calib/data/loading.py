@@ -126,6 +126,7 @@ def load_data(
     The same recipe, tokenizer and data give the same samples. `load_model` is called for the
     datasets 'self' and 'random' only, so that a bad dataset is found before weights are read. Pictures are
     read with `reader`, where the recipe or one of the first rows names any; without it, text alone is.
+    Raises an InputError for a dataset that gives no such samples.
     """
     has_pictures = bool(recipe.images or recipe.audio) or recipe.dataset in (PICTURES, MORE_PICTURES)
     reader = reader if reader and takes_media(reader.checkpoint.config) else None

@@ -74,7 +74,8 @@ class MediaReader:
     def read(self, rows: Iterable[LocatedRow], recipe: DataRecipe, folder: Path | None) -> Tokenized:
         """Make samples of rows until there are `recipe.samples`; paths in them are relative to `folder`.
 
-        Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut.
+        Text behind the last picture or sound is cut at `recipe.seq_len`; these are never cut. Refuse a
+        dataset of which none can be read.
         """
         skipped = SkippedRows()
         samples = [*islice(skipped.others(rows, lambda row: self._read(row, recipe, folder)), recipe.samples)]

@@ -70,7 +70,10 @@ class SkippedRows:
     unusable: list[str] = field(default_factory=list)  # places and reasons
 
     def others(self, rows: Iterable[LocatedRow], read: Callable[[Row], T]) -> Iterator[T]:
-        """Yield what `read` returns of other rows, tokens last; end early where the first ones have none."""
+        """Yield what `read` returns of other rows, tokens last; end early where the first ones have none.
+
+        Raises an InputError that names the row.
+        """
         has_tokens = False
         for where, row in rows:
             try:
@@ -127,6 +130,7 @@ def tokenize_rows(
     """Tokenise rows until there are `recipe.samples` documents, or pieces of documents.
 
     Documents give their beginnings. Where these are too few, long ones give more; see `Pieces`.
+    Raises an InputError where no row has text.
     """
     pieces, skipped = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer)), SkippedRows()
     long_chats: list[tuple[int, list[Message], list[int]]] = []
@@ -343,7 +347,10 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
-    """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot say it."""
+    """Write a chat with the template of a tokenizer or processor; a TemplateRefusal if it cannot.
+
+    Raises an InputError without a template.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             "the dataset holds chats but the model has no chat template; use a dataset with a text "

@@ -321,7 +321,7 @@ def load_catalogue() -> dict[str, Engine]:
 
 
 def find_engine(name: str, version: str | None = None) -> Engine:
-    """Find the file of an engine that holds for `version`, or for the newest."""
+    """Find the file of an engine that holds for `version`, or for the newest; refuse others."""
     engines = [engine for engine in reversed(load_catalogue().values()) if engine.name == name]
     if not engines:
         names = dict.fromkeys(engine.name for engine in load_catalogue().values())

@@ -214,7 +214,7 @@ def _head_values(directory: ModelDirectory, letter: str, tensor: ScaleTensor, pl
 
 
 def heads_of(directory: ModelDirectory, layer: int) -> tuple[int, int]:
-    """Return query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
+    """Return query heads and KV heads of a layer by config.json, or raise `NotKnown` or `Refused`."""
     config = layer_config(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")
     if heads is None or kv_heads is None:

@@ -16,7 +16,7 @@ _NO_CACHE = Method(kind="none", why="its config names no FP8 KV cache, so no lay
 
 
 def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
-    """Return how the engine reads scales under the directory's config; None where there is none."""
+    """Return how the engine reads scales under the directory's config, None without; or raise `Refused`."""
     config = directory.quantization
     if config is None:
         return engine.without_method

@@ -116,7 +116,7 @@ def pool(pages: Sequence[Pages], tokens: int, in_flight: int) -> Pool:
 def layer_pages(
     config: Any, layers: Layers, cache: CacheType | None, in_16_bits: Set[int], gpu: str
 ) -> list[Pages]:
-    """Return the pages of each layer, before those of different sizes are made equal."""
+    """Return the pages of each layer, before those of different sizes are made equal; refuse unknown ones."""
     shapes, first = layers.shapes, next(iter(layers.shapes.values()))
     skipped = {*shapes} if cache is None else in_16_bits | cache.edges(layers)
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)

@@ -76,6 +76,7 @@ def simulate_attention(
 
     Layers without scales keep the model's own. `with_queries`: engines load query scales; without,
     queries in FP8 have scale 1.0. `dtype` is that of the model; engines have bfloat16 for float32.
+    What is returned raises an AttentionError for a model that adds a bias to scores.
     """
     layers = {layer.layer_idx: layer for layer in scales.expand_shared().values()}
     own_dtype = torch.bfloat16 if dtype == torch.float32 else dtype

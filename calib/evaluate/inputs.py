@@ -80,7 +80,7 @@ def whole_text_only(suite: Suite) -> Suite:
 
 
 def complete_recipe(recipe: Recipe, suite: Suite, *, with_other_text: bool = True) -> Recipe:
-    """Add the suite's lengths, and all that a variant may need; pictures and sound are other text."""
+    """Add the suite's lengths, and what variants may need; pictures and sound are other text, or refused."""
     data, settings, built_in = recipe.data, recipe.evaluation, (*BUILTIN, *GENERATED)
     dataset = settings.dataset or data.dataset
     both, pictures = (data.dataset, dataset), {PICTURES, MORE_PICTURES}
@@ -117,7 +117,7 @@ def name_scales(directories: Sequence[Path]) -> list[str]:
 
 
 def open_named_scales(directories: Sequence[Path], checkpoint: ModelDirectory) -> dict[str, ScalesForModel]:
-    """Read the scales in each directory, by the names of `name_scales`."""
+    """Read the scales in each directory, by the names of `name_scales`; refuse one that is given twice."""
     repeated = next((path for path in directories if directories.count(path) > 1), None)
     if repeated is not None:
         raise InputError(f"--scales '{repeated}' is given twice; give every directory once")

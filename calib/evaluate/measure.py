@@ -167,7 +167,7 @@ def _cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int) ->
 
 
 def choose_searched(variants: Sequence[Variant]) -> Variant:
-    """Return the first of --scales, or else `attn_head`, or else any scales that engines load."""
+    """Return the first of --scales, or else `attn_head`, or any scales that engines load; refuse without."""
     ranks = {"given": 0, "attn_head": 1}
     loadable = [variant for variant in variants if variant.is_loadable]
     if not loadable:

@@ -48,7 +48,8 @@ class Tasks(NamedTuple):
 def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
     """Find tasks by lm-eval's name, YAML file or directory of them, and read their datasets.
 
-    A path has a slash or ends in .yaml. `limit` documents of each task are used; None: all.
+    A path has a slash or ends in .yaml. `limit` documents of each task are used; None: all. Refuse
+    unknown tasks, and one that is given twice.
     """
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     if specs:
@@ -68,7 +69,7 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
 
 
 def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
-    """Find lm-eval's `TaskManager`, and what it is to load for `specs`, without reading datasets."""
+    """Find lm-eval's `TaskManager`, and what it loads for `specs`; an InputError without lm-eval."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
     specs = [*dict.fromkeys(specs)]

@@ -220,7 +220,10 @@ def check_variant(condition: Condition, variants: Iterable[str]) -> None:
 
 
 def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
-    """List where the condition is met: by the variant it names, or `subjects`, or one of their modalities."""
+    """List where the condition is met: by the variant it names, or `subjects`, or one of their modalities.
+
+    Raises an InputError where its figure was not measured.
+    """
     check_variant(condition, report.variants)
     names = subjects if condition.variant is None else [condition.variant]
     if not names:

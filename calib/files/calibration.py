@@ -49,7 +49,10 @@ def read_report(directory: Path) -> dict[str, Any]:
 
 
 def parse_report(directory: Path, pack: Pack | None) -> dict[str, Any]:
-    """Read the report of a calibration whose files were compared with the manifest of its `pack`, if any."""
+    """Read the report of a calibration whose files were compared with the manifest of its `pack`, if any.
+
+    Raises an InputError where it is missing, damaged or of another version.
+    """
     file = directory / CALIBRATION_FILE
     if not file.exists():
         problem = f"'{directory}' has no {CALIBRATION_FILE}: it is not a calibration"
@@ -68,7 +71,7 @@ def parse_report(directory: Path, pack: Pack | None) -> dict[str, Any]:
 
 
 def statistics_file(path: Path) -> Path:
-    """Return the statistics file `path`, or the one in the directory `path`."""
+    """Return the statistics file `path`, or the one in the directory `path`; refuse a path without."""
     file = path / STATS_FILE if path.is_dir() else path
     if not path.exists():
         raise InputError(f"cannot read statistics: '{path}' does not exist")

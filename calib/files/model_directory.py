@@ -280,7 +280,7 @@ def open_model_directory(
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Read which file holds each tensor, all in the directory itself; None without an index."""
+    """Read which file holds each tensor; None without an index. Refuse files outside of the directory."""
     if not (path / INDEX_FILE).exists():
         return None
     weight_map = read_object(path / INDEX_FILE).get("weight_map")

@@ -135,7 +135,10 @@ class StoredScales:
         return modules
 
     def layers_by_module(self) -> dict[str, StoredLayer]:
-        """Return layers by attention module, also those without a scale, without unusable query scales."""
+        """Return layers by attention module, also those without a scale, without unusable query scales.
+
+        Raises an InputError where scales have no module.
+        """
         modules = self.modules()
         layers = {index: StoredLayer(index) for index in modules if index is not None}
         layers |= {layer.layer: layer for layer in self.layers}

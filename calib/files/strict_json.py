@@ -14,7 +14,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file, as `parse_object` reads it from text."""
+    """Read a JSON object from a file, as `parse_object` reads it from text; refuse huge files."""
     size = regular_size(path)
     if size > MAX_BYTES:
         raise InputError(f"'{path}' has {size:,} bytes; no such file has more than {MAX_BYTES:,}")

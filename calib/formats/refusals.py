@@ -74,7 +74,7 @@ class FormatRefusal(UnsupportedExportError):
 
 @contextmanager
 def refusals_of(command: Command) -> Iterator[None]:
-    """Name the flags of `command` in refusals of formats."""
+    """Name the flags of `command` in refusals of formats: an UnsupportedExportError for a FormatRefusal."""
     try:
         yield
     except FormatRefusal as refusal:

@@ -12,7 +12,7 @@ from calib.scales.scales import KVScales
 
 
 def scales_json(model: ScaledModel) -> Export:
-    """Export the JSON alone; engines take it beside the unchanged model."""
+    """Export the JSON alone, which engines take beside the unchanged model; refuse a config without sizes."""
     scales, checkpoint = model.scales, model.checkpoint
     model_type, num_layers = checkpoint.text_config.get("model_type"), checkpoint.num_layers
     if not isinstance(model_type, str) or num_layers is None:

@@ -47,7 +47,7 @@ class LayerwiseModel:
 
 
 def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Recipe) -> LayerwiseModel:
-    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights."""
+    """Prove that `model`, made by `load_skeleton`, can run layer by layer, or refuse; find its weights."""
     device, limit = execution_device(recipe.device), memory_limit(recipe.max_memory)
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
     if in_use + layer > limit:
@@ -87,6 +87,7 @@ def calibrate_layerwise(
 
     Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
     that do not fit lie under `directory`. `progress` advances by the tokens of each batch, in all.
+    Raises a CalibrationError that names the layer and the sample with NaN or Inf.
     """
     attention = source.parts.attention
     always = resident_bytes() + statistics_bytes(attention, recipe)

@@ -105,7 +105,10 @@ class MemoryPlan:
 def plan_memory(
     model: PreTrainedModel, stages: Stages, batches: Sequence[Batch], always: int, limit: int
 ) -> MemoryPlan:
-    """Divide the memory that the process may still take: `limit` bytes, `always` of them taken."""
+    """Divide the memory that the process may still take: `limit` bytes, `always` of them taken.
+
+    Refuse a limit under which one layer and one batch do not fit.
+    """
     layers = [stage.tensors for stage in stages.layers]
     shapes = {batch.input_ids.shape for batch in batches}
     working = max(activation_bytes(model.config, model.dtype, layers, *shape) for shape in shapes)

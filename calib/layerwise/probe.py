@@ -39,7 +39,7 @@ Calls = dict[str, list[Tensor]]
 
 @torch.inference_mode()
 def probe_layers(model: PreTrainedModel, device: torch.device) -> DecoderParts:
-    """Find the layers of `model`, and prove that it computes the same when they run one at a time.
+    """Find the layers of `model`, and prove that it computes the same when they run one at a time, or refuse.
 
     The model is on the meta device, before and after; `device` is where to compute.
     """
@@ -87,7 +87,7 @@ def _compare_whole(
 
 
 def find_layers(model: PreTrainedModel, attention: AttentionMap) -> DecoderParts:
-    """Find the list of layers that all attention modules are in."""
+    """Find the list of layers that all attention modules are in; refuse a model without one."""
     for name, module in model.named_modules():
         prefix = f"{name}."
         cached = [n.removeprefix(prefix) for n in attention.cached if n.startswith(prefix)]

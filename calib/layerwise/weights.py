@@ -41,6 +41,7 @@ def load_skeleton(
 
     transformers itself loads it, from meta tensors instead of weights, so names, dtypes, fused experts
     and tied embeddings are those of a model in memory. Buffers that are computed are as real as ever.
+    Raises an InputError for quantised weights that only transformers reads.
     """
     if is_quantized(config):
         raise InputError(

@@ -184,7 +184,7 @@ def fit_seq_len(config: PreTrainedConfig, tokens: int, *, is_default: bool) -> t
 
 
 def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build a model on the meta device, where weights take no memory."""
+    """Build a model on the meta device, where weights take no memory; refuse a model of several."""
     auto = auto_class(config)
     with (
         explain_nonsense(f"the config of this {config.model_type} makes no model"),
@@ -202,7 +202,7 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the auto class of transformers that builds this causal language model, and its towers."""
+    """Return transformers' auto class that builds this causal language model, and its towers; or refuse."""
     # the first one leaves the towers of Qwen3.5 and others out; in transformers 5.24 Llama 4 fails with them
     step = -1 if takes_media(vars(config)) and config.model_type != "llama4" else 1
     for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)[::step]:
@@ -213,7 +213,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 @contextmanager
 def explain_nonsense(message: str) -> Iterator[None]:
-    """Turn transformers' errors about impossible config values into one line."""
+    """Turn transformers' errors about impossible config values into an InputError of one line."""
     try:
         yield
     except Fp8kvError:

@@ -140,7 +140,7 @@ class LazyWeight:
 
 
 def load_tokenizer(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer."""
+    """Load the model's tokenizer; an InputError if its files are missing or damaged."""
     files = [checkpoint.path / name for name in _TOKENIZERS]
     for file in [file for file in files if file.exists()][:1]:
         regular_size(file)

@@ -90,7 +90,7 @@ def ask_hub(kind: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
 
 
 def builtin_model(name: str) -> Path:
-    """Return the directory of a built-in model, made on first use in the user's cache."""
+    """Return the directory of a built-in model, made on first use in the user's cache; refuse other names."""
     if name != _BUILTIN:
         raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
     directory = cache_folder("XDG_CACHE_HOME") / "fp8kv" / "smollm2-135m-instruct"

@@ -141,7 +141,7 @@ class AttentionWeights:
         return any(not [*norm.parameters()] for norm in norms)
 
     def norms(self) -> Iterator[tuple[str, str, nn.Module]]:
-        """Yield the norms of Q and K that have weights: q or k, name and module."""
+        """Yield the norms of Q and K that have weights: q or k, name and module; refuse a norm of both."""
         for child, norm in self.module.named_children():
             if (part := _NORMS.get(child)) and not self.normalises("k"):
                 _norm_parameters(f"{self.name}.{child}", norm)
@@ -183,7 +183,7 @@ class AttentionWeights:
             yield WeightChange(self.name, f"{child}.bias", rows)
 
     def find_linear(self, *names: str) -> tuple[str, nn.Linear]:
-        """Return the first of `names` that is a linear layer, and that layer."""
+        """Return the first of `names` that is a linear layer, and that layer; refuse a module without."""
         for child in names:
             linear = getattr(self.module, child, None)
             if isinstance(linear, nn.Linear):
@@ -224,7 +224,10 @@ def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
 def list_changes(
     model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
 ) -> list[WeightChange]:
-    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1."""
+    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1.
+
+    Refuse a tensor that would be multiplied twice.
+    """
     changes: dict[int, WeightChange] = {}  # by parameter
     for name, layer in factors.items():
         weights = AttentionWeights(modules[name], model.get_submodule(name))
@@ -247,7 +250,10 @@ def list_changes(
 def head_changes(
     weights: AttentionWeights, factors: LayerFactors, makes: str = "qkv"
 ) -> Iterator[WeightChange]:
-    """Yield the changes that give K and V `factors`, of a module that `makes` these, or Q alone."""
+    """Yield the changes that give K and V `factors`, of a module that `makes` these, or Q alone.
+
+    Raises an UnsupportedModelError where weights cannot hold them.
+    """
     for x in "kv":
         if weights.normalises(x) and bool((getattr(factors, x) != 1).any()):
             undoes = f"normalises {x.upper()}, which undoes a factor in front of it"
@@ -278,7 +284,7 @@ def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator
     Keys and values are made of the latent, so what reads it is divided by its factor. Every head's query
     meets k_pe, so queries are divided by the factor of k_pe, and the keys that are made of the latent are
     multiplied by it. Dividing whole queries suits weights that are quantised in blocks: in DeepSeek-V3 a
-    block of 128 rows holds parts of a query with RoPE and without, but keys or values.
+    block of 128 rows holds parts of a query with RoPE and without, but keys or values. Refuse other modules.
     """
     cached, children, k_pe = weights.cached, dict(weights.module.named_children()), factors.v[0]
     if _LATENT_NORM not in children:

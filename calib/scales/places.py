@@ -106,7 +106,7 @@ class LayerPlaces:
 
 
 def read_places(directory: Path) -> list[LayerPlaces]:
-    """Read the places beside a calibration's scales; return none where no statistics hold them."""
+    """Read the places beside a calibration's scales; none where nothing holds them; refuse damaged ones."""
     path = directory / STATS_FILE
     if not path.is_file():
         return []

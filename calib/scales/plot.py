@@ -25,7 +25,10 @@ def check_can_draw(flag: str) -> None:
 
 
 def plot_scales(scales: StoredScales, path: Path, places: Sequence[LayerPlaces] = ()) -> None:
-    """Draw K, V and Q scales over the layers, a range where there are several; `places` in a second panel."""
+    """Draw K, V and Q scales over the layers, a range where there are several; `places` in a second panel.
+
+    Raises an InputError where `path` cannot be written.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise InputError(f"--plot {path}: give a name that ends with {', '.join(_SUFFIXES)}")
     check_can_draw("--plot")

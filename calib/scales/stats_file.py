@@ -45,7 +45,10 @@ _ROUNDING = {"BF16": 2**-8, "F16": 2**-10}
 def save_stats(
     stats: KVStats, path: str | os.PathLike[str], *, progress: dict[str, Any] | None = None
 ) -> None:
-    """Write `stats` to the file `path`, with the `progress` of a run that is not finished."""
+    """Write `stats` to the file `path`, with the `progress` of a run that is not finished.
+
+    Raises an InputError where it cannot be written.
+    """
     path = to_path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"cannot write '{path}': it is a folder, or its folder is not there")

@@ -144,7 +144,7 @@ def records_json(records: Sequence[TextRecord | None]) -> dict[str, Any]:
 
 
 def read_records(file: Path) -> Records:
-    """Read the records in a JSON file, as `save_records` or a bake writes it."""
+    """Read the records in a JSON file, as `save_records` or a bake writes it; refuse others."""
     try:
         return tuple(RecordsFile.model_validate(read_object(file)).records)
     except ValidationError as error:

@@ -30,7 +30,7 @@ class ScalesEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes."""
+        """Add the routes, which answer 503 where workers do not, and 404 where nothing is watched."""
         from fastapi import HTTPException  # type: ignore[import-not-found]
 
         def refuse(error: Exception) -> NoReturn:

@@ -86,7 +86,7 @@ def _used_copies(engine: Engine, backend_name: str) -> tuple[tuple[str, ...], ..
 def read_files(model: str, revision: str | None, loading: Any) -> StoredScales | None:
     """Read the scales of the files that an engine has loaded; None: there are none, and 1.0 is not right.
 
-    Of a model that was baked for FP8 they have no layers.
+    Of a model that was baked for FP8 they have no layers. Raises a ValueError for dummy weights.
     """
     if loading.load_format == "dummy":
         raise ValueError("the weights are dummies")

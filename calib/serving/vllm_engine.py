@@ -44,7 +44,10 @@ def identify(_: Any, value: str) -> None:
 
 
 def watch_core(module: ModuleType) -> None:
-    """Compare all scales before caches are made, and after every call of all workers."""
+    """Compare all scales before caches are made, and after every call of all workers.
+
+    An engine that sleeps refuses new scales.
+    """
     core = module.EngineCore
 
     @wrap(core, "_initialize_kv_caches")
@@ -77,8 +80,9 @@ def watch_core(module: ModuleType) -> None:
 def refresh(core: Any) -> ScalesInForce | None:
     """Ask all workers what they compute with; return what has changed since the last time.
 
-    Where every scale must be used and is not, the next step ends the engine, if no call mends it before.
-    A new fingerprint also keeps blocks of before from being found in this engine's own prefix cache.
+    Where every scale must be used and is not, the next step ends the engine by a ScalesNotUsedError, if no
+    call mends it before. A new fingerprint also keeps blocks of before from being found in this engine's own
+    prefix cache.
     """
     executor = core.model_executor
     try:

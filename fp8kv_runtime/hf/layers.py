@@ -202,7 +202,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self._length = length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""
+        """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative; else a ValueError."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus the tokens to remove, got {tokens_to_remove}")
         self._length = max(0, self._length + tokens_to_remove)

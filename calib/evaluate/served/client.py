@@ -97,7 +97,7 @@ class Answers:
 
 
 class Server:
-    """A server at `url`; it has 120 seconds for all its answers together."""
+    """A server at `url`; it has 120 seconds for all its answers together. Other URLs are refused."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -118,7 +118,7 @@ class Server:
         self._start, self._requests = 0.0, 0
 
     def choose_model(self, name: str | None) -> ServedModel:
-        """Start the clock. Return the served model of that name; without one, the only model."""
+        """Start the clock. Return the served model of that name; without one, the only model, or refuse."""
         self._start = time.monotonic()
         models = self._send("models", None, _ModelList).data
         candidates = [model for model in models if name in (None, model.id)]

@@ -33,7 +33,7 @@ class ModuleTensors:
     entries: Mapping[str, Entry]
 
     def require(self, part: str, dtypes: Collection[str], *shapes: Shape) -> str:
-        """Return the name of the tensor `part`, which must have one of `dtypes` and, if any, of `shapes`."""
+        """Return the name of tensor `part`; FormatError unless of one of `dtypes` and, if any, `shapes`."""
         entry, name = self.entries.get(part), f"{self.name}.{part}"
         if entry is None:
             raise FormatError(f"'{self.name}' has no '{part}'; download the model again")
@@ -46,7 +46,7 @@ class ModuleTensors:
         return name
 
     def matrix(self, part: str, dtypes: Collection[str]) -> tuple[int, int]:
-        """Return the shape of the tensor `part`, which must be a matrix."""
+        """Return the shape of the tensor `part`; FormatError unless it is a matrix."""
         name, shape = self.require(part, dtypes), self.entries[part].shape
         if len(shape) != 2 or 0 in shape:
             raise FormatError(f"'{name}' is {[*shape]}, which is not a matrix, {ADVICE}")
@@ -137,7 +137,7 @@ class WeightScheme:
         return CodedWeight(f"{module.name}.weight", (rows, columns), parts, self)
 
     def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
-        """Decode `rows` of a weight of `shape`: [rows, columns] float32."""
+        """Decode `rows` of a weight of `shape`: [rows, columns] float32; FormatError if codes do not fit."""
         if "shape" in tensors and tensors["shape"].tolist() != [*shape]:
             raise FormatError(f"a {self.shape} is not {[*shape]}, as its codes are")
         codes, zeros = self._unpack(tensors, rows)

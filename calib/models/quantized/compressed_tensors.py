@@ -107,7 +107,7 @@ class GroupedFormat(WeightFormat):
 
 
 def read_compressed_tensors(config: QuantizationConfig) -> WeightFormat:
-    """Read a `quantization_config` or a `compression_config`."""
+    """Read a `quantization_config` or a `compression_config`; FormatError for what is not known."""
     if config.get("transform_config") or config.section("sparsity_config").get("format", "dense") != "dense":
         raise FormatError(f"transform_config or sparsity_config is set, {ADVICE}")
     config.choice("quantization_status", ("compressed",), "compressed")

@@ -27,7 +27,7 @@ class QuantizationConfig(dict[str, Any]):
     """A quantization config or a section of it; null is the same as an absent setting."""
 
     def choice(self, key: str, choices: Collection[Any], default: Any = None) -> Any:
-        """Return a setting, which must be one of `choices`."""
+        """Return a setting; FormatError unless it is one of `choices`."""
         value = default if self.get(key) is None else self[key]
         # 4 and 4.0 and True are equal to Python
         if not any(value == choice and type(value) is type(choice) for choice in choices):
@@ -35,7 +35,7 @@ class QuantizationConfig(dict[str, Any]):
         return value
 
     def section(self, key: str) -> "QuantizationConfig":
-        """Return a JSON object inside the config, empty where it is absent."""
+        """Return a JSON object inside the config, empty where it is absent; FormatError for another value."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise FormatError(f"{key} {value!r:.80} is not a JSON object")
@@ -47,7 +47,7 @@ class QuantizationConfig(dict[str, Any]):
         return {name: section.section(name) for name in section}
 
     def group_size(self, default: int | None = None) -> int | None:
-        """Return the columns of a group; None: a group is a whole row."""
+        """Return the columns of a group, or None: a group is a whole row; FormatError for no number."""
         value = self.get("group_size", default)
         if value in (None, -1):
             return None
@@ -56,7 +56,7 @@ class QuantizationConfig(dict[str, Any]):
         return value
 
     def tile(self, key: str) -> tuple[int, int]:
-        """Return rows and columns of a tile: `[128, 128]` or `128x128`."""
+        """Return rows and columns of a tile, `[128, 128]` or `128x128`; FormatError for another value."""
         value: Any = self.get(key)
         sizes = value.split("x") if isinstance(value, str) else value
         is_pair = isinstance(sizes, list) and len(sizes) == 2

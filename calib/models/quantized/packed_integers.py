@@ -96,7 +96,7 @@ def read_awq(config: QuantizationConfig) -> WeightFormat:
 
 
 def read_gptq(config: QuantizationConfig) -> WeightFormat:
-    """Read a `quantization_config` of GPTQ."""
+    """Read a `quantization_config` of GPTQ; FormatError for bits that differ by module."""
     form = config.choice("checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq")
     config.choice("pack_dtype", ("int32",), "int32")
     if any(not pattern.startswith("-:") for pattern in config.section("dynamic")):
@@ -120,7 +120,7 @@ _AUTO_ROUND = {
 
 
 def read_auto_round(config: QuantizationConfig) -> WeightFormat:
-    """Read a `quantization_config` of AutoRound."""
+    """Read a `quantization_config` of AutoRound; FormatError for bits that differ by module."""
     read, setting = _AUTO_ROUND[config.choice("packing_format", tuple(_AUTO_ROUND))]
     config.choice("data_type", ("int",), "int")
     # a module of 16 bits is left alone

@@ -64,7 +64,7 @@ class ExpertsScheme(WeightScheme):
     """Blocks [experts, out, groups, 16] and their scales [experts, out, groups]."""
 
     def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
-        """Decode `rows`, each of which is an expert [in, out]."""
+        """Decode `rows`, experts [in, out]: [experts, in, out] float32."""
         values = unpack_fp4(tensors["codes"][rows])  # [experts, out, groups, 32]
         return (values * scales_to_float(tensors["scale"][rows]).unsqueeze(-1)).flatten(-2).transpose(1, 2)
 
@@ -73,7 +73,7 @@ class ExpertsFormat(WeightFormat):
     """Modules of experts, which hold several weights each: `X_blocks` and `X_scales` of a weight X."""
 
     def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
-        """Yield the fused weights of a module."""
+        """Yield the fused weights of a module; FormatError for other shapes."""
         for part in sorted(part for part in module.entries if part.endswith("_blocks")):
             weight, codes = part.removesuffix("_blocks"), module.require(part, ("U8",))
             shape = module.entries[part].shape
@@ -109,7 +109,7 @@ def _read_modelopt_scheme(config: QuantizationConfig) -> WeightScheme:
 
 
 def read_quark(config: QuantizationConfig) -> WeightFormat:
-    """Read a `quantization_config` of Quark."""
+    """Read a `quantization_config` of Quark; FormatError for settings by layer type or algorithm."""
     export = config.section("export")
     export.choice("weight_format", ("real_quantized",), "real_quantized")
     export.choice("pack_method", ("reorder",), "reorder")  # AWQ's order of integers
