@@ -146,6 +146,7 @@ def _round_query(
 
 
 def _query_scale(query: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Return `scale` [1], or [H, 1, 1] of the largest among heads that share a KV head."""
     scale = torch.ones(1) if scale is None else scale.float()
     if scale.numel() > 1:
         group = query.shape[1] // num_kv_heads
@@ -162,6 +163,7 @@ def _round_weights(weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) ->
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions, order: KernelOrder
 ) -> Tensor:
+    """Attend in a kernel's `order`; arguments and result have the shapes of `fa3_attention`."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     sinks = None if options.sinks is None else options.sinks.float().view(-1, 1, 1)
@@ -189,7 +191,7 @@ def _attend(
 
 
 def _add_tiles(weights: Tensor, value: Tensor, largest: Tensor, tile_size: int, every: int | None) -> Tensor:
-    """Return weights @ value as Hopper's tensor cores add it, the last tile of keys first."""
+    """Return weights [B, H, T, N] @ value [B, H, N, D] as Hopper's tensor cores add it, last tile first."""
     before = torch.full_like(largest[..., :1], -torch.inf)
     output = sums = value.new_zeros(*weights.shape[:-1], value.shape[-1])
     count = 0

@@ -95,6 +95,7 @@ def extend_attention(
 
 
 def _visible(query_len: int, length: int, first: int, window: int | None) -> Tensor:
+    """Return whether each of the last `query_len` tokens sees each of `length`: [T, N] bool."""
     rows = torch.arange(length - query_len, length)[:, None]
     columns = torch.arange(length)[None]
     visible = (columns <= rows) & (columns >= first)

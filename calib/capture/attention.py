@@ -97,9 +97,8 @@ class AttentionMap:
     reader: str  # the module that is given token ids
     note: str = ""  # why that is the decoder, where the whole model may cache something else
     draft: Draft | None = None  # measured besides
-    last_hidden: Tensor | None = field(
-        default=None, compare=False, repr=False
-    )  # of the last token, [B, 1, W]
+    # of the last token, [B, 1, W]
+    last_hidden: Tensor | None = field(default=None, compare=False, repr=False)
 
     def read(
         self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **options: Any

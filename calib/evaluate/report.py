@@ -1,4 +1,7 @@
-"""The report as types; `python -m calib.evaluate.report > docs/report.schema.json` documents them."""
+"""The report as types; KL is in nats per token.
+
+`python -m calib.evaluate.report > docs/report.schema.json` documents them.
+"""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +66,7 @@ class Events(ReportPart):
 
 
 class Exceedance(Events):
-    """The same of one layer, in any of its heads; and of each KV head."""
+    """Such tokens of one layer: with the value in any of its heads, and in each KV head."""
 
     by_head: dict[Tensors, list[int]]
     expected: float | None = None  # events that were predicted
@@ -150,7 +153,7 @@ class ServedCache(CacheFigures):
 
 
 class Recommendation(ReportPart):
-    """The cheapest cache within `budget_kl`, or the best within `budget_bytes`, a share."""
+    """The cheapest cache within `budget_kl`, nats per token, or the best within `budget_bytes`, a share."""
 
     budget_kl: float | None
     budget_bytes: float | None

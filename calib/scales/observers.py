@@ -114,6 +114,7 @@ def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:
 
 
 def _group_histogram(histogram: Tensor | None, strategy: Strategy) -> Tensor:
+    """Return counts [1, NUM_BINS] (tensor) or [H, NUM_BINS]; an InputError without a histogram."""
     if histogram is None:
         raise InputError("these statistics hold no histogram; calibrate with observer mse")
     return histogram.sum(0, keepdim=True) if strategy == "tensor" else histogram

@@ -314,7 +314,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
     """Check that a model's mask is the one the kernels apply.
 
     Args:
-        mask: [B, T] bool, or [B, 1, T, N] bool or additive, for T new of N tokens.
+        mask: [B, N] bool, or [B, 1, T, N] bool or additive, for T new of N tokens.
         num_tokens: T.
         starts: width of each row's left padding in tokens, [B] int32.
         window: sliding window in tokens.

@@ -232,7 +232,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
-    """The same beside the states of Mamba or a convolution, which lie there as they are."""
+    """An `Fp8CacheLayer` beside the states of Mamba or a convolution, which lie there as they are."""
 
     is_croppable = False  # states cannot be taken back
 

@@ -44,7 +44,7 @@ class CacheRows:
         self._slots = torch.empty(0, dtype=torch.int64)
         # of the running forward pass
         self.length = 0  # tokens of each row, the new ones included
-        self.padding: Tensor | None = None  # [B, T] bool, False: padding
+        self.padding: Tensor | None = None  # [B, N], 0: padding
         self.checked_masks: list[tuple[Tensor, int | None]] = []  # with their windows
         self.unread: list[Tensor] = []  # whether earlier masks were right, as a device knows it: one, or none
         self._is_padded: bool | None = None  # as the last prompt was
@@ -184,7 +184,7 @@ class CacheRows:
 
 
 def left_padding(mask: Tensor) -> Tensor:
-    """Return the padding tokens before each row's first token, [B] int32, of a mask [B, T].
+    """Return the padding tokens before each row's first token, [B] int32, of a mask [B, N].
 
     Padding elsewhere is not represented; `check_mask` finds it.
     """

@@ -212,6 +212,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Attention:
 def _attend_with_cudnn(
     query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor, scale: float, front: int, new: int
 ) -> Tensor:
+    """Attend [1, H, T, D] from the `new` tokens behind `front` others; all see `earlier` K and V."""
     out, sums = cudnn(query, key, value, scale, True)
     if earlier:
         before, before_sums = cudnn(query, earlier[0], earlier[1], scale, False)

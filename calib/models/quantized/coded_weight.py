@@ -171,7 +171,7 @@ class WeightScheme:
         return -(-rows // (block_rows or rows)), -(-columns // (block_columns or columns))
 
     def _per_block(self, shape: Shape, values: Tensor, rows: slice) -> Tensor:
-        """Take the scales or zero points of `rows`: [rows, blocks across], or [1, ...] for all rows."""
+        """Take the scales or zero points of `rows`: [rows, blocks], or [1, blocks] for all rows."""
         down, across = self._grid(shape)
         values = values.t() if self.is_transposed else values.reshape(down, across)
         block_rows = self.block[0] or shape[0]
@@ -181,11 +181,11 @@ class WeightScheme:
         return values.repeat_interleave(block_rows, 0)[rows.start % block_rows :][: rows.stop - rows.start]
 
     def _spread(self, values: Tensor, groups: Tensor) -> Tensor:
-        """Give each column the value of its group, in the order of memory, which is several times faster."""
+        """Give each column its group's value: [rows, columns] of [rows, groups], in the order of memory."""
         return values.t()[groups].t() if self.is_transposed else values.index_select(1, groups)
 
     def _groups(self, columns: int, g_idx: Tensor | None) -> Tensor | None:
-        """Return the group of each column; None: groups of one size follow each other."""
+        """Return the group of each column, [columns]; None: groups of one size follow each other."""
         block_columns = self.block[1] or columns
         in_turn = torch.arange(columns) // block_columns
         groups = in_turn if g_idx is None else g_idx.long()
