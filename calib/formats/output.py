@@ -151,8 +151,8 @@ def make_exports(
 def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     """Derive the scales that the recipe asks for and write them, all or nothing."""
     recipe, stats, checkpoint = record.recipe, record.stats, record.checkpoint
-    scales = _written_scales(stats, recipe)
-    draft = _written_scales(record.draft, recipe) if record.draft else None
+    scales = derive_scales(stats, recipe)
+    draft = derive_scales(record.draft, recipe) if record.draft else None
     exports = make_exports(scales, checkpoint, recipe.export, draft)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
     warnings = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
@@ -161,7 +161,7 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     layers, rows = summarize(stats, scales), summarize(record.draft, draft) if record.draft and draft else []
     drafts = (f"{x.module} drafts tokens: K amax {x.k_amax:.4g}, V amax {x.v_amax:.4g}" for x in rows)
     notes = [*record.notes, *drafts]
-    notes += filter(None, (modality_line(stats, recipe.strategy, name) for name in MODALITIES[1:]))
+    notes += filter(None, (modality_line(stats, scales.strategy, name) for name in MODALITIES[1:]))
     if expected := clipped_tokens(stats, scales):
         skipped = recipe.data.skip_first
         notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
@@ -189,12 +189,6 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
         output, directories, recipe, stats.tokens, layers, warnings, doubts, backup,
         {name: each.flags for name, each in exports.items()}, {}, notes, report.get("drafts_for"),
     )  # fmt: skip
-
-
-def _written_scales(stats: KVStats, recipe: Recipe) -> KVScales:
-    """Derive the scales that are written: with `reduce` max the largest of each layer."""
-    scales = derive_scales(stats, recipe)
-    return scales.reduce_max() if recipe.export.reduce == "max" else scales
 
 
 def _report(record: CalibrationRecord, drafts: Sequence[LayerSummary]) -> dict[str, Any]:

@@ -313,15 +313,19 @@ class KVStats:
 
 @check_arguments
 def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
-    """Derive the scales that `recipe` asks for; raises as `KVStats.scales` does."""
-    return stats.scales(
-        strategy=recipe.strategy,
+    """Derive the scales that `recipe` has written; raises as `KVStats.scales` does."""
+    is_reduced = recipe.export.reduce == "max"
+    # the headroom of heads that clip apart would be too large for one scale that clips in few of them
+    is_one = is_reduced and recipe.headroom == "auto"
+    scales = stats.scales(
+        strategy="tensor" if is_one else recipe.strategy,
         observer=make_observer(recipe.observer, recipe.fp8_dtype),
         fp8_dtype=recipe.fp8_dtype,
         headroom=recipe.headroom,
         targets=recipe.targets,
         center_keys=recipe.center_keys,
     )
+    return scales.reduce_max() if is_reduced else scales
 
 
 def bucket_indices(tokens: Tensor) -> Tensor:

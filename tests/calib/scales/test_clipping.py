@@ -63,6 +63,19 @@ def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(s
     assert covered_share(stats, plain, ahead=100, margin=1) == 1
 
 
+def test_one_scale_for_all_heads_has_room_of_its_own(stats):
+    heads = {"strategy": "attn_head", "headroom": "auto"}
+    reduced, whole = (
+        derive_scales(stats, Recipe(**options))
+        for options in (heads | {"export": {"reduce": "max"}}, {"headroom": "auto"})
+    )
+    assert reduced.strategy == "tensor"
+    for name, layer in reduced.layers.items():
+        assert torch.equal(layer.k, whole.layers[name].k)
+        assert torch.equal(layer.v, whole.layers[name].v)
+        assert layer.k < derive_scales(stats, Recipe(**heads)).layers[name].k.max()
+
+
 def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats, first):
     name, layer, plain = first
     own = derive_scales(stats, Recipe(strategy="attn_head")).layers[name]
