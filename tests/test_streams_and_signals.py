@@ -47,9 +47,9 @@ def test_a_full_screen_is_one_line_that_says_what_was_written(tiny_directory, tm
         monkeypatch.setattr(sys, "stdout", full)
         assert app(["calibrate", str(tiny_directory), "-o", str(out), *SMALL], standalone_mode=False) == 2
     said = f"fp8kv: cannot print: No space left on device; written: '{out}'"
-    # without a terminal there is no bar
+    # without a terminal there is no bar, and nothing is said of a short stage
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert lines == ["load", "calibrate", "write", said]
+    assert lines == [said]
     assert (out / "config.json").exists()
 
 

@@ -22,7 +22,7 @@ _RATE_SECONDS = 60.0  # that a rate is of: the first batch is slow, and files di
 
 
 class StageReporter:
-    """The stages of a job: a line for each when it begins and ends, and every `interval` seconds between.
+    """The stages of a job: what `line` makes of each when it begins, every `interval` seconds, and at its end.
 
     rich counts and times them, and draws a bar in place of lines where `line` is None.
     """
@@ -167,10 +167,9 @@ def json_line(task: "Task", event: str) -> str:
 
 
 def log_line(task: "Task", event: str) -> str:
-    """Return the name of a stage that begins, and how far it is later; nothing at its end."""
+    """Return how far a stage is that takes long; nothing where one begins or ends."""
     detail = f" ({task.fields['detail']})" if task.fields["detail"] else ""
-    running = plain(f"{task.description}{detail}: {figures(task)}")
-    return {"begin": task.description, "running": running}.get(event, "")
+    return plain(f"{task.description}{detail}: {figures(task)}") if event == "running" else ""
 
 
 def figures(task: "Task") -> str:

@@ -73,22 +73,35 @@ class _JsonLines:
         return len(self._starts)
 
     def __getitem__(self, index: int, /) -> LocatedRow:
+        try:
+            return self._read(index)
+        except InputError:
+            for earlier in range(index):  # rows are read in a random order, and the first bad one is told
+                self._read(earlier)
+            raise
+
+    def _read(self, index: int) -> LocatedRow:
         where = f"{self._path}, line {self._numbers[index]}"
         with _errors_explained(where), self._path.open("rb") as file:
             file.seek(self._starts[index])
-            return _located(where, json.loads(file.readline().decode("utf-8-sig")))
+            line = file.readline().decode("utf-8-sig").rstrip("\r\n")
+            return _located(where, json.loads(line))
 
 
 def _read_json(path: Path) -> _JsonLines | list[LocatedRow]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        # a .json file often holds JSON lines: the first value is complete, then comes another
-        if error.msg == "Extra data":
+        # a .json file often holds JSON lines: the first line is a whole value, then comes another
+        if error.msg == "Extra data" and "\n" not in error.doc[: error.pos].strip():
             return _JsonLines(path)
-        raise InputError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+        raise InputError(_json_problem(f"{path}, line {error.lineno}", error)) from None
     rows = value if isinstance(value, list) else [value]
     return [_located(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _json_problem(where: str, error: json.JSONDecodeError) -> str:
+    return f"{where}, column {error.colno}: not valid JSON ({error.msg}); fix or remove it"
 
 
 def _located(where: str, value: Any) -> LocatedRow:
@@ -141,7 +154,7 @@ def _errors_explained(where: str, *library_errors: type[Exception]) -> Iterator[
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON ({error.msg}); fix or remove it") from None
+        raise InputError(_json_problem(where, error)) from None
     except unreadable as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"{where}: cannot be read ({reason}); fix or remove it") from None

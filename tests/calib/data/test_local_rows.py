@@ -67,9 +67,10 @@ def test_a_directory_is_its_readable_files_by_name_and_every_row_says_where_it_i
 
 def test_a_broken_file_is_named_with_its_place(tmp_path):
     for name, text, message in (
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3, column 10: not valid JSON (Exp"),
         ("a.jsonl", "{}\n[1]\n", "a.jsonl, line 2: expected an object or a string, got list"),
-        ("a.json", '[{},\n {"text" 1}]', "a.json, line 2: not valid JSON (Expecting ':' delimiter)"),
+        ("a.json", '[{},\n {"text" 1}]', "a.json, line 2, column 10: not valid JSON (Expecting ':'"),
+        ("a.json", '{\n "text": 1\n}\n}', "a.json, line 4, column 1: not valid JSON (Extra data); fix or "),
         ("a.json", "[{}, 7]", "a.json, row 2: expected an object or a string, got int"),
         ("a.parquet", "this is text", "a.parquet: cannot be read (Parquet magic bytes"),
         ("a.jsonl", "{}\n" + "[" * 100_000, "a.jsonl, line 2: nested too deeply; fix or remove it"),
@@ -80,6 +81,14 @@ def test_a_broken_file_is_named_with_its_place(tmp_path):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(InputError, match=re.escape(message)):
             rows_of(tmp_path / name)
+
+
+def test_of_several_bad_lines_the_first_is_named_in_whatever_order_rows_are_read(tmp_path):
+    rows = open_rows(str(write(tmp_path / "a.jsonl", "{}\n\n[]\n{]\n{}\n{")))
+    for index in (4, 2, 1):
+        with pytest.raises(InputError, match=r"a\.jsonl, line 3: expected an object or a string, got list"):
+            rows[index]
+    assert (rows[0][1], rows[3][1]) == ({}, {})
 
 
 def test_paths_look_local_and_hub_ids_do_not(tmp_path, monkeypatch):

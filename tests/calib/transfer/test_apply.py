@@ -166,10 +166,11 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
 def test_eval_warns_of_scales_of_other_weights_before_it_loads_the_model_and_at_the_end(model, outputs):
     own, other = outputs
     flags = ("--variants", "none", "--samples", "2", "--seq-len", "32", "--allow-few-tokens")
-    done = ran("eval", model, "--scales", own, "--scales", other, "--dataset", "random", *flags)
-    early, said = done.stderr.partition("load\n")[0], f"warning: the scales of '{other}' do not fit"
+    scales, form = ("--scales", own, "--scales", other), ("--progress", "json")
+    done = ran("eval", model, *scales, "--dataset", "random", *flags, *form)
+    early, said = done.stderr.partition('"load"')[0], f"warning: the scales of '{other}' do not fit"
     assert [early.count(said), *map(done.stderr.count, (said, "do not fit"))] == [1, 2, 2]
-    done = fp8kv("eval", model, "--scales", own, "--scales", other, *flags, "--fail-if", "kl>0.5")
+    done = fp8kv("eval", model, *scales, *flags, "--fail-if", "kl>0.5")
     one_line_error(done, said.removeprefix("warning: "), "without --fail-if")
 
 

@@ -316,8 +316,10 @@ def test_there_and_back(hub, model, measured, tmp_path):
     assert not repository.private
     assert f"{hub.url}/me/scales at {repository.head}" in done.stdout
     assert "fp8kv apply me/scales" in done.stdout
-    done = ran("apply", "me/scales", copy(model, tmp_path / "other"), "-o", tmp_path / "out")
-    assert done.stderr.split("warning: ")[0].splitlines() == ["fetch", "load", "compare weights", "write"]
+    flags = ("-o", tmp_path / "out", "--progress", "json")
+    done = ran("apply", "me/scales", copy(model, tmp_path / "other"), *flags)
+    stages = re.findall('"begin", "stage": "(.*?)"', done.stderr)
+    assert stages == ["fetch", "load", "compare weights", "write"]
     assert scales(tmp_path / "out") == scales(measured)
     assert report_of(tmp_path / "out")["pack"]["name"] == f"me/scales@{repository.head}"
     other = copy(model, tmp_path / "edited", rescale_values)
