@@ -36,11 +36,12 @@ def scales(model):
 
 
 def fingerprint(model):
-    """Hooks, `forward`, index and attention implementation of every module."""
+    """Hooks, `forward`, index and attention implementation of every module; what transformers knows of all."""
     own = ("_forward_pre_hooks", "_forward_hooks", "forward", "layer_idx")
     return (
         [[copy.copy(vars(module).get(name)) for name in own] for module in model.modules()],
         [getattr(getattr(x, "config", None), "_attn_implementation", None) for x in model.modules()],
+        [dict(kind._global_mapping) for kind in (AttentionInterface, AttentionMaskInterface)],
     )
 
 
@@ -213,8 +214,7 @@ def test_a_mask_that_several_layers_share_is_checked_for_each_window(monkeypatch
 @pytest.mark.parametrize("family", ["llama", "falcon"])
 def test_replacements_see_each_call_of_one_model_can_change_the_result_nest_and_unwind(family):
     model, other = (tiny_model(family, **FAMILIES[family]) for _ in "ab")
-    registries = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
-    registered, calls, padded = [dict(registry) for registry in registries], [], torch.ones_like(IDS)
+    before, calls, padded = fingerprint(model), [], torch.ones_like(IDS)
     padded[0, -2:] = 0
 
     def noting(name, factor=1):
@@ -235,8 +235,7 @@ def test_replacements_see_each_call_of_one_model_can_change_the_result_nest_and_
         with swap_attention(model, noting("changing", 0)):
             assert not torch.allclose(model(IDS, attention_mask=padded).logits, plain)
         assert torch.equal(model(IDS, attention_mask=padded).logits, plain)
-    assert [dict(registry) for registry in registries] == registered
-    assert model.config._attn_implementation == "sdpa"
+    assert fingerprint(model) == before
 
 
 def test_opt_multiplies_its_query_before_attention_and_engines_do_not():
