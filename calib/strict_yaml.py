@@ -74,11 +74,11 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
         *parents, leaf = map(str, first["loc"])
-        deeper = [f"'{key}'" for key in _dotted_keys(model) if key.endswith(f".{leaf}")]
+        homes = [f"'{key}'" for key in _dotted_keys(model) if f".{key}".endswith(f".{leaf}")]
         for part in parents:
             model = model.model_fields[part].annotation  # type: ignore[assignment]
         legal = [*model.model_fields]
-        suggestion = f" (did you mean {' or '.join(deeper)}?)" if deeper else did_you_mean(leaf, legal)
+        suggestion = f" (did you mean {' or '.join(homes)}?)" if homes else did_you_mean(leaf, legal)
         return f"{where}: unknown key '{dotted}'{suggestion}; legal keys here: {', '.join(legal)}"
     message = first["msg"].removeprefix("Value error, ")
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another

@@ -22,7 +22,7 @@ _RATE_SECONDS = 60.0  # that a rate is of: the first batch is slow, and files di
 
 
 class StageReporter:
-    """The stages of a job: what `line` makes of each when it begins, every `interval` seconds, and at its end.
+    """The stages of a job: the `line` of each when it begins, every `interval` seconds, and when it ends.
 
     rich counts and times them, and draws a bar in place of lines where `line` is None.
     """

@@ -51,6 +51,7 @@ def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
 
 def test_a_mistake_is_one_line_that_names_it(tmp_path):
     for text, message in (
+        ("data: {headroom: 1.2}", r"unknown key 'data.headroom' \(did you mean 'headroom'\?\); legal"),
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\); legal keys"),
         (
             "batch_size: 4",

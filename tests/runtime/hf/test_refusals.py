@@ -36,7 +36,7 @@ def scales(model):
 
 
 def fingerprint(model):
-    """Hooks, `forward`, index and attention implementation of every module; what transformers knows of all."""
+    """Hooks, `forward`, index and attention implementation of every module; functions of all."""
     own = ("_forward_pre_hooks", "_forward_hooks", "forward", "layer_idx")
     return (
         [[copy.copy(vars(module).get(name)) for name in own] for module in model.modules()],
