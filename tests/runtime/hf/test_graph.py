@@ -10,7 +10,11 @@ import pytest
 import torch
 from fake_quant import scales_for
 from families import PARALLEL, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from fp8kv_runtime.errors import AttentionError
@@ -128,10 +132,17 @@ def waits_for_the_gpu(x, own):
     return own(x) * (float(x.detach()[0, 0, 0]) < torch.inf)
 
 
+def misses_its_mask(x, own):
+    if _get_current_dispatch_mode():  # while it is recorded, which is done without one
+        raise AttributeError("'NoneType' object has no attribute 'shape'")
+    return own(x)
+
+
 COUNT = itertools.count()
 LLAMA4 = {"attention_chunk_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 2, "floor_scale": 16}
 NOT_RECORDED = {
     "waits": ("llama", {}, "triton", waits_for_the_gpu),
+    "misses its mask": ("llama", {}, "triton", misses_its_mask),
     "counts its calls": ("llama", {}, "triton", lambda x, own: own(x) * (1 + 0.1 * next(COUNT))),
     "torch": ("llama", {}, "torch", None),
     "keeps states": ("falcon_h1", PARALLEL["falcon_h1"], "triton", None),
