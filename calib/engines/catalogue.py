@@ -45,7 +45,7 @@ class Remap(Section):
 class Method(Section):
     """Reading of scales under one `quant_method`."""
 
-    # see values.py; none: nothing is read
+    # as `layer_scales` in outcome.py reads scales; none: nothing is read
     kind: Literal["one_or_per_head", "scalar", "pair", "none"]
     why: str = ""  # why nothing is read, if so
     # kv_cache_scheme. both: refused unless type and num_bits are right; either: unless one is; tensor: scales

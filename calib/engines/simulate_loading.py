@@ -74,9 +74,6 @@ def simulate(
     return simulation
 
 
-# ---- config.json ----
-
-
 def _check_model(directory: ModelDirectory, engine: Engine) -> None:
     """Raise what becomes of a directory whose config is not a model's, or not that of its weights."""
     if not directory.has_config:
@@ -118,9 +115,6 @@ def _check_split(directory: ModelDirectory, place: Place) -> None:
         if not can_be_split(heads, kv_heads, place.ranks):
             counts = f"the model's {heads} query heads and {kv_heads} KV heads"
             raise Refused(f"{counts} cannot be split evenly over {place.ranks} GPUs")
-
-
-# ---- safetensors files ----
 
 
 def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
@@ -271,9 +265,6 @@ def _layer_order(module: str) -> tuple[int, str]:
     return layer_of(module) or 0, module
 
 
-# ---- kv_cache_scales.json ----
-
-
 def _load_json(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
     """Load as vLLM 0.4: after one mistake every scale is 1.0."""
     config, scales = directory.config, directory.json
@@ -308,9 +299,6 @@ def _json_mistake(scales: ScalesJson, config: dict[str, Any], layers: int, ranks
         return f"it is for {len(scales.ranks)} ranks, not for {ranks}: thrown away"
     wrong = {layer for rank in scales.ranks.values() for layer in set(range(layers)) ^ set(rank)}
     return f"layer {min(wrong)} is missing or too many; every layer must be listed" if wrong else None
-
-
-# ---- latents (MLA) ----
 
 
 def _transformers_fates(directory: ModelDirectory, engine: Engine, fates: Fates) -> Fates | None:

@@ -176,9 +176,6 @@ def watch_reload(module: ModuleType) -> None:
         return result
 
 
-# ---- connectors ----
-
-
 def watch_block_hashes(module: ModuleType) -> None:
     """Block hashes: Mooncake's store, offloading, and every other connector that looks blocks up by them."""
 

@@ -41,9 +41,6 @@ _PATIENCE = 4.0  # seconds, for the answers of workers at the end; vLLM kills th
 _logger = logging.getLogger("vllm.fp8kv")
 
 
-# ---- in a worker ----
-
-
 @dataclass(frozen=True)
 class WorkerCounts:
     """Counts of the tokens that the steps of one worker wrote."""
@@ -214,9 +211,6 @@ def _fp8_type(module: Any) -> torch.dtype | None:
     if module.kv_cache_dtype in IN_16_BITS:
         return None
     raise ValueError(f"a cache of {module.kv_cache_dtype} makes its own scales")
-
-
-# ---- in the engine's core ----
 
 
 def watch_engine(core: Any, directory: str) -> None:
