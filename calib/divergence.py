@@ -72,7 +72,7 @@ class ReferenceLogits:
 
 
 def divergence(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return KL of the softmax of two logits [T, V]: [T] nats in float64."""
+    """Return KL(expected || actual) of the softmax of two logits [T, V]: [T] float64, in nats."""
     pairs = zip(_split_rows(expected), _split_rows(actual), strict=True)
     return torch.cat([ReferenceLogits(first).compare(second).kl for first, second in pairs])
 

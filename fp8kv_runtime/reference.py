@@ -10,7 +10,7 @@ from fp8kv_runtime.storage import KVBlocks, per_channel
 
 
 def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor) -> None:
-    """Quantise `key` and `value` [T, K, D] and write them to their slots [T] int64; -1: skip.
+    """Quantise `key` and `value` [T, K, D] and write them to `slot_mapping` [T] int64; -1: skip.
 
     Where `blocks.counts` is there, it counts magnitudes beyond the format's largest value
     (saturated), values other than 0 that become 0 (underflowed), and NaN and Inf (nonfinite).

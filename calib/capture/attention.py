@@ -103,7 +103,7 @@ class AttentionMap:
     def read(
         self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None, **options: Any
     ) -> Any:
-        """Run `model` on token ids and `mask` [B, T], as far as what it caches needs; return its output."""
+        """Run `model` on `token_ids` and `mask` [B, T], as far as what it caches needs; return its output."""
         return _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False, **options)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:

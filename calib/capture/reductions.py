@@ -13,7 +13,7 @@ class CpuReductions:
     """Reductions that keep to the cache of a CPU."""
 
     def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
+        """Return the largest of |x| [N, H, D] by channel, [H, D], and, `with_tokens`, by token, [H, N]."""
         magnitudes = x.flatten(1).abs()
         tokens = magnitudes.view(x.shape).amax(-1).t() if with_tokens else None
         # reducing over the leading dimension is what a CPU does at full width
@@ -24,7 +24,7 @@ class CpuReductions:
         return heads.new_zeros(len(heads), count).scatter_reduce_(1, buckets.expand_as(heads), heads, "amax")
 
     def histogram(self, x: Tensor) -> Tensor:
-        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
+        """Count the magnitudes of each head of `x` [N, H, D]: [H, NUM_BINS] int64."""
         # head by head: bincount wants int64, and eight times the input would leave the CPU's cache
         bins = (bin_indices(head).long().flatten() for head in x.unbind(1))
         return torch.stack([torch.bincount(indices, minlength=NUM_BINS) for indices in bins])
@@ -34,7 +34,7 @@ class GpuReductions:
     """Reductions that read nothing back; maxima are made without atomics."""
 
     def amax(self, x: Tensor, *, with_tokens: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the largest |x| of each channel [H, D] and, `with_tokens`, of each token [H, N]."""
+        """Return the largest of |x| [N, H, D] by channel, [H, D], and, `with_tokens`, by token, [H, N]."""
         tokens = vector_norm(x, math.inf, dim=-1).t() if with_tokens else None
         return vector_norm(x, math.inf, dim=0), tokens  # x is read, and |x| is never written
 
@@ -44,7 +44,7 @@ class GpuReductions:
         return torch.where(members, heads[:, None], 0).amax(-1)
 
     def histogram(self, x: Tensor) -> Tensor:
-        """Count the magnitudes of each head: [H, NUM_BINS] int64."""
+        """Count the magnitudes of each head of `x` [N, H, D]: [H, NUM_BINS] int64."""
         counts = torch.zeros(x.shape[1], NUM_BINS, dtype=torch.int32, device=x.device)
         one = counts.new_ones(())
         # head by head: int64 indices are four times the input; bincount would read the largest of them back

@@ -33,7 +33,7 @@ _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
 
 
 def largest(values: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the `TAIL` largest of two [H, n], descending: [H, TAIL], filled up with zeros."""
+    """Return the `TAIL` largest of two [H, n], descending, then zeros: [H, TAIL], in `out` if given."""
     both = torch.cat([values, new], dim=-1)
     both = torch.nn.functional.pad(both, (0, max(0, TAIL - both.shape[-1])))
     top = both.topk(TAIL, dim=-1).values

@@ -16,7 +16,7 @@ from fp8kv_runtime.storage import BlocksLayout, KVBlocks, check_tensor
 
 
 def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor) -> None:
-    """Quantise `key` and `value` [T, K, D] and write them to their slots [T] int64; -1: skip.
+    """Quantise `key` and `value` [T, K, D] and write them to `slot_mapping` [T] int64; -1: skip.
 
     See `reference.append_kv`.
 

@@ -247,11 +247,11 @@ def unpack_words(
     is_spaced: bool = False,
     shifts: Tensor | None = None,
 ) -> Tensor:
-    """Unpack unsigned `codes` along `dim` of int32 `words` [rows, columns]; return int32, longer in `dim`.
+    """Unpack `codes` along `dim` of int32 `words` [rows, columns]: int32 [codes, columns] or [rows, codes].
 
-    Code i begins at bit `i * bits`, counted from the lowest bit of the first word. A spaced word holds
-    whole codes only and leaves its upper bits unused. `shifts` [codes per word] are the first
-    bits of the codes in a word, if these have another order.
+    Code i, unsigned, begins at bit `i * bits`, counted from the lowest bit of the first word. A spaced word
+    holds whole codes only and leaves its upper bits unused. `shifts` [codes per word] are the first bits of
+    the codes in a word, if these have another order.
     """
     mask = (1 << bits) - 1
     if is_spaced or 32 % bits == 0:
