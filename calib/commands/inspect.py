@@ -1,6 +1,7 @@
 """`fp8kv inspect` and `fp8kv compare`: scales of a directory, of two; two evaluations."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,23 +40,29 @@ def inspect(
 ) -> Answer:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them. Weights are not read."""
     from calib.files.cache_type import nvfp4_convention
+    from calib.files.fingerprint import baked_for
 
     scales, places, problem = _read(directory)
+    baked = baked_for(scales.directory)
     if plot:
+        if not (scales.layers or places):
+            raise InputError(f"'{directory}' is baked for {baked}, with no scales to draw; leave --plot out")
         from calib.scales.plot import plot_scales
 
         plot_scales(scales, plot, places)
     nvfp4, first = nvfp4_convention(scales.directory), [layer.first_tokens() for layer in places]
-    document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first}
-    return Answer(document, _scales_blocks(directory, scales, places, problem))
+    document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first, "baked": baked}
+    lines = [f"baked for {baked}: its weights hold the factors, so it needs no scales"] if baked else []
+    return Answer(document, chain(lines, _scales_blocks(directory, scales, places, problem)))
 
 
 def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | None]:
     """Read the scales, and where statistics say the largest values were, or why they cannot be read.
 
     There may be statistics alone: of format fp8kv, or of a running engine, which have no places: there the
-    scales are those that hold the largest values.
+    scales are those that hold the largest values. A baked model may have neither.
     """
+    from calib.files.fingerprint import baked_for
     from calib.files.model_directory import open_model_directory
     from calib.files.stored_scales import StoredScales, read_scales
     from calib.scales.places import read_places
@@ -63,11 +70,13 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | N
     try:
         scales = read_scales(directory, strict=False)
     except (NoModelError, NoScalesError):
+        opened = open_model_directory(directory, weights=False, or_statistics=True)
         if not (directory / STATS_FILE).is_file():
+            if baked_for(opened):
+                return StoredScales(opened, []), [], None
             raise
         from calib.scales.stats_file import load_stats, smallest_scales  # with torch
 
-        opened = open_model_directory(directory, weights=False, or_statistics=True)
         places = read_places(directory)
         layers = [] if places else smallest_scales(load_stats(directory))
         return StoredScales(opened, layers), places, None
@@ -80,7 +89,7 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | N
 def _scales_blocks(
     path: Path, scales: "StoredScales", places: list["LayerPlaces"], problem: str | None
 ) -> Iterator[Block]:
-    yield from _opening_lines(scales)
+    yield from _opening_lines(scales) if scales.layers or places else ()
     if scales.layers:
         rows = [_layer_row(x, scales) for x in (*scales.layers, *scales.drafts)]
         yield TextTable(str(path), _HEADINGS, rows)

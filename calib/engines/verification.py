@@ -19,7 +19,7 @@ from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
-from calib.same_model.check import check_same_model, directory_facts, scales_facts
+from calib.same_model.check import check_same_model, directory_facts, model_facts, scales_facts
 
 if TYPE_CHECKING:
     from calib.scales.stats_file import Calibration
@@ -92,7 +92,9 @@ def verify_directory(
             "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
         )
     if against:
-        problems += _source_problems(path, against, bake)
+        modules = against.stats.layers
+        facts = model_facts(open_model_directory(path), modules) if bake else directory_facts(path)
+        check_same_model(scales_facts(against.path, report=against.report), facts)
         measured = measured_amax(against, layers)
         if nvfp4:
             nvfp4, mismatch = measured_convention(nvfp4, layers, measured.amax)
@@ -147,16 +149,6 @@ def _own_problems(path: Path) -> list[str]:
             open_calibration(path)
     except InputError as error:
         return [str(error)]
-    return []
-
-
-def _source_problems(path: Path, against: Calibration, bake: dict[str, Any]) -> list[str]:
-    """Refuse statistics of another model; report those of the model from before it was baked."""
-    statistics = scales_facts(against.path, report=against.report)
-    check_same_model(statistics, directory_facts(path))
-    if bake and (statistics.fingerprints or {}).get("checkpoint") == bake.get("source"):
-        problem = "was measured on the model that was baked, whose K and V are others"
-        return [f"'{against.path}' {problem}: calibrate the baked one"]
     return []
 
 

@@ -51,9 +51,11 @@ _QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:q?weight|weight_packed)")
 _IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
 
 
-def way_back(file: str) -> str:
+def way_back(file: str, *, is_missing: bool = False) -> str:
     """Return advice for a safetensors file that is missing or damaged: ours comes from no server."""
-    return "put it back, or write it with fp8kv calibrate" if file == SCALES_SHARD else "download it again"
+    if file != SCALES_SHARD:
+        return "download it again"
+    return f"put it back, or write it with fp8kv calibrate{' or repair' * is_missing}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,10 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
         json = directory.json.layer_scales
         layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
     if not layers and (purpose := baked_for(directory)):
-        raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
+        way = f"serve it as it is{', and check it with fp8kv verify' * (purpose == 'fp8')}"
+        raise NoScalesError(
+            f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}; {way}"
+        )
     unlisted = {} if layers else _group_by_layer(directory, directory.unlisted)
     if unlisted and strict:
         raise NoScalesError(
@@ -228,7 +231,7 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
     lost = [file for name, file in index.items() if file in directory.missing and parse_scale_name(name)]
     if lost and not (layers or unlisted):
         problem = f"'{path / INDEX_FILE}' names '{lost[0]}' for KV-cache scales, and it is missing"
-        raise NoScalesError(f"{problem}; {way_back(lost[0])}")
+        raise NoScalesError(f"{problem}; {way_back(lost[0], is_missing=True)}")
     if not (layers := layers or unlisted):
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales: no tensor such as 'model.layers.0.self_attn.k_scale', no "

@@ -180,15 +180,14 @@ def baked_factors(
 
 def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool) -> None:
     """Refuse a model that was baked, has scales or other weights, or is quantised and gets a `dtype`."""
-    unused = other_weights(checkpoint)
-    if unused and (in_place or ADAPTER_FILE in unused):
-        raise InputError(
-            f"'{checkpoint.path}' holds '{unused[0]}' too, which would not fit what is baked; merge adapters "
-            "first, and take other weights away or use -o"
-        )
     if purpose := baked_for(checkpoint):
         raise InputError(f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from")
     check_no_scales(checkpoint)
+    unused = other_weights(checkpoint)
+    if unused and (in_place or ADAPTER_FILE in unused):
+        name = ADAPTER_FILE if ADAPTER_FILE in unused else unused[0]
+        way = "merge adapters first" if name == ADAPTER_FILE else "move it away, or write elsewhere with -o"
+        raise InputError(f"'{checkpoint.path}' holds '{name}' too, which would not fit what is baked; {way}")
     if dtype != "auto" and split_weights(checkpoint).label:
         raise InputError(
             f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in their own "

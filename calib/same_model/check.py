@@ -167,7 +167,7 @@ def _model_types(config: Config) -> list[str]:
 
 def _compare_baking(scales: ModelFacts, model: ModelFacts) -> str | None:
     if scales.marks and model.marks:  # weights tell more: a copy in another format has another fingerprint
-        return None
+        return model.baked_for if model.baked_for and compare_weights(scales, model) else None
     measured = (scales.fingerprints or {}).get("checkpoint")
     return model.baked_for if measured and measured not in model.baked_as else None
 

@@ -230,8 +230,10 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
     assert any(few in line for line in found["warnings"])
     assert few in " ".join(llama.shown.split())
     assert [0.5 < x <= 1 for fit in found["against"] for x in fit["used"].values()] == [True] * 6
-    problems = json_of("verify", llama.baked, "--against", llama.scales, status=1)["problems"]
-    assert any("measured on the model that was baked" in problem for problem in problems)
+    for statistics in (llama.scales, llama.scales / "fp8kv_stats.safetensors"):
+        done = fp8kv("verify", llama.baked, "--against", statistics)
+        one_line_error(done, IS_BAKED, "were not measured on it")
+        assert not done.stdout
 
 
 def test_scales_of_something_else(llama, tmp_path):
@@ -263,8 +265,14 @@ def test_scales_of_something_else(llama, tmp_path):
 def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_path):
     no, again, copy = (tmp_path / name for name in ("no", "again", "copy"))
     one_line_error(fp8kv("apply", llama.scales, llama.baked, "-o", no), IS_BAKED)
-    for command in (("inspect", llama.baked), ("convert", llama.baked, "--to", "sglang", "-o", no)):
-        one_line_error(fp8kv(*command), f"needs none: it {IS_BAKED}")
+    for flags in (("compare", llama.scales), ("convert", "--to", "tgi", "-o", no)):
+        done = fp8kv(flags[0], llama.baked, *flags[1:])
+        one_line_error(done, f"needs none: it {IS_BAKED}; serve it as it is")
+    shown = ran("inspect", llama.baked).stdout
+    assert shown == "baked for fp8: its weights hold the factors, so it needs no scales\n"
+    assert json_of("inspect", llama.baked)["baked"] == "fp8"
+    assert json_of("inspect", llama.scales)["baked"] is None
+    one_line_error(fp8kv("inspect", llama.baked, "--plot", tmp_path / "x.png"), "no scales to draw")
     done = calibrate(llama.baked, "-o", again, "--dtype", "float32")
     assert f"this model {IS_BAKED}" in done.stdout + done.stderr
     one_line_error(bake(again, llama.scales, no, "--for", "fp8"), IS_BAKED)
@@ -273,7 +281,7 @@ def test_other_commands_know_a_baked_model_with_scales_and_without(llama, tmp_pa
     ran("generate", again, "text", "--scales", again, "--device", "cpu")
     ran("convert", again, "--to", "sglang", "-o", copy)
     ran("repair", copy, "--stats", again, "-o", tmp_path / "mended")
-    one_line_error(fp8kv("repair", copy, "--stats", llama.scales, "-o", no), "do not fit")
+    one_line_error(fp8kv("repair", copy, "--stats", llama.scales, "-o", no), IS_BAKED)
 
 
 def test_scales_of_the_source_are_not_used_with_what_is_baked_of_it(llama, tmp_path):
@@ -309,6 +317,8 @@ def test_in_place_keeps_what_it_replaces(llama, tmp_path):
         assert (directory / "model.safetensors").read_bytes() == (kept / "model.safetensors").read_bytes()
     one_line_error(fp8kv("bake", source, *flags), IS_BAKED)
     one_line_error(fp8kv("bake", "builtin:smollm2", *flags), "--in-place writes into a local directory")
+    has_scales = fp8kv("bake", shutil.copytree(llama.scales, tmp_path / "scaled"), *flags)
+    one_line_error(has_scales, "has KV scales", "take them out with fp8kv strip")
 
 
 def test_statistics_far_below_what_the_model_computes(llama, tmp_path, monkeypatch):
