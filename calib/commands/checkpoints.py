@@ -145,8 +145,9 @@ def strip(
     """Write a checkpoint without its KV-cache scales, and without the config that announces them."""
     from calib.transfer.strip import strip as strip_scales
 
-    strip_scales(directory, output, overwrite=overwrite, progress=progress)
-    return Answer(None, [f"written to {output}, without KV-cache scales"])
+    if strip_scales(directory, output, overwrite=overwrite, progress=progress):
+        return Answer(None, [f"written to {output}, without KV-cache scales"])
+    return Answer(None, [f"written to {output}; note: {directory} held no KV-cache scales to take out"])
 
 
 @partial(job_command, has_json=False)

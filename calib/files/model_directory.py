@@ -263,7 +263,7 @@ def open_model_directory(
     # statistics are ours, and engines that read an index never see them
     files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
     if weights:
-        files = _weight_files(path, index)
+        files = _weight_files(path, index, needs_scales)
     elif len(files) > _MAX_FILES:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     headers = {file: read_header(path / file) for file in files}
@@ -315,14 +315,20 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
         )
 
 
-def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
-    """Return the files of a whole model, sorted; InputError where one is missing or one too many."""
+def _weight_files(path: Path, index: dict[str, str] | None, needs_scales: bool) -> list[str]:
+    """Return the files of a whole model, sorted; InputError where one is missing or one too many.
+
+    Unless it `needs_scales`, files of scales alone may be missing.
+    """
     if index == {}:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
     shards = sorted({*(index or {}).values()})
+    if not needs_scales:
+        with_weights = {shard for name, shard in (index or {}).items() if not is_of_cache(name)}
+        shards = [shard for shard in shards if shard in with_weights or (path / shard).exists()]
     missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
-        advice = way_back(missing[0])
+        advice = way_back(missing[0], is_missing=True)
         if (path / CALIBRATION_FILE).exists() and missing[0] != SCALES_SHARD:
             advice = (
                 "put the source's weight files beside these, as --weights none has left them out, "

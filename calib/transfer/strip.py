@@ -8,13 +8,22 @@ from typing import Any
 from calib.files.atomic import OnCopied, atomic_directory
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
+from calib.files.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    JSON_FILE,
+    MODELOPT_FILE,
+    SINGLE_FILE,
+    is_of_cache,
+)
 from calib.files.skipped_layers import MODELOPT_KEYS, SKIP_KEY
 from calib.files.strict_json import read_object, read_optional
 from calib.formats.directory import (
     RENAMED_SINGLE,
     check_output,
     copy_small_files,
+    other_weights,
     place_weights,
     source_files,
     write_index,
@@ -24,8 +33,11 @@ from calib.models.quantized.detect import is_for_cache_only, targets_attention
 from calib.progress import SILENT, Progress
 
 
-def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = SILENT) -> None:
-    """Write `directory` to `output` without scales: with the source's own files, if they were kept."""
+def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = SILENT) -> bool:
+    """Write `directory` to `output` without scales: with the source's own files, if they were kept.
+
+    Return whether there was anything to take out.
+    """
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     source = source_files(directory)
@@ -39,6 +51,10 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: P
         _write_config(checkpoint, source, scratch)
         _write_weights(checkpoint, source, scratch, progress.copied)
         checkpoint.check_unchanged()
+        is_same = read_optional(scratch / MODELOPT_FILE) == checkpoint.modelopt
+    scales = [*filter(is_of_cache, checkpoint.entries), *other_weights(checkpoint)]
+    has_scales = bool(scales) or (directory / JSON_FILE).exists()
+    return has_scales or not is_same or _announces_scales(checkpoint.config)
 
 
 def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:

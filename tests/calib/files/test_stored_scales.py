@@ -124,6 +124,7 @@ def test_what_no_engine_can_use_is_a_problem(tmp_path):
         (layers(q=1e-33), "Q scales look like memory that nobody wrote"),
         (layers(q=7e20), "Q scales look like memory that nobody wrote"),
         (layers(k=1.0), "K scales are all 1.0: nothing was measured"),
+        (layers(v=1.0), "V scales are all 1.0: nothing was measured"),
         ({k: t for k, t in layers().items() if "v_" not in k}, "a K scale and no V scale in layers 0, 1"),
         ({k: t for k, t in layers().items() if "k_" not in k}, "a V scale and no K scale in layers 0, 1"),
     ):

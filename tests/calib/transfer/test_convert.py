@@ -366,7 +366,10 @@ def test_a_conversions_card_is_its_own_and_then_the_models(source, in_formats, t
 def test_the_output_of_another_tool_loses_its_scales_alone(path, tmp_path):
     directory = shutil.copytree(path, tmp_path / "theirs")
     (directory / "README.md").write_bytes(CARD)
-    back = output_of("strip", directory, "-o", tmp_path / "back")
+    back, twice, said = tmp_path / "back", tmp_path / "twice", "held no KV-cache scales to take out"
+    assert said not in ran("strip", directory, "-o", back).stdout
+    assert f"{back} {said}" in ran("strip", back, "-o", twice).stdout
+    assert contents(twice) == contents(back)
     one_line_error(fp8kv("inspect", back), "holds no KV-cache scales")
     assert (back / "README.md").read_bytes() == CARD
     assert not (back / INDEX).exists()

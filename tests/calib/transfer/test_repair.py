@@ -140,6 +140,9 @@ def test_old_and_new_values_are_listed(model, measured, tmp_path):
         f"replaced: model.layers.2.self_attn v: missing, now {v[0]:.4g}\n"
     )
     assert scales(tmp_path / "out") == scales(measured)
+    (broken / SCALES).unlink()
+    assert repaired(broken, measured, tmp_path / "all")[0] == {*ALL}
+    assert scales(tmp_path / "all") == scales(measured)
     _, done = repaired(measured, measured, tmp_path / "same")
     assert done.stdout.startswith("replaced: nothing\n")
     # and scales for FNUZ are repaired for FNUZ
