@@ -55,7 +55,7 @@ def verify(
         "Split the heads over this many GPUs.", min=1, metavar="COUNT", default=1
     ),
     fnuz: bool = flags.option(
-        "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz/--no-fnuz", default=False
+        "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False
     ),
     served: list[str] | None = flags.option(
         "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most. Given "

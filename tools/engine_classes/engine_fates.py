@@ -71,8 +71,12 @@ def _parts(name: str) -> list[str | int]:
 
 
 def reason(kind: str, error: BaseException) -> str:
-    """`crash: KeyError: ...`: the first sentence, without paths, modules and classes' names."""
+    """`crash: KeyError: ...`: the first sentence, without paths, modules and classes' names.
+
+    Of a long one the last clause that is cut is left out.
+    """
     text = re.sub(r"(?:/[\w.+-]+){2,}", "...", " ".join(str(error).split()))
     text = re.sub(r"'(?:\w+\.)+(\w+)'", r"'\1'", text)
     text = re.sub(r" in [A-Z]\w+", "", text).partition(". ")[0].partition(" [type=")[0]
-    return f"{kind}: {one_line(f'{type(error).__name__}: {text}', LONGEST)}"
+    text = one_line(f"{type(error).__name__}: {text}", LONGEST)
+    return f"{kind}: " + re.sub(r"(?<=.{40})[;,:] [^;,:]* \.\.\.$", "", text)

@@ -190,6 +190,7 @@ def test_the_fate_of_scales():
         assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
     assert reason("crash", ValueError("a\nb. c")) == "crash: ValueError: a b"
     assert reason("crash", ValueError("word " * 60)).endswith("word word ...")
+    assert reason("crash", ValueError("word " * 10 + "end; " + "more " * 60)).endswith("word end")
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):

@@ -92,7 +92,6 @@ def test_scales_are_doubled_where_fp8_ends_at_240_or_it_is_said(tmp_path):
         assert done.exit_code == (0 if good else 1)
         assert "on one MI300" in done.stdout
         assert ("clipped at 0.54 of absmax" in lines_of(done)) == (not good)
-    assert "on one GPU" in fp8kv("verify", tmp_path, "--engine", "vllm", "--fnuz", "--no-fnuz").stdout
 
 
 def test_legacy_json_is_thrown_away_whole(tmp_path):
