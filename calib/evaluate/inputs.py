@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from calib.models.config import check_positions, fit_seq_len, model_positions
 from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
 from calib.scales.stats import KVStats
+from calib.scales.text_summary import FEW_TOKENS
 
 SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
@@ -156,6 +158,14 @@ def load_text(
             "intervals take them for independent, and are too narrow for other text"
         )
     return text, [*data.warnings, *warnings, *long_warnings]
+
+
+def advise_length(suite: Suite, recipe: DataRecipe) -> str:
+    """Name the flag that makes the samples to calibrate on long enough together."""
+    length = recipe.skip_first + ceil(FEW_TOKENS / suite.calibration_samples)
+    if recipe.seq_len < length:
+        return f"give --seq-len {length} or more (evaluation.seq_len of a recipe)"
+    return f"choose a --dataset whose texts have {length} tokens or more"
 
 
 def _load_long(

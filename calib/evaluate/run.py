@@ -140,7 +140,8 @@ def _calibrate(evaluation: Evaluation) -> None:
     evaluation.stats = evaluation.random_stats = inputs.calibrate_on(setup, text.samples, recipe)
     if "random" in _built_in_names(recipe.evaluation):
         evaluation.random_stats = inputs.calibrate_on_random_tokens(setup, recipe)
-    evaluation.warnings += text.summary(recipe.data.skip_first).warnings()
+    advice = inputs.advise_length(evaluation.suite, recipe.data)
+    evaluation.warnings += text.summary(recipe.data.skip_first).warnings(advice)
     evaluation.warnings += [LATENT_NOTE] * evaluation.stats.latent
     evaluation.warnings += [ONE_ATTENTION] * (other_attention(setup.model) is None)
 

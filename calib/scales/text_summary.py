@@ -36,6 +36,7 @@ from calib.files.strict_json import json_text, read_object
 
 LEAST_TOKENS, LEAST_DISTINCT = 64, 16  # fewer are refused
 FEW_TOKENS = 1024  # from here on the growth of amax is looked at
+_MORE_TEXT = f"calibrate on {FEW_TOKENS:,} or more"
 FEW_DISTINCT = 32  # a thousand bytes of prose have more
 FEW_UNREPEATED = 0.5  # share of the tokens that repeat no other sample
 FEW_PER_WORD = 0.5  # tokens; tokenizers whose tokens span words need more than this
@@ -254,9 +255,9 @@ class TextSummary:
             "(data.allow_few_tokens of a recipe)"
         )
 
-    def warnings(self) -> list[str]:
-        """Return why scales of this text may not hold others, one line each."""
-        lines = text_warnings(None, self.tokens)
+    def warnings(self, advice: str = _MORE_TEXT) -> list[str]:
+        """Return why scales of this text may not hold others, one line each; `advice` is on few tokens."""
+        lines = _few_tokens(self.tokens, advice)
         if self.distinct_tokens < FEW_DISTINCT:
             lines.append(
                 f"only {self.distinct_tokens:,} different tokens occur among the {self.tokens:,} "
@@ -286,14 +287,12 @@ class TextSummary:
 
 def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
     """Return the warnings of `text`, or of the number of `tokens` alone for an old run."""
-    if text is not None:
-        return text.warnings()
-    if tokens >= FEW_TOKENS:
-        return []
-    return [
-        f"only {tokens:,} tokens were read, too few to tell how large K and V become; calibrate "
-        f"on {FEW_TOKENS:,} or more"
-    ]
+    return text.warnings() if text else _few_tokens(tokens)
+
+
+def _few_tokens(tokens: int, advice: str = _MORE_TEXT) -> list[str]:
+    line = f"only {tokens:,} tokens were read, too few to tell how large K and V become; {advice}"
+    return [line] if tokens < FEW_TOKENS else []
 
 
 def _estimate(sketch: int) -> int:

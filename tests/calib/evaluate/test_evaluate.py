@@ -28,6 +28,7 @@ from calib.evaluate.report import Events, Figure, Report, Suite
 from calib.evaluate.run import check_evaluation, evaluate
 from calib.evaluate.summarize import summarize
 from calib.recipe import DataRecipe, EvaluationRecipe, load_recipe
+from calib.scales.text_summary import FEW_TOKENS
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 
@@ -373,7 +374,11 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
     few, line = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
     assert few == "an interval over 4 documents tells little: measure 8 or more"
-    assert "tokens were read, too few" in line  # by the evaluation itself
+    length = FEW_TOKENS // 4
+    assert line.startswith("only 160 tokens were read, too few")  # by the evaluation itself
+    assert line.endswith(f"; give --seq-len {length} or more (evaluation.seq_len of a recipe)")
+    warnings = json.loads(held_out("b.jsonl", "--seq-len", length).stdout)["warnings"]
+    assert f"choose a --dataset whose texts have {length} tokens or more" in " ".join(warnings)
     write("mixed.jsonl", [*READ, *FRESH[:20]])
     report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)
     assert report["data"]["documents"] == 4
