@@ -187,7 +187,7 @@ def available_bytes() -> int:
         try:
             limit = (path / "memory.max").read_text().strip()
             usage = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-        except OSError:
+        except OSError:  # this group has no such files, as the root has none
             continue
         if limit != "max":
             rooms.append(int(limit) - int(usage["anon"]))  # cached files are dropped when memory is short

@@ -348,7 +348,7 @@ def settings_of(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
         text = read_config(directory, document, trust_remote_code=False).get_text_config(decoder=True)
         # transformers names what files of its older versions call otherwise
         settings = json.loads(text.to_json_string(use_diff=False))
-    except (AttributeError, Fp8kvError, TypeError, ValueError):
+    except (AttributeError, Fp8kvError, TypeError, ValueError):  # transformers does not build this config
         settings = dict(text_config(document))
     if isinstance(settings.get("rope_parameters"), dict):
         settings["rope_parameters"].pop("type", None)  # the older name of rope_type

@@ -120,6 +120,6 @@ def _watched() -> dict[str, Any]:
     directory = os.environ.get("FP8KV_WATCH")
     try:
         document: dict[str, Any] = json.loads(Path(directory, WATCH_FILE).read_bytes()) if directory else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # not there yet, or damaged
         return {}
     return document

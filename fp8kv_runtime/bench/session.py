@@ -95,6 +95,6 @@ def time_on_gpu(run: Callable[[], object], captures: bool = True) -> float:
             with torch.cuda.graph(graph):
                 run()
             replay = graph.replay
-        except RuntimeError:
+        except RuntimeError:  # it cannot be captured, as where it waits for the GPU
             torch.cuda.synchronize()
     return 1e3 * float(do_bench(replay, return_mode="median"))

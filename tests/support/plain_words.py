@@ -4,6 +4,8 @@ import ast
 import re
 from collections import defaultdict
 
+from house import ROOT
+
 # participles, pronouns and adverbs: a name says what a thing is, not that it was found
 VAGUE_NAMES = {
     *("about", "alike", "asked", "done", "each", "found", "given", "held", "here", "kept", "known", "like"),
@@ -15,8 +17,9 @@ OPENING = re.compile(
     r"(As|At|By|For|How|If|In|It|Of|On|One|Ones|So|That|There|These|Those|What|When|Where|Whether|Which|Who|Why|With|"
     r"Without)\b"
 )
-# a shape has letters that CONTRIBUTING.md explains, and words
-TENSOR, SHAPE, LETTERS = re.compile(r"\bTensor\b"), re.compile(r"\[[^][]*\]|any shape"), set("BDGHKNPRSTVW")
+TENSOR, SHAPE = re.compile(r"\bTensor\b"), re.compile(r"\[[^][]*\]|any shape")
+LETTERS_PAGE = ROOT / "docs" / "reference" / "python.md"
+LETTERS = set(re.findall(r"`([A-Z])`", LETTERS_PAGE.read_text()))
 NO_ARTICLE = re.compile(r"\b(are|is|was|were) no\b")
 
 
@@ -50,7 +53,7 @@ def shape_offences(file):
                 if letters := set(re.findall(r"\b[A-Z]\b", " ".join(SHAPE.findall(text)))) - LETTERS:
                     yield (
                         line,
-                        f"{name} has a shape of {sorted(letters)}, which CONTRIBUTING lacks",
+                        f"{name} has a shape of {sorted(letters)}, which {LETTERS_PAGE.name} lacks",
                     )
 
 
