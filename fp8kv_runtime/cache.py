@@ -1,6 +1,7 @@
 """`PagedKVCache`: K and V of many sequences in FP8, in blocks that sequences can share.
 
-Only the bookkeeping is here; the bytes lie in `KVBlocks`, one object per layer.
+This is the scheme of PagedAttention (arXiv 2309.06180). Only the bookkeeping is here; the bytes lie in
+`KVBlocks`, one object per layer.
 """
 
 import hashlib
@@ -85,6 +86,9 @@ class PagedKVCache:
         num_blocks: size of the pool.
         block_size: tokens per block, 16 to 256.
         can_grow: double the pool where it runs out, in place of `OutOfBlocksError`.
+
+    Raises:
+        ValueError: `num_blocks` or `block_size` is below 1.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int = 64, can_grow: bool = False) -> None:

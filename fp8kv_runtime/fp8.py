@@ -1,6 +1,7 @@
 """The FP8 number formats, defined once: rounding, range and what a scale means.
 
-`scale` is always the multiplier that restores a value: `x ≈ x_fp8 * scale`.
+`scale` is always the multiplier that restores a value: `x ≈ x_fp8 * scale`. E4M3FN and E5M2 are
+those of OCP's OFP8 1.0 (arXiv 2209.05433), E4M3FNUZ is that of arXiv 2206.02915.
 """
 
 import torch

@@ -28,9 +28,9 @@ _OWN_SCALES = (
     "take them out with fp8kv strip"
 )
 _LATENT_SCALES = (
-    "no engine stores latents with scales from a checkpoint by itself: vLLM loads those of "
-    "--format modelopt with --model-impl transformers, which was not run on a GPU and so is not "
-    "offered, and SGLang stores without them; bake the model, which makes scale 1.0 right"
+    "no engine stores latents with scales from a checkpoint by itself: SGLang stores without them, vLLM "
+    "needs --format modelopt and --model-impl transformers, which was not run on a GPU; bake the model, "
+    "which makes scale 1.0 right"
 )
 
 

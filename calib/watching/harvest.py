@@ -180,7 +180,7 @@ class Harvest:
         return self._maps[kind]
 
     def _scales_of(self, index: int) -> Tensor:
-        """Return what K and V of a layer are stored with, [2, H]."""
+        """Return what K and V of a layer are stored with, [2, K] float32."""
         values = (torch.tensor(scale or (1.0,)) for scale in self._stored[index][1:])
         return torch.stack([scale.expand(self._modules[index].num_kv_heads) for scale in values])
 

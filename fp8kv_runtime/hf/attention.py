@@ -38,9 +38,12 @@ class Scales(Protocol):
     """Scales of a model by the names of its attention modules, as `calib.KVScales`."""
 
     @property
-    def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def layers(self) -> Mapping[str, Any]:
+        """The `ModuleScales` of each module."""
+
     @property
-    def fp8_dtype(self) -> str: ...  # noqa: D102
+    def fp8_dtype(self) -> str:
+        """The FP8 type, a key of `FP8_DTYPES`."""
 
 
 @contextmanager

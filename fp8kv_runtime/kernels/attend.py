@@ -1,8 +1,8 @@
 """The loop over one sequence's blocks, shared by decode and extend attention.
 
 K's scale is folded into the softmax scale and V's into the output: the loop itself converts FP8 to
-float16, multiplies matrices and keeps a running softmax in base 2. Even and odd channels are
-multiplied apart: 16-bit pairs of codes reach the matrix instructions without byte-wise access.
+float16, multiplies matrices and keeps a running softmax in base 2 (arXiv 1805.02867). Even and odd
+channels are multiplied apart: 16-bit pairs of codes reach the matrix instructions without byte-wise access.
 Blocks of float16, which FP8 is measured against, are multiplied as they are, lower and upper
 channels apart.
 """
