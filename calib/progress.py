@@ -1,8 +1,7 @@
 """Reports of a running job."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,30 +12,20 @@ Item = TypeVar("Item")
 WRITTEN: list[Path] = []
 
 
-@dataclass(frozen=True)
 class Progress:
-    """Callbacks of a running job; by default they do nothing."""
-
-    on_stage: Callable[[str, float | None, str], None] = lambda name, total, unit: None
-    on_advance: Callable[[float], None] = lambda amount: None
-    on_detail: Callable[[str], None] = lambda text: None
-    on_end: Callable[[], None] = lambda: None
+    """Reports of a running job; nothing is shown of them."""
 
     def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
         """Begin a stage of `total` units, None if that is unknown; the next stage ends it."""
-        self.on_stage(name, total, unit)
 
     def advance(self, amount: float) -> None:
         """Count units of the stage that were done since the last call."""
-        self.on_advance(amount)
 
     def detail(self, text: str) -> None:
         """Say where in its stage the job is."""
-        self.on_detail(text)
 
     def end(self) -> None:
         """End the stage; nothing is shown until another begins."""
-        self.on_end()
 
     def each(self, name: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
         """Yield the `items`, as a stage of so many units; an empty sequence makes no stage."""

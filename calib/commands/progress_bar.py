@@ -21,7 +21,7 @@ _LOOK_SECONDS = 1.0  # how often a thread looks whether a line is due
 _RATE_SECONDS = 60.0  # that a rate is of: the first batch is slow, and files differ
 
 
-class StageReporter:
+class StageReporter(Progress):
     """The stages of a job: the `line` of each when it begins, every `interval` seconds, and when it ends.
 
     rich counts and times them, and draws a bar in place of lines where `line` is None.
@@ -49,10 +49,6 @@ class StageReporter:
         self._shown_at = 0.0
         self._lock = RLock()  # `look` is called by another thread
 
-    def progress(self) -> Progress:
-        """Return the callbacks through which a job reports."""
-        return Progress(self._begin, self._advance, self._set_detail, self.end)
-
     def look(self) -> None:
         """Show the stage if that is due."""
         with self._lock:
@@ -72,7 +68,8 @@ class StageReporter:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def _begin(self, name: str, total: float | None, unit: str) -> None:
+    def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
+        """Begin a stage, unless it runs already."""
         with self._lock:
             if any(task.fields["stage"] == name for task in self._bar.tasks):
                 return
@@ -87,14 +84,16 @@ class StageReporter:
             self._bar.start()
             self._show("begin")
 
-    def _advance(self, amount: float) -> None:
+    def advance(self, amount: float) -> None:
+        """Count units that were done; show the stage if that is due."""
         with self._lock:
             for task in self._bar.tasks:
                 self._bar.advance(task.id, amount)
                 task.fields["counted_at"] = self._clock()
             self.look()
 
-    def _set_detail(self, text: str) -> None:
+    def detail(self, text: str) -> None:
+        """Set what is shown behind the name of the stage."""
         for task in self._bar.tasks:
             task.fields["detail"] = text
 
@@ -141,7 +140,7 @@ def reporting(reporter: StageReporter) -> Iterator[Progress]:
     thread = Thread(target=keep_looking, name="progress", daemon=True)
     thread.start()
     try:
-        yield reporter.progress()
+        yield reporter
         reporter.end()
     finally:
         stopped.set()

@@ -19,8 +19,7 @@ class Told(io.StringIO):
     def __init__(self, line, every):
         super().__init__()
         self.now = 100.0
-        self.reporter = StageReporter(self, line, every, lambda: self.now)
-        self.progress = self.reporter.progress()
+        self.progress = self.reporter = StageReporter(self, line, every, lambda: self.now)
 
     @property
     def lines(self):

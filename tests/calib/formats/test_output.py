@@ -26,7 +26,8 @@ PLACED = "model-00001-of-00001.safetensors"
 
 def calibrate(model, out=None, *, at=None, then=lambda: None, changes=(), **options):
     """Calibrate, and call `then` when the stage `at` begins."""
-    progress = Progress(lambda name, total, unit: then() if name == at else None)
+    progress = Progress()
+    progress.stage = lambda name, *_: then() if name == at else None
     return run(str(model), load_recipe(None, SMALL | dict(changes)), out, progress=progress, **options)
 
 
@@ -140,7 +141,9 @@ def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
         seen.append(before == (saved.exists() and saved.read_bytes()) and bool(before))
 
     seen, recipe = [], load_recipe(None, {**SMALL, "data.batch_size": 2, "save_minutes": 0})
-    run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(on_advance=second))
+    progress = Progress()
+    progress.advance = second
+    run(str(tiny_directory), recipe, tmp_path / "out", progress=progress)
     assert seen[-1]
 
 

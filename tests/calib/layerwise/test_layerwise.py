@@ -100,7 +100,8 @@ def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save):
 
 def test_each_weight_is_read_once_and_stays_nowhere_and_progress_names_layer_and_batch(llama):
     labels, tokens, recipe = [], [], llama.recipe()
-    progress, source = Progress(on_detail=labels.append, on_advance=tokens.append), llama.open(recipe)
+    progress, source = Progress(), llama.open(recipe)
+    progress.detail, progress.advance = labels.append, tokens.append
     given = {"limit": 1 << 40, "directory": llama.path, "progress": progress}
     with patch.object(StoredTensor, "read", autospec=True, side_effect=StoredTensor.read) as read:
         loop.calibrate_layerwise(source, llama.batches(), recipe, **given)
@@ -128,7 +129,9 @@ def test_the_next_layer_is_read_while_one_computes(llama, monkeypatch):
             waited.append(begun[int(label.split()[1])].wait(timeout=60))
 
     monkeypatch.setattr(weights.WeightLoader, "load", announcing)
-    llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=wait_for_next))
+    progress = Progress()
+    progress.detail = wait_for_next
+    llama.by_layer(llama.recipe(), llama.batches(), progress=progress)
     assert waited == [True] * 2
 
 
@@ -181,8 +184,10 @@ def test_an_interrupted_pass_leaves_no_files_and_a_missing_scratch_directory_is_
         if label.startswith("layer 2 "):
             raise KeyboardInterrupt
 
+    progress = Progress()
+    progress.detail = interrupt
     with pytest.raises(KeyboardInterrupt):
-        llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=interrupt))
+        llama.by_layer(llama.recipe(), llama.batches(), progress=progress)
     assert files
     assert list(llama.scratch.iterdir()) == []
     recipe = llama.recipe()
