@@ -191,7 +191,7 @@ class WeightLoader:
         self._config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read the weights of `stage`, unconverted ones into `slab` [slab_bytes] uint8 if there is one.
+        """Read the weights of `stage`, unconverted ones into `slab` [slab_bytes or more] uint8 if given.
 
         Raises an UnsupportedModelError where transformers cannot put them into the model.
         """
