@@ -129,7 +129,7 @@ def _replace_wrong(
 
     `stats` are by layer.
     """
-    per_head, replacements = _letters_per_head([*layers.values()], measured), list[Replacement]()
+    per_head, replacements = _letters_per_head(stored, [*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
     with suppress(InputError):  # without a recipe, what it makes of its statistics is not known
         if has_calibration(path := stored.directory.path):
@@ -152,8 +152,14 @@ def _replace_wrong(
     return replacements
 
 
-def _letters_per_head(layers: Sequence[StoredLayer], measured: MeasuredAmax) -> str:
-    """Return the letters of which most layers have a scale per head; Q only where K and V have."""
+def _letters_per_head(stored: StoredScales, layers: Sequence[StoredLayer], measured: MeasuredAmax) -> str:
+    """Return the letters of which most layers have a scale per head; Q only where K and V have.
+
+    Where all scales are missing, the config says it.
+    """
+    if not stored.layers:
+        scheme = (stored.directory.quantization or {}).get("kv_cache_scheme")
+        return "kv" if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head" else ""
 
     def is_usual(letters: str) -> bool:
         counts = [

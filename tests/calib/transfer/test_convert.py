@@ -330,6 +330,9 @@ def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(so
     edit_json(edited / "config.json", rope_theta=5.0)
     back = output_of("strip", edited, "-o", tmp_path / "back")
     assert config_of(back) == {**config_of(source), "rope_theta": 5.0}
+    shutil.copyfile(source / "config.json", edited / "config.json")  # which announces nothing
+    (edited / "fp8kv_stats.safetensors").unlink()
+    assert "without KV-cache scales" in ran("strip", edited, "-o", tmp_path / "quiet").stdout
     shutil.rmtree(old / "fp8kv_source")
     assert not (output_of("strip", old, "-o", tmp_path / "old-back") / "README.md").exists()
     card = (output_of("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()

@@ -153,6 +153,13 @@ def test_old_and_new_values_are_listed(model, measured, tmp_path):
     assert config_of(tmp_path / "repaired")["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
 
 
+def test_a_missing_file_of_scales_per_head_is_made_per_head(per_head, tmp_path):
+    broken = shutil.copytree(per_head, tmp_path / "broken")
+    (broken / SCALES).unlink()
+    ran("repair", broken, "--stats", per_head, "-o", tmp_path / "out")
+    assert [layer[:3] for layer in scales(tmp_path / "out")] == [layer[:3] for layer in scales(per_head)]
+
+
 def with_amax(directory, out, heads, factor):
     """The statistics of a calibration, in which K of layer 0 was `factor` times as large in some heads."""
     stats = load_stats(directory)
