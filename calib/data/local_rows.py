@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.utils.data import ConcatDataset
 
@@ -73,16 +73,17 @@ class _JsonLines:
         return len(self._starts)
 
     def __getitem__(self, index: int, /) -> LocatedRow:
-        try:
-            return self._read(index)
-        except InputError:
-            for earlier in range(index):  # rows are read in a random order, and the first bad one is told
-                self._read(earlier)
-            raise
+        with _errors_explained(str(self._path)), self._path.open("rb") as file:
+            try:
+                return self._read(file, index)
+            except InputError:
+                for earlier in range(index):  # rows are read in a random order, and the first bad one is told
+                    self._read(file, earlier)
+                raise
 
-    def _read(self, index: int) -> LocatedRow:
+    def _read(self, file: BinaryIO, index: int) -> LocatedRow:
         where = f"{self._path}, line {self._numbers[index]}"
-        with _errors_explained(where), self._path.open("rb") as file:
+        with _errors_explained(where):
             file.seek(self._starts[index])
             line = file.readline().decode("utf-8-sig").rstrip("\r\n")
             return _located(where, json.loads(line))
