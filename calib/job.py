@@ -250,6 +250,8 @@ def _measure(
     batches = data.batches(size, recipe.data)
     world.check_same("data or batches", [data.fingerprint, size])
     own = world.share(batches)
+    if resume and not progress_file(output, world.rank).exists():
+        progress.stage("no progress was saved, so all text is read")
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
     def open_share() -> Share:
@@ -288,7 +290,7 @@ def _split_draft(stats: KVStats, attention: AttentionMap) -> tuple[KVStats, KVSt
     draft, stats = KVStats({name: own.pop(name)}, {}), replace(stats, layers=own)
     if all(tensor.isfinite().all() for tensor in draft.tensors().values()):
         return stats, draft, []
-    why = "its K, V or Q hold NaN or Inf; check its weights, or use --dtype bfloat16 or float32"
+    why = "its K, V or Q hold NaN or Inf; check its weights"
     return stats, None, [f"{name}, which drafts tokens (MTP), is left out and works at scale 1.0: {why}"]
 
 

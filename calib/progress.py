@@ -10,6 +10,8 @@ Item = TypeVar("Item")
 
 # outputs of this process so far, so that a run that is stopped can name them
 WRITTEN: list[Path] = []
+# what it saved of work that is not finished
+RESUMABLE: set[Path] = set()
 
 
 class Progress:

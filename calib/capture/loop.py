@@ -192,7 +192,7 @@ def blame(place: str | None, batch: Batch) -> CalibrationError:
     where = f"sample {samples[0]}" if place else f"samples {samples}, only when batched"
     return CalibrationError(
         f"{place or 'a layer'} holds NaN or Inf in {where}; "
-        "check the weights, or use --dtype bfloat16 or float32"
+        "check the weights, and where they are float16, use --dtype bfloat16 or float32"
     )
 
 

@@ -27,6 +27,7 @@ from calib.data import Batch, CalibrationData
 from calib.errors import InputError
 from calib.files.fingerprint import fingerprint
 from calib.files.model_directory import ModelDirectory
+from calib.progress import RESUMABLE
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_progress, save_stats
@@ -36,6 +37,7 @@ LOOKAHEAD = 4  # the scales must hold for this many times the tokens that were r
 LAYER_SHARE = 0.95  # and in this share of the layers
 FIRST_TOKENS, FIRST_SAMPLES = 8192, 16  # a few documents say little about others
 _GROWTH = 1.25  # tokens at a decision, over those at the one before
+_START_AGAIN = "leave --resume away to start again"
 # parts of a recipe that no statistic depends on
 _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
 
@@ -72,7 +74,7 @@ class SavedProgress:
         """
         if not self.path.exists():
             return None, 0
-        stats, progress = load_progress(self.path)
+        stats, progress = load_progress(self.path, _START_AGAIN)
         earlier = progress.get("run", {})
         for name, value in self.inputs.items():
             if earlier.get(name) == value:
@@ -80,7 +82,7 @@ class SavedProgress:
             numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
             raise InputError(
                 f"'{self.path}' is of a run with another {name}{numbers if isinstance(value, int) else ''}, "
-                "so --resume cannot go on; give the same command, or leave --resume away to start again"
+                f"so --resume cannot go on; give the same command, or {_START_AGAIN}"
             )
         return stats, int(progress["batches"])
 
@@ -93,6 +95,7 @@ class SavedProgress:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_stats(stats(), scratch, progress={"run": self.inputs, "batches": batches})
             scratch.replace(self.path)
+            RESUMABLE.add(self.path)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot save progress to '{self.path}': {error}") from None
         finally:
@@ -108,6 +111,7 @@ def progress_file(output: Path, rank: int) -> Path:
 def remove_progress(path: Path) -> None:
     """Remove a progress file, and what a run that was killed while it saved left beside it."""
     path.unlink(missing_ok=True)
+    RESUMABLE.discard(path)
     for scratch in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         scratch.unlink(missing_ok=True)
 
@@ -135,7 +139,7 @@ class Share:
         if self.batches_read > len(self.batches):
             raise InputError(
                 f"the saved progress covers {self.batches_read} batches of {len(self.batches)}; "
-                "it is damaged, so leave --resume away to start again"
+                f"it is damaged, so {_START_AGAIN}"
             )
         for batch in self.batches[: self.batches_read]:
             self.advance(batch.num_tokens)

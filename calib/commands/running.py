@@ -19,7 +19,7 @@ from calib.errors import Fp8kvError, InputError
 from calib.files.cache_folder import cache_refusal
 from calib.files.strict_json import json_text
 from calib.files.text import plain
-from calib.progress import WRITTEN
+from calib.progress import RESUMABLE, WRITTEN
 
 _ENDLESS = 1_000_000  # columns
 _PATIENCE = 5  # signals that clean-up ignores before one ends the program at once
@@ -155,6 +155,7 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     WRITTEN.clear()
+    RESUMABLE.clear()
     _IGNORED.clear()
     try:
         try:
@@ -238,6 +239,8 @@ class _Output:
 
 def _written() -> str:
     names = ", ".join(f"'{path}'" for path in WRITTEN)
+    if RESUMABLE:
+        return "progress is saved: the same command with --resume goes on"
     return f"written: {names}" if names else "nothing was written"
 
 

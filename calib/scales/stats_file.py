@@ -3,10 +3,11 @@
 Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
 of each module its layer index, the tokens it counted and those it read, which modules share
-another's cache, numbers of the text and a record of it. Version 3 has `modalities`, and is
-written where pictures or sound were read.
+another's cache, numbers of the text and a record of it, and a SHA-256 of all tensors. Version 3
+has `modalities`, and is written where pictures or sound were read.
 """
 
+import hashlib
 import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -65,6 +66,7 @@ def save_stats(
     # one key, because safetensors writes several in an order that changes from run to run
     version = 3 if any(place[2] == "modalities" for place in stats.tensors()) else 2
     facts = {"version": version, "modules": modules, "shared": shared, "progress": progress}
+    facts["sha256"] = _digest(tensors)
     if stats.text:
         facts["text"] = TypeAdapter(TextSummary).dump_python(stats.text)
     save_tensors(tensors, path, {STATS_KEY: json_text(facts)})
@@ -192,29 +194,41 @@ def smallest_scales(stats: KVStats) -> list[StoredLayer]:
     return layers
 
 
-def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
-    """Read statistics and the `progress` saved with them; an InputError for a damaged file."""
+def load_progress(path: Path, advice: str = "calibrate again") -> tuple[KVStats, dict[str, Any]]:
+    """Read statistics and the `progress` saved with them; an InputError with `advice` for a damaged file."""
     regular_size(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read statistics '{path}': {error}") from None
+        raise InputError(f"cannot read statistics '{path}': {error}; {advice}") from None
     text = metadata.get(STATS_KEY, "{}")
     version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
     if type(version) is not int or version not in _VERSIONS:
         raise InputError(f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads: 2 or 3")
     try:
         facts = _StatsFacts.model_validate_json(text, strict=True)
+        whole = dict(tensors)
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}
         if tensors:
             raise ValueError(f"no module has the tensor {min(tensors)[:80]}")
+        if facts.sha256 not in (None, _digest(whole)):
+            raise ValueError("its values are not those that were written")
     except ValueError as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else one_line(error)
-        raise InputError(f"'{path}' is damaged ({problem}); calibrate again") from None
+        raise InputError(f"'{path}' is damaged ({problem}); {advice}") from None
     progress = facts.progress.model_dump() if facts.progress else {}
     return KVStats(layers, facts.shared, facts.text), progress
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of all names and values."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].contiguous().numpy())
+    return total.hexdigest()
 
 
 class _Progress(BaseModel):
@@ -227,6 +241,7 @@ class _StatsFacts(BaseModel):
     shared: dict[str, SharedAttention]
     progress: _Progress | None = None
     text: TextSummary | None = None
+    sha256: str | None = None
 
     @model_validator(mode="after")
     def _check_facts(self) -> "_StatsFacts":

@@ -159,16 +159,21 @@ def test_a_damaged_file_is_refused(tmp_path, tiny_llama):
     saved = SavedProgress(path, RUN, every_seconds=0)
     with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
         Share(tiny_llama, BATCHES, RECIPE, map_attention(tiny_llama), saved, resume=True)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InputError, match="cannot read statistics"):
-        saved.load()
+    whole, q = path.read_bytes(), one.tensors()["model.layers.0.self_attn", "q", "amax"].numpy()
+    for bad, problem in (
+        (whole[:-100], "cannot read statistics"),
+        (whole.replace(q.tobytes(), (100 * q).tobytes()), "its values are not those that were written"),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(InputError, match=f"{problem}.*; leave --resume away to start again"):
+            saved.load()
     save_stats(one, path)  # statistics, but no progress
     with pytest.raises(InputError, match="another model"):
         saved.load()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, tmp_path, monkeypatch, capfd):
     whole, out, command = tmp_path / "whole", tmp_path / "out", (*COMMAND, "--resume")
     ran("calibrate", model, "-o", whole, *COMMAND)
 
@@ -187,6 +192,8 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
 
     ((status, _),) = forked(1, work)
     assert status == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 2}[number]
+    saved_said = "fp8kv: terminated; progress is saved: the same command with --resume goes on"
+    assert (saved_said in capfd.readouterr().err) == (number == signal.SIGTERM)
     saved = progress_file(out, 0)
 
     def refused(said, *flags, of=model):
@@ -209,9 +216,11 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
     monkeypatch.setattr(loop, "_observe", lambda *given: (seen.append(1), observe(*given)))
     ran("calibrate", model, "-o", out, *command)
     assert len(seen) == 8 - 3  # the rest, not everything
+    over = ran("calibrate", model, "-o", tmp_path / "over", *command, "--progress", "json")
+    assert "no progress was saved, so all text is read" in over.stderr
     assert_same(statistics(out), statistics(whole))
     assert json.loads((out / "fp8kv_calibration.json").read_text())["threads"] == 1
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out", "whole"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out", "over", "whole"]
 
 
 def random_batches(samples=SAMPLES, seq_len=SEQ_LEN, batch=BATCH):

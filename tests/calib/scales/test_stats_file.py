@@ -14,7 +14,6 @@ from families import LATENT, edit_json, save_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
@@ -162,7 +161,7 @@ def test_any_metadata_is_statistics_or_one_clear_error(tmp_path_factory, facts):
         assert type(stats.layers["a"].layer_idx) is int
 
 
-REPORT, K = "fp8kv_calibration.json", "model.layers.1.self_attn.k."
+REPORT = "fp8kv_calibration.json"
 NAN = "model.layers.1.self_attn K: NaN or Inf was seen"
 NOT_SUMMED_UP = f"are not those that its {REPORT} sums up"
 
@@ -180,13 +179,11 @@ def channel(value):
     """Put `value` into a channel of K, in its amax and wherever that is repeated."""
 
     def damage(directory):
-        with safe_open(directory / STATS, "pt") as file:
-            facts = file.metadata()
-        tensors = load_file(directory / STATS)
+        stats, _ = load_progress(directory / STATS)
         for field in ("amax", "curve", "tail", "positions"):
-            tensor = tensors[f"{K}{field}"]
+            tensor = stats.tensors()["model.layers.1.self_attn", "k", field]
             tensor[0, tensor[0].argmax()] = value
-        save_file(tensors, directory / STATS, facts)
+        save_stats(stats, directory / STATS)
 
     return damage
 
