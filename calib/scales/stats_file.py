@@ -227,7 +227,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode())
-        total.update(tensors[name].contiguous().numpy())
+        total.update(tensors[name].numpy().tobytes())
     return total.hexdigest()
 
 

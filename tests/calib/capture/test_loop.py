@@ -1,6 +1,7 @@
 """The measurement: exact, place by place, blind to padding, precise about bad numbers; latents (MLA) too."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,6 @@ from accelerate import cpu_offload
 from command_line import calibrate as calibrate_command
 from command_line import fp8kv, one_line_error
 from families import FAMILIES, LATENT, edit_json, mixed_model, save_model, tiny_model
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
@@ -23,7 +22,7 @@ from calib.recipe import load_recipe
 from calib.scales.observers import NUM_BINS
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import derive_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats_file import load_stats, save_stats
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 24, 23, 11, 7)]
@@ -222,12 +221,9 @@ def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, measured, tmp_path):
 def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, measured, tmp_path):
     wrong = tmp_path / "wrong"
     shutil.copytree(measured, wrong)
-    with safe_open(measured / STATS_FILE, framework="pt") as file:
-        tensors = {
-            name.replace(".latent.", ".k.").replace(".k_pe.", ".v."): file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118
-        }
-        save_file(tensors, wrong / STATS_FILE, file.metadata())
+    stats = load_stats(measured)
+    layers = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
+    save_stats(replace(stats, layers=layers), wrong / STATS_FILE)
     assert not load_stats(wrong).latent
     done = fp8kv("generate", saved, "w4 w5", "--scales", wrong)
     one_line_error(done, "layer 0 has a cache of K and V, and latents in", status=2)
