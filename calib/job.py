@@ -250,8 +250,7 @@ def _measure(
     batches = data.batches(size, recipe.data)
     world.check_same("data or batches", [data.fingerprint, size])
     own = world.share(batches)
-    if resume and not progress_file(output, world.rank).exists():
-        progress.stage("no progress was saved, so all text is read")
+    starts_over = resume and not progress_file(output, world.rank).exists()
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
     def open_share() -> Share:
@@ -270,6 +269,7 @@ def _measure(
         )
 
     notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
+    notes += ["--resume found no saved progress: all text was read"] if starts_over else []
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:
