@@ -23,8 +23,15 @@ from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.stats_file import changed_scales, has_calibration, load_records, open_calibration
+from calib.scales.stats_file import (
+    Calibration,
+    changed_scales,
+    has_calibration,
+    load_records,
+    open_calibration,
+)
 from calib.transfer.convert import Conversion, write_scales
+from calib.transfer.traffic import check_traffic
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
@@ -75,22 +82,14 @@ def repair(
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
-    shapes = {
-        index: {"K heads": {len(layer.k.amax)}, "K channels": {layer.k.amax.numel()}}
-        for index, layer in layer_stats.items()
-    }
-    check_same_model(
-        replace(scales_facts(statistics, report=calibration.report), layers=shapes),
-        replace(model_facts(checkpoint, stats.layers), layers=_shapes(layers, layer_stats, checkpoint)),
-        "give statistics of this model",
-    )
+    doubts = _check_model(calibration, stored, layers, layer_stats)
     replacements = _replace_wrong(stored, layers, measured_amax(calibration, [*layers.values()]), layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)
     progress.stage("write")
     destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
-    notes = write_scales(scales, checkpoint, to, records, destination, command="repair")
+    notes = (*doubts, *write_scales(scales, checkpoint, to, records, destination, command="repair"))
     layers_with_q = [layer.layer for layer in layers.values() if layer.q]
     if lost := [layer.layer for layer in stored.layers if layer.q and layer.layer not in layers_with_q]:
         notes += (f"query scales of no use are left out in {show_layers(lost)}",)
@@ -99,6 +98,27 @@ def repair(
     if not (verification.problems or verification.is_good):
         notes += ("fp8kv verify knows of no engine that loads all of these scales",)
     return Repair(scales, notes, replacements, verification.problems)
+
+
+def _check_model(
+    calibration: Calibration,
+    stored: StoredScales,
+    layers: dict[str, StoredLayer],
+    layer_stats: dict[int, LayerStats],
+) -> list[str]:
+    """Refuse statistics of another model; return a warning where that cannot be told."""
+    checkpoint, report = stored.directory, calibration.report
+    shapes = {
+        index: {"K heads": {len(layer.k.amax)}, "K channels": {layer.k.amax.numel()}}
+        for index, layer in layer_stats.items()
+    }
+    model = model_facts(checkpoint, calibration.stats.layers)
+    check_same_model(
+        replace(scales_facts(calibration.path, report=report), layers=shapes),
+        replace(model, layers=_shapes(layers, layer_stats, checkpoint)),
+        "give statistics of this model",
+    )
+    return [] if report.get("marks") else check_traffic(calibration, model, stored)
 
 
 def _shapes(

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from apply_cases import calibrated, config_of, copy, damage, edited, report_of, scales
+from apply_cases import ATTENTION, calibrated, config_of, copy, damage, edited, report_of, scales
 from command_line import fp8kv, json_of, one_line_error, ran
 from families import SHARED_KV, edit_json, save_model, tiny_model
 from safetensors.torch import load_file
@@ -217,6 +217,48 @@ def test_statistics_of_another_model_repair_nothing(measured, per_head, tmp_path
         done = fp8kv("repair", scaled, "--stats", statistics, "-o", tmp_path / "out")
         one_line_error(done, f"'{statistics}' is of another model: {said}")
         assert not (tmp_path / "out").exists()
+
+
+def traffic_of(calibration, out, model):
+    """What an engine that serves `model` writes, without marks of its weights."""
+    out.mkdir()
+    shutil.copy(calibration / STATS_FILE, out)
+    head = {"tokens": [500], "clipped": [0], "saturated": [0], "zero": [0]}
+    layers = [{"layer": 0, "tokens": 500, "channels": 16, "k": head, "v": head}]
+    facts = dict.fromkeys(("engine", "fingerprint", "since", "written"), "7") | {"model": str(model)}
+    facts |= {"fp8kv_watch": 1, "tokens": 500, "layers": layers}
+    (out / "fp8kv_watch.json").write_text(json.dumps(facts))
+    return out
+
+
+def rescale(tensors, factor):
+    for i in LAYERS:
+        tensors[ATTENTION.format(i, "k")] *= factor
+        tensors[ATTENTION.format(i, "v")] /= factor
+
+
+def test_traffic_of_another_model_of_the_same_shapes_is_refused(model, measured, tmp_path):
+    """Its scales would be written to a model whose K they are 200 times too large for."""
+    other = copy(model, tmp_path / "other", lambda tensors: rescale(tensors, 200.0))
+    taken = calibrated(other, tmp_path / "taken")
+    bare = shutil.copytree(measured, tmp_path / "bare")
+    (bare / STATS_FILE).unlink()
+    here = traffic_of(taken, tmp_path / "here", taken)
+    for scaled in (measured, bare):
+        done = fp8kv("repair", scaled, "--stats", here, "-o", tmp_path / "out")
+        one_line_error(done, f"do not fit '{scaled}'", f"'{here}' is traffic of '{taken}'")
+    away = traffic_of(taken, tmp_path / "away", "not/here")
+    for statistics in (away, away / STATS_FILE):
+        done = fp8kv("repair", measured, "--stats", statistics, "-o", tmp_path / "out")
+        one_line_error(done, f"'{statistics}' is of another model: most of its K and V differ by more than 4")
+    assert not (tmp_path / "out").exists()
+    doubt = f"warning: most scales change by more than 4 times; see that '{away}' is of this model"
+    assert doubt in ran("repair", bare, "--stats", away, "-o", tmp_path / "out").stderr
+    # a text of the model itself, and scales of another kind that its own statistics refute
+    own, factor = traffic_of(measured, tmp_path / "own", model), {name(i, "k"): 1 / 9 for i in LAYERS}
+    wrong = damage(measured, tmp_path / "wrong", factor)
+    for i, scaled in enumerate((measured, bare, wrong)):
+        assert "by more than 4" not in ran("repair", scaled, "--stats", own, "-o", tmp_path / f"{i}").stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,68 @@
+"""Is an engine's traffic of this model? Its statistics have no marks of weights, by which others are told."""
+
+from pathlib import Path
+from statistics import median
+
+from calib.errors import Fp8kvError, InputError
+from calib.evaluate.served.watch_report import read_watched
+from calib.files.cache_type import FP8_MAX
+from calib.files.calibration import Amax
+from calib.files.model_directory import open_model_directory
+from calib.files.names import WATCH_FILE
+from calib.files.stored_scales import StoredScales, is_usable
+from calib.same_model.check import ModelFacts, check_same_model, model_facts
+from calib.scales.stats_file import Calibration, load_stats
+
+# random tokens beside prose change most absmax by a sixth (SmolLM2), and of what a cache clipped at most
+# 4 times its range is taken
+_LARGE_FACTOR = 4.0
+
+
+def check_traffic(traffic: Calibration, model: ModelFacts, stored: StoredScales) -> list[str]:
+    """Refuse statistics that are surely of another model; return a warning where that may be."""
+    if (traffic.directory / WATCH_FILE).is_file():
+        _check_served(traffic, Path(read_watched(traffic.directory).model), model)
+    return _check_range(traffic, stored)
+
+
+def _check_served(traffic: Calibration, served: Path, model: ModelFacts) -> None:
+    """Refuse traffic of an engine that serves another model, if that is here and its weights can be read."""
+    try:
+        facts = model_facts(open_model_directory(served, needs_scales=False), traffic.stats.layers)
+        for marks in filter(None, (facts.marks, model.marks)):
+            marks()
+    except (Fp8kvError, OSError):
+        return
+    check_same_model(facts, model, f"'{traffic.path}' is traffic of '{served}': give that of this model")
+
+
+def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
+    """Refuse traffic whose absmax is far from that of the statistics beside the scales, if there are any.
+
+    Without these, scales that are far from it may themselves be wrong: return a warning.
+    """
+    path, directory, amax = traffic.path, stored.directory.path, traffic.stats.amax_by_head()
+    try:
+        own = load_stats(directory).amax_by_head()
+    except InputError:  # without, or damaged
+        values = {(layer.layer, letter): layer.values(letter) for layer in stored.layers for letter in "kv"}
+        right = {
+            place: scales for place, scales in values.items() if is_usable(scales) and {*scales} != {1.0}
+        }
+        if _median_factor(amax, right, FP8_MAX[stored.fp8_dtype]) < _LARGE_FACTOR:
+            return []
+        return [
+            f"most scales change by more than {_LARGE_FACTOR:g} times; see that '{path}' is of this model"
+        ]
+    if _median_factor(amax, own) < _LARGE_FACTOR:
+        return []
+    raise InputError(
+        f"'{path}' is of another model: most of its K and V differ by more than {_LARGE_FACTOR:g} times "
+        f"from the statistics in '{directory}'; give statistics of this model"
+    )
+
+
+def _median_factor(amax: Amax, amax_before: Amax, factor: float = 1.0) -> float:
+    """Return the factor by which most absmax differ, up or down, from `amax_before` times `factor`."""
+    pairs = [(max(amax[x]), factor * max(amax_before[x])) for x in amax.keys() & amax_before.keys()]
+    return median([max(a / b, b / a) for a, b in pairs if a > 0 and b > 0] or [1.0])
