@@ -14,7 +14,7 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, table_text
-from calib.errors import InputError
+from calib.errors import Fp8kvError, InputError, NoModelError, NoScalesError
 from calib.files.names import STATS_FILE
 from calib.files.text import parse_condition, show_layers
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from calib.engines.verification import Verification
     from calib.evaluate.served.client import ServedScales
     from calib.evaluate.served.logprobs import ServerComparison
-    from calib.evaluate.served.watch_report import WatchReport
+    from calib.evaluate.served.watch_report import Expected, WatchReport
 
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
@@ -59,7 +59,7 @@ def verify(
     ),
     served: list[str] | None = flags.option(
         "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most. Given "
-        "several times: whether servers with our plugin read each other's KV blocks rightly.",
+        "several times: whether servers with our plugin hold them, and read each other's KV blocks rightly.",
         metavar="URL",
     ),
     model: str | None = flags.option(
@@ -77,7 +77,7 @@ def verify(
     """
     _check_flags(context)
     if served and len(served) > 1:
-        return _compare_servers(served)
+        return _compare_servers(served, directory)
     if served:
         keys = flags.recipe_keys(context.params)
         return _compare_server(served[0], directory, model or str(directory), served_name, keys)
@@ -124,22 +124,25 @@ def _compare_server(
     from calib.evaluate.served.logprobs import compare_served
 
     comparison = compare_served(url, directory, weights, served_name, keys)
-    plugin = _ask_plugin(url)  # of its own files' scales, which need not be DIRECTORY's
+    plugin = _ask_plugin(url, directory)
     is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
     lines = [*_server_lines(comparison, weights), *(_plugin_lines({url: plugin}) if plugin else ())]
     answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
     return Answer(answer, lines, is_good=is_good)
 
 
-def _compare_servers(urls: list[str]) -> Answer:
-    from calib.evaluate.served.client import Server
+def _compare_servers(urls: list[str], directory: Path) -> Answer:
+    from calib.engines.loaded_scales import read_engine_scales
+    from calib.evaluate.served.client import open_servers
 
-    servers = {url: Server(url).scales() for url in urls}
+    files = read_engine_scales(directory)
+    servers = {url: server.scales(files) for url, server in open_servers(urls).items()}
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
     has_problems = any(scales.problems for scales in servers.values())
+    name = "the same scales" if has_problems else f"the scales of '{directory}'"
     lines = [
         *_plugin_lines(servers),
-        "the servers store with the same scales: each reads the other's KV blocks rightly"
+        f"the servers store with {name}: each reads the other's KV blocks rightly"
         if is_same
         else "problem: the servers store with different scales: KV blocks of one are wrong in the other",
     ]
@@ -147,12 +150,16 @@ def _compare_servers(urls: list[str]) -> Answer:
     return Answer(answer, lines, is_good=is_same and not has_problems)
 
 
-def _ask_plugin(url: str) -> "ServedScales | None":
+def _ask_plugin(url: str, directory: Path) -> "ServedScales | None":
     """Return what our plugin in a server says; None where it has none."""
+    from calib.engines.loaded_scales import read_engine_scales
     from calib.evaluate.served.client import Server
 
+    files = None
+    with suppress(NoModelError, NoScalesError):  # a pack, or format fp8kv, which no engine loads
+        files = read_engine_scales(directory)
     with suppress(InputError):
-        return Server(url).scales()
+        return Server(url).scales(files)
     return None
 
 
@@ -168,6 +175,8 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
     tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
     if nearer == "cannot tell":
         yield "cannot tell whether the server uses the scales"
+    elif nearer == "neither":
+        yield f"the server does not answer like '{model}', with the scales or at 1.0"
     else:
         yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
     yield (
@@ -180,7 +189,11 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
         f"{comparison.requests} requests in {comparison.seconds:.1f} s, our own runs in "
         f"{comparison.own_seconds:.1f} s)"
     )
-    if nearer == "cannot tell":
+    if nearer == "neither":
+        has_root = comparison.root not in (None, comparison.served)
+        root = f" from {comparison.root!r:.200}" if has_root else ""
+        yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
+    elif nearer == "cannot tell" and not comparison.needs_scales:
         yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
@@ -288,7 +301,8 @@ def watch(
         metavar="CONDITION",
     ),
     model: Path | None = flags.option(
-        "Read what was expected in this calibration. Default with DIR: the engine's model.", metavar="MODEL"
+        "Read what was expected in this calibration of the engine's model. Default with DIR: that model.",
+        metavar="MODEL",
     ),
     follow: bool = flags.option(
         "Show it live, until it fails or you press Ctrl-C.", "--follow", default=False
@@ -309,14 +323,17 @@ def watch(
         raise InputError(f"--fail-if '{' '.join(fail_if)}': give one condition, clipped>SHARE or zero>SHARE")
 
     def look() -> "WatchReport":
+        from calib.evaluate.served.client import Server
         from calib.evaluate.served.watch_report import read_expected, read_watched, report_on
 
-        if source.lower().startswith(("http://", "https://")):
-            from calib.evaluate.served.client import Server
-
-            return report_on(Server(source).watched(), condition, read_expected(model) if model else {})
-        watched = read_watched(Path(source))
-        return report_on(watched, condition, read_expected(model or Path(watched.model)))
+        is_address = source.lower().startswith(("http://", "https://"))
+        watched = Server(source).watched() if is_address else read_watched(Path(source))
+        if model:
+            return report_on(watched, condition, read_expected(model, watched))
+        expected: Expected = {}
+        with suppress(Fp8kvError, OSError):  # the engine's model need not be here, or hold a calibration
+            expected = {} if is_address else read_expected(Path(watched.model), watched)
+        return report_on(watched, condition, expected)
 
     report = _follow(look, every) if follow else look()
     failures = report.failures

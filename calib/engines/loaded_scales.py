@@ -6,12 +6,17 @@ Engines whose scales have the same fingerprint read each other's FP8 blocks righ
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from calib.engines.outcome import Place
-from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable
+from calib.errors import NoScalesError
+from calib.files.fingerprint import baked_for
+from calib.files.model_directory import open_model_directory
+from calib.files.names import PACK_FILE
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
 
 # every copy that an engine has of one scale, by its name there. The first has a value per head;
@@ -50,6 +55,9 @@ class ScalesInForce:
     notes: list[str] = field(default_factory=list)  # to be known, but not a problem
     fingerprint: str = ""  # of the scales that K and V are stored with; empty without an FP8 cache
     awaits_scales: bool = False  # weights have come from memory, and no scales since
+    # of the whole model, by layer: its cache, and the scales of K and V that it is stored with
+    stored: list[tuple[int, str, Values, Values]] = field(default_factory=list)
+    fnuz: bool = False  # and they are doubled, for an FP8 type that ends at 240
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, which `ScalesInForce` takes again."""
@@ -97,6 +105,39 @@ def compare(
     if missing and stages == 1:
         report.problems.append(f"the files have scales for {show_layers(missing)}, which the engine lacks")
     return report
+
+
+def compare_stored(stored: Stored, files: Mapping[int, StoredLayer], place: Place) -> ScalesInForce:
+    """Compare what a whole model stores with, of all ranks, with the scales in the files.
+
+    A rank that stores with one value for all of its heads has the largest of theirs.
+    """
+    layers, files = [], dict(files)
+    for index, (cache, k, v) in stored.items():
+        layers.append(EngineLayer(index, bool(k or v), {"": k}, {"": v}, cache=cache))
+        if file := files.get(index):
+            k, v = _largest(file.values("k"), len(k)), _largest(file.values("v"), len(v))
+            files[index] = replace(file, k=k, v=v)
+    return compare(layers, files, place)
+
+
+def _largest(values: Values, count: int) -> Values:
+    """Return the largest of each of `count` parts of the heads' scales."""
+    size = max(1, len(values) // count) if count and is_usable(values) else 1
+    return tuple(max(values[i : i + size]) for i in range(0, len(values), size))
+
+
+def read_engine_scales(directory: Path) -> StoredScales:
+    """Read the scales that an engine serves `directory` with, none of a model that was baked for FP8."""
+    if (directory / PACK_FILE).exists():  # whose JSON has one scale for K and V
+        raise NoScalesError(f"'{directory}' is a pack, which no engine loads; give what the engine serves")
+    try:
+        return read_scales(directory)
+    except NoScalesError:
+        checkpoint = open_model_directory(directory, weights=False)
+        if baked_for(checkpoint) != "fp8":
+            raise
+        return StoredScales(checkpoint, [])
 
 
 def layers_of_files(

@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,8 @@ class ScalesEndpoint:
         async def scales() -> dict[str, Any]:
             with errors_to(refuse):
                 report = await self._ask()
-            return {**_numbers(report), "fingerprint": report.fingerprint, "problems": report.problems}
+            facts = {"fingerprint": report.fingerprint, "problems": report.problems, "fnuz": report.fnuz}
+            return {**_numbers(report), **facts, "layers": [_show_layer(*layer) for layer in report.stored]}
 
         async def watch() -> Any:
             with errors_to(_note):  # an engine that is idle has not written its last seconds
@@ -113,6 +115,12 @@ def _note(error: Exception) -> None:
 
 def _numbers(report: ScalesInForce) -> dict[str, int]:
     return {"in_use": report.used, "total": report.total, "problems": len(report.problems)}
+
+
+def _show_layer(index: int, cache: str, *scales: Sequence[float]) -> dict[str, Any]:
+    # JSON has no NaN
+    k, v = ([value if isfinite(value) else None for value in values] for values in scales)
+    return {"layer": index, "cache": cache, "k": k, "v": v}
 
 
 def _watched() -> dict[str, Any]:

@@ -1,17 +1,16 @@
 """Attention layers of a vLLM model, with every copy of their scales, and the files of an engine's model."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from calib.engines.catalogue import Engine, find_engine
-from calib.engines.loaded_scales import EngineLayer, expected_values
+from calib.engines.loaded_scales import EngineLayer, expected_values, read_engine_scales
 from calib.engines.outcome import Place
 from calib.errors import NoScalesError
-from calib.files.fingerprint import baked_for
-from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
-from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
+from calib.files.stored_scales import StoredLayer, StoredScales, Values
 
 # caches whose scales come from files; other quantised caches make their own
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
@@ -90,12 +89,9 @@ def read_files(model: str, revision: str | None, loading: Any) -> StoredScales |
     """
     if loading.load_format == "dummy":
         raise ValueError("the weights are dummies")
-    directory = find_directory(model, revision, loading)
-    try:
-        return read_scales(directory)
-    except NoScalesError:
-        checkpoint = open_model_directory(directory, weights=False)
-        return StoredScales(checkpoint, []) if baked_for(checkpoint) == "fp8" else None
+    with suppress(NoScalesError):
+        return read_engine_scales(find_directory(model, revision, loading))
+    return None
 
 
 def find_directory(model: str, revision: str | None, loading: Any) -> Path:

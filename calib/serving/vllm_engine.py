@@ -126,7 +126,9 @@ def whole_model(core: Any) -> ScalesInForce:
         whole.notes += [f"rank {rank}: {note}" for note in state.report.notes]
         whole.awaits_scales |= state.report.awaits_scales
     ranks, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
-    whole.fingerprint = fingerprint(join_ranks([state.stored for state in states], ranks, heads))
+    stored = join_ranks([state.stored for state in states], ranks, heads)
+    whole.fingerprint, whole.fnuz = fingerprint(stored), states[0].fnuz
+    whole.stored = [(index, *scales) for index, scales in stored.items() if index < vllm_worker.DRAFT]
     # the only worker logged this when it loaded the model
     if [str(state.report) for state in states] == [states[0].logged]:
         vars(core).setdefault("fp8kv", str(whole))

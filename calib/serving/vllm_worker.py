@@ -20,7 +20,7 @@ from calib.serving.engine_layers import FP8_CACHES, fill_scales, read_files, vll
 from calib.serving.plugin import REPAIR, guard, is_switched_on, wrap
 
 Files = dict[int, StoredLayer]
-_DRAFT = 10**6
+DRAFT = 10**6  # and more: layers of a draft that counts from 0
 
 
 def check_loaded(runner: Any) -> ScalesInForce:
@@ -84,6 +84,7 @@ class WorkerState:
     stored: Stored = field(default_factory=dict)
     unreadable: str = ""  # why nothing can be said now
     logged: str = ""  # when the model was loaded
+    fnuz: bool = False  # scales are doubled, for an FP8 type that ends at 240
 
 
 def state(worker: Any) -> WorkerState:
@@ -96,8 +97,8 @@ def state(worker: Any) -> WorkerState:
     try:
         report = check(runner)
         report.awaits_scales = getattr(runner, "fp8kv_from_memory", False)
-        logged = getattr(runner, "fp8kv_logged", "")
-        return WorkerState(report, stored_scales([*all_layers(runner)]), logged=logged)
+        logged, fnuz = getattr(runner, "fp8kv_logged", ""), _place(runner)[0].fnuz
+        return WorkerState(report, stored_scales([*all_layers(runner)]), logged=logged, fnuz=fnuz)
     except (ValueError, OSError, Fp8kvError) as error:
         return WorkerState(unreadable=str(error))
 
@@ -143,7 +144,7 @@ def all_layers(runner: Any) -> Iterator[EngineLayer]:
     yield from vllm_layers(runner.get_model(), _version())
     if (draft := _draft(runner)) is not None:
         for layer in vllm_layers(draft, _version()):
-            yield replace(layer, layer=layer.layer + _DRAFT)
+            yield replace(layer, layer=layer.layer + DRAFT)
 
 
 def _draft(runner: Any) -> Any:

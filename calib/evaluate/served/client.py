@@ -9,14 +9,18 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from multiprocessing.pool import ThreadPool
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
+from calib.engines.loaded_scales import compare_stored, layers_of_files
+from calib.engines.outcome import Place
 from calib.errors import InputError
 from calib.evaluate.served.watch_report import Watched
+from calib.files.stored_scales import StoredScales, Values
 
 try:  # the Hub library's own HTTP library
     from huggingface_hub.utils import httpx
@@ -59,6 +63,13 @@ class ServedModel(_Answer):
     max_model_len: NonNegativeInt | None = None
 
 
+class _ServedLayer(_Answer):
+    layer: NonNegativeInt
+    cache: str
+    k: list[float | None]  # None: not a number
+    v: list[float | None]
+
+
 class ServedScales(_Answer):
     """The scales in force, as our plugin in a server tells them; see `calib.serving.endpoint`."""
 
@@ -66,6 +77,16 @@ class ServedScales(_Answer):
     total: NonNegativeInt
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
+    fnuz: bool
+    layers: list[_ServedLayer] = Field(exclude=True)
+
+    def differences(self, scales: StoredScales) -> list[str]:
+        """Say in which layers a server stores with other scales than those of a directory."""
+        stored: dict[int, tuple[str, Values, Values]] = {}
+        for layer in self.layers:
+            k, v = (tuple(nan if x is None else x for x in values) for values in (layer.k, layer.v))
+            stored[layer.layer] = layer.cache, k, v
+        return compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=self.fnuz)).problems
 
 
 class _ModelList(_Answer):
@@ -112,6 +133,9 @@ class Server:
             )
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._url = f"{parts.scheme}://{parts.netloc}{path}/v1/"
+        is_local = parts.hostname in (*_LOCAL_HOSTS, "0.0.0.0")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.address = "localhost" if is_local else parts.hostname, port, path  # one for each server
         name, key = _key(parts.scheme == "https" or parts.hostname in _LOCAL_HOSTS)
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._key_advice = f"it refuses the key in {name}" if key else f"give its key in {_KEY}"
@@ -130,10 +154,14 @@ class Server:
         names = ", ".join(f"{model.id!r:.80}" for model in models[:8])
         raise InputError(f"{self._url} serves {problem}; give --served-name, one of: {names}")
 
-    def scales(self) -> ServedScales:
-        """Start the clock. Return what the plugin in the server says of its scales."""
+    def scales(self, files: StoredScales | None) -> ServedScales:
+        """Start the clock. Return what the server's plugin says of its scales, and how `files` differ."""
         advice = "serve with vLLM 0.32 or newer and VLLM_PLUGINS=fp8kv, with fp8kv installed there"
-        return self._ask_plugin("scales", ServedScales, f"does not say which scales it uses; {advice}")
+        scales = self._ask_plugin("scales", ServedScales, f"does not say which scales it uses; {advice}")
+        if files:
+            name = files.directory.path
+            scales.problems += [f"beside '{name}', {problem}" for problem in scales.differences(files)]
+        return scales
 
     def watched(self) -> Watched:
         """Start the clock. Return what the plugin in the server has seen in its cache."""
@@ -245,6 +273,18 @@ class Server:
                 "them, such as vLLM, or use `fp8kv stress`"
             )
         return InputError(f"{problem}; see the server's log, or {_EXAMPLE}")
+
+
+def open_servers(urls: Sequence[str]) -> dict[str, Server]:
+    """Return the servers at several addresses; an InputError where two are one."""
+    servers: dict[str, Server] = {}
+    for url in urls:
+        server = Server(url)
+        for first, other in servers.items():
+            if other.address == server.address:
+                raise InputError(f"--served {first} and {url} are one server; give each server once")
+        servers[url] = server
+    return servers
 
 
 def _explanation(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.errors import InputError
-from calib.evaluate.served.client import Answers, Server
+from calib.evaluate.served.client import Answers, ServedModel, Server
 from calib.models.config import load_config, model_positions
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.sources import find_model
@@ -27,8 +27,10 @@ from fp8kv_runtime.hf import fp8_attention
 
 _TEXTS, _TOKENS = 6, 256
 _FACTOR = 4.0
+# nats, of a logprob: neither another kernel nor weights of 4 bits change them by as much on average
+_OTHER_MODEL = 0.5
 
-Nearer = Literal["scales", "1.0", "cannot tell"]
+Nearer = Literal["scales", "1.0", "neither", "cannot tell"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class ServerComparison:
     """Distances between a server and our runs: mean absolute differences of logprobs, in nats."""
 
     nearer: Nearer
+    served: str  # the name of the server's model
+    root: str | None  # where it says that its files are
     to_scales: float
     to_ones: float
     apart: float  # our run with the scales from that at 1.0
@@ -46,6 +50,11 @@ class ServerComparison:
     requests: int
     seconds: float  # of asking
     own_seconds: float  # of our runs: loading the model twice, and computing
+
+    @property
+    def needs_scales(self) -> bool:
+        """True where our two runs differ by more than noise."""
+        return are_apart(self.apart, self.noise, self.rounding)
 
 
 def compare_served(
@@ -74,11 +83,11 @@ def compare_served(
     del model  # there may be memory for one
     dtype: DType = "bfloat16" if is_exact else "float32"
     rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
-    return compare(answers, scaled, ones, _run(rounded, scales, answers), time.monotonic() - start)
+    return compare(served, answers, scaled, ones, _run(rounded, scales, answers), time.monotonic() - start)
 
 
 def compare(
-    answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
+    served: ServedModel, answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
 ) -> ServerComparison:
     """Compare a server's answers with logprobs [T] of our runs: with the scales, at 1.0, in another dtype."""
     first, again = (torch.tensor([*chain(*logprobs)]) for logprobs in (answers.first, answers.again))
@@ -87,6 +96,8 @@ def compare(
     nats = {name: float((a - b).abs().mean()) for name, (a, b) in zip(names, pairs, strict=True)}
     return ServerComparison(
         decide(**nats),
+        served.id,
+        served.root,
         **nats,
         logprobs=len(first),
         of_prompt=answers.of_prompt,
@@ -100,13 +111,21 @@ def decide(to_scales: float, to_ones: float, apart: float, noise: float, roundin
     """Return which of our two runs the server is nearer to, if more than noise decides.
 
     With scales all runtimes compute much the same: a quarter of the way is near. At 1.0 they differ
-    in what is left of values that hardly fit FP8: half of the way nearer is near.
+    in what is left of values that hardly fit FP8: half of the way nearer is near. Another model is farther
+    from both than they are from each other.
     """
-    if not apart > _FACTOR * (noise + rounding):  # also where one is NaN
+    if min(to_scales, to_ones) > max(apart, _FACTOR * (noise + rounding), _OTHER_MODEL):
+        return "neither"
+    if not are_apart(apart, noise, rounding):
         return "cannot tell"
     if to_scales < apart / _FACTOR:
         return "scales"
     return "1.0" if to_ones < apart and to_scales - to_ones > apart / 2 else "cannot tell"
+
+
+def are_apart(apart: float, noise: float, rounding: float) -> bool:
+    """Return whether two runs differ by more than noise; False also where one is NaN."""
+    return apart > _FACTOR * (noise + rounding)
 
 
 @torch.inference_mode()

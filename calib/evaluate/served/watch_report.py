@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from calib.errors import Fp8kvError, InputError, first_problem
-from calib.files.names import CALIBRATION_FILE, STATS_FILE, WATCH_FILE
+from calib.errors import InputError, first_problem
+from calib.files.names import WATCH_FILE
 from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
+from calib.same_model.check import LayerFacts, ModelFacts, check_same_model
 from calib.scales.cache_counts import code_table
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, derive_scales
@@ -82,6 +83,11 @@ class Watched(_Part):
         if len({layer.layer for layer in self.layers}) < len(self.layers):
             raise ValueError("a layer is there twice")
         return self
+
+    def facts(self) -> ModelFacts:
+        """Return what the counts say of the model: of a cache in 16 bits its layers alone."""
+        layers = {x.layer: _layer_facts(len(x.k.tokens), x.channels) if x.k else {} for x in self.layers}
+        return ModelFacts(self.model, layers=layers)
 
 
 @dataclass(frozen=True)
@@ -183,15 +189,25 @@ def _is_met(condition: Condition, row: WatchRow) -> bool:
     return is_more and all(condition.compare(end, condition.limit) for end in (row.low, row.high))
 
 
-def read_expected(model: Path) -> Expected:
-    """Return what the calibration in `model` expects, see `expected_shares`; nothing where it holds none."""
-    try:
-        if not ((model / STATS_FILE).is_file() and (model / CALIBRATION_FILE).is_file()):
-            return {}
-        calibration = open_calibration(model)
-        return expected_shares(calibration.stats, derive_scales(calibration.stats, calibration.recipe()))
-    except (Fp8kvError, OSError):  # the model is not what is asked about
-        return {}
+def read_expected(model: Path, watched: Watched) -> Expected:
+    """Return what the calibration in `model` expects, see `expected_shares`.
+
+    Raises an InputError where it is not of the model that was watched, or cannot be read.
+    """
+    calibration = open_calibration(model)
+    stats = calibration.stats
+    layers = {layer.layer_idx: _layer_facts(*layer.k.amax.shape) for layer in stats.layers.values()}
+    shared = {module.layer_idx for module in stats.shared.values()}
+    check_same_model(
+        watched.facts(),
+        ModelFacts(str(model), layers=layers, shared_layers=shared),
+        "give --model its own calibration",
+    )
+    return expected_shares(stats, derive_scales(stats, calibration.recipe()))
+
+
+def _layer_facts(heads: int, channels: int) -> LayerFacts:
+    return {"K heads": {heads}, "K channels": {heads * channels}}
 
 
 def expected_shares(stats: KVStats, scales: KVScales) -> Expected:

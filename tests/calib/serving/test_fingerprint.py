@@ -1,6 +1,8 @@
 """Engines have one fingerprint if a block of one means the same in the other; blocks are known by it."""
 
 import asyncio
+import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,9 +12,20 @@ import pytest
 import torch
 
 from calib import push_scales
-from calib.engines.loaded_scales import EngineLayer, ScalesInForce, fingerprint, join_ranks, stored_scales
+from calib.engines.loaded_scales import (
+    EngineLayer,
+    ScalesInForce,
+    compare_stored,
+    fingerprint,
+    join_ranks,
+    stored_scales,
+)
+from calib.engines.outcome import Place
 from calib.errors import InputError
+from calib.evaluate.served.client import ServedScales
+from calib.files.stored_scales import StoredLayer
 from calib.serving import vllm_engine, vllm_worker
+from calib.serving.endpoint import ScalesEndpoint
 from calib.serving.plugin import ScalesNotUsedError
 from calib.serving.push import ScalesNotDeliveredError
 from calib.serving.vllm_worker import WorkerState
@@ -51,6 +64,27 @@ def test_a_fingerprint_does_not_depend_on_how_many_gpus_a_model_is_split_over(ra
     heads = [tuple(K[rank * 4 // ranks : rank * 4 // ranks + max(1, 4 // ranks)]) for rank in range(ranks)]
     parts = [{stage: engine(k, (0.375,))[stage]} for stage in range(2) for k in heads]
     assert fingerprint(join_ranks(parts, ranks, 4)) == fingerprint(engine())
+
+
+def test_what_a_whole_model_stores_with_is_compared_with_the_files():
+    files = {i: StoredLayer(i, K, V) for i in range(2)}
+    doubled = engine(tuple(2 * x for x in K), tuple(2 * x for x in V))
+    for stored, fnuz, problems in (
+        (engine(), False, []),
+        (engine((0.75,), V[:1]), False, []),  # the largest, where a backend has one number
+        (engine((0.5, 0.75)), False, []),  # and of two ranks
+        (engine(K[::-1]), False, ["K is not the file's in layers 0, 1"]),
+        (engine((0.5,)), False, ["K is not the file's in layers 0, 1"]),
+        (engine((0.75, 0.5)), False, ["K is not the file's in layers 0, 1"]),
+        (engine(v=(float("nan"),)), False, ["V is not the file's in layers 0, 1"]),
+        (doubled, True, []),
+        (doubled, False, ["K is twice the file's in layers 0, 1", "V is twice the file's in layers 0, 1"]),
+        (engine(count=1), False, ["the files have scales for layer 1, which the engine lacks"]),
+        (engine(count=3), False, [f"{x} is not from the files in layer 2" for x in "KV"]),
+        (engine(cache="16 bits"), False, ["the cache is not FP8, so no scale is used"]),
+        ({**engine(), 1: ("16 bits", (), ())}, False, []),  # a layer that was left out
+    ):
+        assert compare_stored(stored, files, Place(fnuz=fnuz)).problems == problems
 
 
 def state(k=(0.5,), problems=(), **facts):
@@ -111,6 +145,9 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     one.states = [state((0.75,))]
     (answer,) = one.collective_rpc("fp8kv_state")
     assert (answer["used"], answer["fingerprint"], len(caplog.messages)) == (4, second, 3)
+    one.states = [replace(worker := state(), stored=worker.stored | {10**6: worker.stored[0]}, fnuz=True)]
+    (answer,) = one.collective_rpc("fp8kv_state")  # of a draft nothing
+    assert (answer["stored"], answer["fnuz"]) == ([(i, "fp8", (0.5,), (0.25,)) for i in range(2)], True)
     one.states = [WorkerState(unreadable="weights are being updated")]
     with pytest.raises(InputError, match="cannot be compared now: weights are being updated"):
         one.collective_rpc("fp8kv_state")
@@ -127,6 +164,25 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     assert without.calls == [("state",)]
     without.wake_up()  # its own prefix cache has blocks of before
     assert without.calls[-1] == ("identify", second)
+
+
+def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
+    report = ScalesInForce(3, 4, stored=[(0, "fp8", (0.5, float("nan")), (0.25,)), (1, "16 bits", (), ())])
+    endpoint, routes = ScalesEndpoint(), {}
+
+    async def ask():
+        return report
+
+    monkeypatch.setattr(endpoint, "_ask", ask)
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=None))
+    endpoint.attach_router(
+        SimpleNamespace(add_api_route=lambda path, call, methods: routes.update({path: call}))
+    )
+    said = json.dumps(asyncio.run(routes["/v1/fp8kv/scales"]()), allow_nan=False)
+    scales = ServedScales.model_validate_json(said)
+    assert [(x.layer, x.cache, x.k, x.v) for x in scales.layers] == [
+        (0, "fp8", [0.5, None], [0.25]), (1, "16 bits", [], []),
+    ]  # fmt: skip
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):

@@ -417,20 +417,34 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     calibration = SimpleNamespace(stats=stats, recipe=lambda: None)
     monkeypatch.setattr(watch_report, "open_calibration", lambda path: calibration)
     monkeypatch.setattr(watch_report, "derive_scales", lambda stats, recipe: scales)
-    for name in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
-        (tmp_path / name).touch()
     x = torch.full((1000, 2, HEADS, SIZE), 100.0)
     x[:50] = 448.0  # of 1,000 tokens; 30 were expected
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     condition = parse_condition("clipped>0.01", METRICS)
-    report = report_on(read_watched(tmp_path), condition, read_expected(tmp_path))
+    report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
     assert {(row.layer, row.letter): row.expected for row in report.rows} == {
         (0, "K"): 0.03, (0, "V"): None, (1, "K"): 0.25, (1, "V"): 0.03,
     }  # fmt: skip
     assert [(row.layer, row.letter) for row in report.alarms] == [(0, "V")]
     x[:100] = 448.0
-    report = report_on(read_watched(write(tmp_path, watched(x, 1.0))), condition, read_expected(tmp_path))
-    assert [row.letter for row in report.alarms] == ["K", "V"]
+    write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
+    report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
+    assert [row.letter for row in report.alarms if row.layer == 0] == ["K", "V"]
+    # a calibration of another model
+    for layers, words in (
+        ([watched(x, 1.0)], f"it lacks layers 1, and '{tmp_path}' caches K and V in 2 layers"),
+        ([watched(x, 1.0, i) for i in range(3)], "it has a layer 2, and"),
+        ([watched(x[:, :, :1], 1.0, i) for i in range(2)], "layer 0 has K heads 1, and 2 in"),
+        ([watched(x[..., :4], 1.0, i) for i in range(2)], "layer 0 has K channels 8, and 16 in"),
+    ):
+        write(tmp_path, *layers)
+        edit_json(tmp_path / "fp8kv_watch.json", model="m")
+        done = fp8kv("watch", tmp_path, "--model", tmp_path)
+        one_line_error(done, "'m' is of another model: ", words, "give --model its own calibration")
+        assert fp8kv("watch", tmp_path).exit_code == 1  # without one, by the limit alone
+    done = fp8kv("watch", write(tmp_path, *layers))  # whose engine's model it is not
+    assert done.exit_code == 1
+    assert "│        - │" in done.stdout
 
 
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
@@ -466,5 +480,8 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
         path.write_text(json.dumps(document))
         one_line_error(fp8kv("watch", tmp_path / "few"), words)
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
+    one_line_error(
+        fp8kv("watch", tmp_path, "--model", tmp_path / "no"), f"'{tmp_path / 'no'}' does not exist"
+    )
     (tmp_path / "fp8kv_watch.json").write_text("{}")
     one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (fp8kv_watch: ")

@@ -22,6 +22,7 @@ from families import save_model, tiny_model
 from calib.errors import InputError
 from calib.evaluate.served.client import Server, _explanation
 from calib.evaluate.served.logprobs import decide
+from calib.files.stored_scales import read_scales
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,15 @@ def test_a_text_says_which_and_by_how_much(made, twin, directory):
 
 def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
     assert calibrate(made / "twin", "-o", tmp_path / "out", "--format", "fp8kv").exit_code == 0
-    twin.in_force = {"in_use": 3, "total": 4, "problems": ["rank 0: K is bad"], "fingerprint": "ab" * 16}
-    done = verify(twin, tmp_path / "out", "--model", made / "twin", "--json")
-    found = facts(done)
-    assert (found["nearer"], found["plugin"], done.exit_code) == ("scales", twin.in_force, 1)
+    twin.in_force = in_force(made / "plain-fp8kv") | {"problems": ["rank 0: K is bad"]}
+    # no engine loads format fp8kv, so its scales are not compared with those that a plugin names
+    directory, own = made / "twin-fp8kv", ["rank 0: K is bad"]
+    beside = [f"beside '{directory}', {x} is not the file's in layers 0, 1, 2" for x in "KV"]
+    for scales, problems in ((tmp_path / "out", own), (directory, own + beside)):
+        done = verify(twin, scales, "--model", made / "twin", "--json")
+        found = facts(done)
+        assert (found["nearer"], found["plugin"]["problems"], done.exit_code) == ("scales", problems, 1)
+        assert (found["plugin"]["in_use"], "layers" in found["plugin"]) == (6, False)
 
 
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
@@ -110,8 +116,6 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
     found = facts(verify(twin, directory, "--json"))
     assert found["nearer"] == "cannot tell"
     assert 1 < found["noise"] < 4
-    twin.noise, twin.model, twin.scales = 0.0, tiny_model("gpt_neox"), None
-    assert facts(verify(twin, directory, "--json"))["nearer"] == "cannot tell"
 
 
 def test_what_is_wrong_is_said_before_a_server_is_asked_or_weights_are_read(
@@ -161,7 +165,10 @@ def test_the_rule():
         (0.19, 0.2, 0.14, 0.0, 0.1, "cannot tell"),
         (0.0, 0.41, 0.41, 0.05, 0.05, "scales"),
         (0.0, 0.39, 0.39, 0.05, 0.05, "cannot tell"),
-        (8.0, 5.0, 4.7, 0.0, 0.1, "cannot tell"),  # another model
+        (8.0, 5.0, 4.7, 0.0, 0.1, "neither"),  # another model
+        (8.0, 8.0, 0.003, 0.0, 0.001, "neither"),
+        (0.19, 0.2, 0.01, 0.0, 0.01, "cannot tell"),  # weights of 4 bits, perhaps
+        (0.6, 0.6, 0.01, 0.1, 0.1, "cannot tell"),
         (3.0, 1.8, 4.7, 0.0, 0.1, "cannot tell"),  # some of the scales, perhaps
         (0.9, 3.9, 4.0, 0.0, 0.01, "scales"),  # most of them
         (1.2, 4.0, 4.7, 0.0, 0.1, "cannot tell"),
@@ -169,6 +176,18 @@ def test_the_rule():
         (0.2, 4.7, 4.7, 0.0, float("nan"), "cannot tell"),
     ):
         assert decide(to_scales, to_ones, apart, noise, rounding) == said
+
+
+def test_another_model_is_named_and_no_twin_is_advised(made, directory):
+    other = tiny_model("gpt_neox")
+    for parameter in other.parameters():
+        parameter.data *= 20 if parameter.dim() == 2 else 1  # as sure of its tokens as a trained one
+    fake = FakeServer(other)
+    done = verify(fake, directory)
+    lines = done.stdout.splitlines()
+    assert (done.exit_code, len(lines)) == (1, 4)
+    assert lines[0] == f"the server does not answer like '{directory}', with the scales or at 1.0"
+    assert lines[3] == "it serves 'm' from '/m': give the directory and the scales of that model"
 
 
 TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
@@ -218,22 +237,42 @@ def test_without_logprobs_of_prompts_three_parts_of_each_text_are_asked_for(prom
     assert all("prompt_logprobs" not in body for _, body in fake.requests[2:])
 
 
-def test_nodes_that_store_with_other_scales_are_told_apart(fake, tmp_path):
-    other = FakeServer()
-    good = {"in_use": 4, "total": 4, "problems": [], "fingerprint": "ab" * 16}
-    bad = {"in_use": 3, "problems": ["rank 1: K is bad"]}
+def in_force(directory):
+    """What our plugin says of an engine that stores with the scales in `directory`."""
+    layers = [
+        {"layer": layer.layer, "cache": "fp8", "k": [*layer.values("k")], "v": [*layer.values("v")]}
+        for layer in read_scales(directory).layers
+    ]
+    counts = dict.fromkeys(("in_use", "total"), 2 * len(layers))
+    return counts | {"problems": [], "fingerprint": "ab" * 16, "fnuz": False, "layers": layers}
+
+
+def test_nodes_that_store_with_other_scales_are_told_apart(fake, made, directory):
+    other, good = FakeServer(), in_force(directory)
+    first, *rest = good["layers"]
+    nan = {"layers": [first | {"v": [None]}, *rest]}
+    both = "the servers store with the same scales: each reads the other's KV blocks rightly"
     with running(fake) as prefill, running(other) as decode:
-        command = ["verify", tmp_path, "--served", prefill, "--served", decode]
-        for theirs, status, said in (
-            (good, 0, "each reads the other's KV blocks rightly"),
-            (good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
-            (good | bad, 1, f"problem: {decode}: rank 1: K is bad"),
-            (None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
-        ):
-            fake.in_force, other.in_force = good, theirs
-            done = fp8kv(*command)
+        for own, theirs, status, said in (
+            (good, good, 0, f"store with the scales of '{directory}': each reads the other's KV"),
+            (good, good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
+            (good, good | {"problems": ["rank 1: K is bad"]}, 1, f"problem: {decode}: rank 1: K is bad"),
+            (good, good | nan, 1, f"problem: {decode}: beside '{directory}', V is not the file's in layer 0"),
+            (in_force(made / "plain-fp8kv"), in_force(made / "plain-fp8kv"), 1, both),
+            (good | {"layers": rest}, good, 1, "the files have scales for layer 0, which the engine lacks"),
+            (good, None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
+        ):  # fmt: skip
+            fake.in_force, other.in_force = own, theirs
+            done = fp8kv("verify", directory, "--served", prefill, "--served", decode)
             assert (done.exit_code, said in done.stdout + done.stderr) == (status, True), done.output
-    assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 4
+        assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 7
+        done = fp8kv("verify", made / "plain", "--served", prefill, "--served", decode)
+        one_line_error(done, f"'{made / 'plain'}' holds no KV-cache scales")
+        for twice in (prefill, f"{prefill}/", f"{prefill}/v1", prefill.replace("127.0.0.1", "LOCALHOST")):
+            flags = [flag for url in (prefill, decode, twice) for flag in ("--served", url)]
+            done = fp8kv("verify", directory, *flags)
+            one_line_error(done, f"--served {prefill} and {twice} are one server; give each server once")
+    assert len(fake.requests) == 7
 
 
 def other_tokens(path, answer):
