@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.data import MEDIA_COUNTS
+from calib.data.generated import GENERATED
 from calib.errors import InputError
 from calib.evaluate.served.watch_report import read_watched
 from calib.files.atomic import atomic_directory, claimed
@@ -160,11 +161,13 @@ def _thread_warnings(runs: Sequence[Calibration]) -> list[str]:
 
 
 def _overlap_warning(one: Calibration, two: Calibration) -> str:
-    """Say that one run begins with the samples of the other; "" if their data is not named the same."""
+    """Say that two runs may have read the same documents; "" if their data is not named the same."""
     data, second_data = (run.recipe().data for run in (one, two))
     amounts = {"samples", "batch_size", "until", "allow_few_tokens"}
+    # other lengths and seeds choose among the same documents, but make other tokens
+    amounts |= set() if data.dataset in GENERATED else {"seq_len", "seed"}
     is_same = data.model_dump(exclude=amounts) == second_data.model_dump(exclude=amounts)
-    if not is_same or data.samples == second_data.samples:
+    if not is_same or data == second_data:
         return ""
     return (
         f"'{one.path}' and '{two.path}' read {data.samples} and {second_data.samples} samples of the same "

@@ -82,7 +82,7 @@ def repair(
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
-    doubts = _check_model(calibration, stored, layers, layer_stats)
+    doubts = _check_model(calibration, checkpoint, stored, layer_stats)
     replacements = _replace_wrong(stored, layers, measured_amax(calibration, [*layers.values()]), layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
@@ -102,12 +102,12 @@ def repair(
 
 def _check_model(
     calibration: Calibration,
+    checkpoint: ModelDirectory,
     stored: StoredScales,
-    layers: dict[str, StoredLayer],
     layer_stats: dict[int, LayerStats],
 ) -> list[str]:
     """Refuse statistics of another model; return a warning where that cannot be told."""
-    checkpoint, report = stored.directory, calibration.report
+    report = calibration.report
     shapes = {
         index: {"K heads": {len(layer.k.amax)}, "K channels": {layer.k.amax.numel()}}
         for index, layer in layer_stats.items()
@@ -115,7 +115,7 @@ def _check_model(
     model = model_facts(checkpoint, calibration.stats.layers)
     check_same_model(
         replace(scales_facts(calibration.path, report=report), layers=shapes),
-        replace(model, layers=_shapes(layers, layer_stats, checkpoint)),
+        replace(model, layers=_shapes(stored.layers_by_module(), layer_stats, checkpoint)),
         "give statistics of this model",
     )
     return [] if report.get("marks") else check_traffic(calibration, model, stored)

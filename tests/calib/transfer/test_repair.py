@@ -300,13 +300,20 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
     # a merged output merges again
     third = collected(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
-    assert json_of("merge", tmp_path / "merged", third, "-o", tmp_path / "again")["tokens"] == 240 + 96
+    again = json_of("merge", tmp_path / "merged", third, "-o", tmp_path / "again")
+    assert again["tokens"] == 240 + 96
     # but not with what it has read already
     done = fp8kv("merge", tmp_path / "again", halves[1], "-o", tmp_path / "no")
     one_line_error(done, "have read the same data; merging them adds nothing")
     few = collected(model, texts / "b.jsonl", tmp_path / "few", "--samples", 3)
-    warnings = json_of("merge", few, halves[1], "-o", tmp_path / "overlap")["warnings"]
-    assert any("read 3 and 512 samples of the same data: what both read counts twice" in x for x in warnings)
+    short = collected(model, texts / "b.jsonl", tmp_path / "short", "--seq-len", 12)
+    overlaps = [
+        (f"{count} and 512", json_of("merge", run, halves[1], "-o", tmp_path / f"overlap-{count}"))
+        for count, run in ((3, few), (512, short))
+    ]
+    for counts, answer in (*overlaps, ("512 and 512", again)):
+        said = f"read {counts} samples of the same data: what both read counts twice"
+        assert any(said in warning for warning in answer["warnings"])
     assert not any("counts twice" in warning for warning in report["warnings"])
 
 
