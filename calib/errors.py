@@ -41,11 +41,12 @@ class CalibrationError(Fp8kvError):
     """A layer saw nothing, only zeros, or NaN/Inf: no scale can be derived."""
 
 
-def did_you_mean(word: str, legal: Iterable[str]) -> str:
-    """Return a question with the legal word closest to `word`, or "" if none is close."""
+def did_you_mean(word: str, legal: Iterable[str], most: int = 1) -> str:
+    """Return a question with the legal words closest to `word`, `most` of them, or "" if none is close."""
     cutoff = 0.55 if len(word) > 3 else 0.7  # 'gpu' does not mean 'cpu'
-    close = difflib.get_close_matches(_OUR_NAMES.get(word, word), [*legal], n=1, cutoff=cutoff)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    close = difflib.get_close_matches(_OUR_NAMES.get(word, word), [*legal], n=most, cutoff=cutoff)
+    *names, last = map(repr, close) if close else ("",)
+    return f" (did you mean {', '.join(names)}{' or ' * bool(names)}{last}?)" if close else ""
 
 
 def one_line(error: object, limit: int = 300) -> str:

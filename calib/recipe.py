@@ -218,7 +218,7 @@ def recipe_text(name: str) -> str:
     """Return the YAML text of a bundled recipe; InputError if no recipe has that name."""
     if name not in recipe_names():
         raise InputError(
-            f"no recipe named '{name}'{did_you_mean(name, recipe_names())}; "
+            f"no recipe named '{name}'{did_you_mean(name, recipe_names(), most=3)}; "
             f"bundled: {', '.join(recipe_names())}; or give a YAML file"
         )
     return (_bundled_recipes() / f"{name}.yaml").read_text()

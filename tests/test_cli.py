@@ -154,7 +154,9 @@ def test_recipes_facts_of_the_machine_and_versions_are_shown():
     assert json_of("recipes")["tgi-kv_scale"].startswith("Scalar kv_scale")
     assert fp8kv("recipes", "tgi-kv_scale").stdout.startswith("# Text Generation Inference")
     assert json_of("recipes", "tgi-kv_scale")["export"]["formats"] == ["tgi"]
-    one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'")
+    one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'; bundled: ")
+    three = "did you mean 'qkv-attn_head', 'attn_head-mse' or 'attn_head-absmax'?"
+    one_line_error(fp8kv("recipes", "attn-head"), three)
     assert "for '--dtype': 'x' is not one of 'auto'" in fp8kv("calibrate", "m", "--dtype", "x").stderr
     # the facts of doctor, and the version of every command line
     printed, found = fp8kv("doctor").stdout, json_of("doctor")

@@ -71,7 +71,7 @@ SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
         bool,
         output("Replace what is in the output directory already.", "--overwrite", default=False),
     ),
-    "quiet": (bool, output("Print only errors and urgent warnings.", "--quiet", default=False)),
+    "quiet": (bool, output("Print only errors and urgent warnings, no progress.", "--quiet", default=False)),
     "progress": (choices.ProgressForm, PROGRESS),
     "as_json": (bool, output("Print one JSON object in place of text.", "--json", default=False)),
     "debug": (bool, output("Show the traceback of an error.", "--debug", default=False)),

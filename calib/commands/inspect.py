@@ -159,7 +159,7 @@ def compare(
     scales = compare_scales(a, b)
     rows = [(str(x.name), *_scale_cells(x.k, y.k), *_scale_cells(x.v, y.v)) for x, y in scales.pairs]
     table = TextTable(f"A: {a}, B: {b}", _PAIR_HEADINGS, rows)
-    return Answer(scales.to_json(), [table, *(f"note: {note}" for note in scales.notes)])
+    return Answer(scales.to_json(), [table, *(f"note: {note}" for note in scales.notes), scales.summary])
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:

@@ -77,9 +77,8 @@ class StageReporter(Progress):
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
             task_id = self._bar.add_task(
-                plain(name), total=total, stage=name, unit=unit, detail="", figures="",
-                counted_at=self._clock(),
-            )  # fmt: skip
+                plain(name), total=total, stage=name, unit=unit, detail="", figures=""
+            )
             self._bar.advance(task_id, 0)  # without this sample a rate would begin after the first batch
             self._bar.start()
             self._show("begin")
@@ -89,7 +88,6 @@ class StageReporter(Progress):
         with self._lock:
             for task in self._bar.tasks:
                 self._bar.advance(task.id, amount)
-                task.fields["counted_at"] = self._clock()
             self.look()
 
     def detail(self, text: str) -> None:
@@ -194,9 +192,9 @@ def _rate(task: "Task") -> float | None:
 
 
 def _seconds_left(task: "Task") -> float | None:
-    """Return the seconds to the end of the stage; None while there is not a rate."""
+    """Return the seconds that what is left takes at the rate; None while there is not one.
+
+    They do not count down inside a batch: nobody knows how much of it is done.
+    """
     rate = _rate(task)
-    if task.total is None or rate is None:
-        return None
-    waited: float = task.get_time() - task.fields["counted_at"]
-    return max(0.0, (task.total - task.completed) / rate - waited)
+    return None if task.total is None or rate is None else (task.total - task.completed) / rate

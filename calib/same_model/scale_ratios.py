@@ -8,7 +8,7 @@ from typing import Any
 from calib.errors import InputError
 from calib.files.cache_type import nvfp4_convention
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
-from calib.files.text import show_layers
+from calib.files.text import show_layers, show_number
 from calib.same_model.check import compare_weights, config_difference, known_config, scales_facts
 
 
@@ -18,6 +18,25 @@ class ScaleComparison:
 
     pairs: list[tuple[StoredLayer, StoredLayer]]  # a layer that one of them lacks is empty there
     notes: list[str]
+
+    @property
+    def summary(self) -> str:
+        """Count the layers of both whose scales differ, and name the largest difference."""
+        ratios = {
+            (a.name, letter): max(ends, key=_distance)
+            for a, b in self.pairs
+            for letter in "kvq"
+            if (ends := ratio(a.values(letter), b.values(letter)))
+        }
+        if not ratios:
+            return "no scales of A and B can be compared"
+        count, wrong = len({name for name, _ in ratios}), {name for (name, _), x in ratios.items() if x != 1}
+        if not wrong:
+            return f"all scales are equal, of {count} layers"
+        name, letter = worst = max(ratios, key=lambda place: _distance(ratios[place]))
+        factor = show_number(ratios[worst], "{:.4g}")
+        where = f"{len(wrong)} of {count} layers, most in layer {name}"
+        return f"scales differ in {where}: {letter.upper()} of B / A is {factor}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `fp8kv compare --json` prints."""
@@ -69,6 +88,11 @@ def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:
     pairs = zip(a * (len(b) if len(a) == 1 else 1), b * (len(a) if len(b) == 1 else 1), strict=True)
     ratios = [second / first if first else inf for first, second in pairs]
     return (nan, nan) if any(map(isnan, ratios)) else (min(ratios), max(ratios))
+
+
+def _distance(factor: float) -> float:
+    """Return how far a factor is from 1, up or down; infinity for what is not a positive number."""
+    return max(factor, 1 / factor) if factor > 0 else inf
 
 
 def _describe(scales: StoredScales) -> str:

@@ -126,12 +126,17 @@ def test_ratios_of_each_layer_where_one_scale_stands_for_all_heads(tmp_path):
     layers = [{"layer": i, "q": None, **each} for i, each in enumerate(expected)]
     assert json_of("compare", a, doubled) == {"layers": layers, "notes": []}
     said = lines_of(ran("compare", a, doubled))
-    assert "4" in said
+    assert said.endswith("scales differ in 2 of 2 layers, most in layer 1: V of B / A is 4")
+    edited = model(tmp_path / "edited", k=(0.125, 0.25))
+    assert "differ in 1 of 2 layers, most in layer 0: K of B / A is 0.25" in ran("compare", a, edited).stdout
+    assert ran("compare", a, a).stdout.endswith("all scales are equal, of 2 layers\n")
     assert "note" not in said
     per_head = model(tmp_path / "heads", k=([0.5, 0.25], [0.25, 0.25]), v=([0.5, 0.125], [0.5, 0.5]))
     assert compare_scales(a, per_head).to_json()["layers"][0]["k"] == (0.5, 1.0)
     assert " to 1 " in lines_of(ran("compare", a, per_head))
-    assert "│ not finite │" in lines_of(ran("compare", a, model(tmp_path / "nan", k=(float("nan"), 0.25))))
+    said = lines_of(ran("compare", a, model(tmp_path / "nan", k=(float("nan"), 0.25))))
+    assert "│ not finite │" in said
+    assert said.endswith("K of B / A is not finite")
     assert ratio((0.5,), (0.25, 1.0)) == ratio((0.25, 1.0), (0.5,)) == (0.5, 2.0)
     assert ratio((0.5, 0.5), (0.5, 0.25)) == (0.5, 1.0)
     assert ratio((0.0,), (0.5,)) == (float("inf"),) * 2
