@@ -1,6 +1,7 @@
 """`fp8kv bench`: checks the kernels on this machine, and times them at a model's shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,17 @@ def _layer_heads(config: Any) -> Heads:
     return heads, int(kv_heads or heads), int(head_dim)
 
 
+@contextmanager
+def _whole_float32() -> Iterator[None]:
+    """Multiply float32 matrices with all bits inside the block: TF32 would be no reference."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 def run_bench(
     model: str | None,
     heads: str,
@@ -129,11 +141,10 @@ def run_bench(
         from fp8kv_runtime.kernels.targets import gpu_name
     except ImportError as missing:
         raise InputError(f"the kernels need Triton, which is for Linux only ({missing})") from None
-    torch.set_float32_matmul_precision("highest")  # TF32 would be no reference
     device, launchers = torch.device("cuda" if gpu else "cpu"), load_launchers()
     cases = bench_cases(shape, block_size, device)
     configs = str(tuned_path()) if tuned_path().exists() else None
-    with torch.inference_mode():
+    with torch.inference_mode(), _whole_float32():
         try:
             iterate = partial(progress.each, "check", unit="cases")
             wrong = check_cases(cases, launchers, device, say_case, iterate)

@@ -248,19 +248,21 @@ def _generate(
     if on_text is not None:
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: on_text(text)
-    torch.manual_seed(options.seed)
     # below, float32 holds no probability but 0 and 1
     sampling = {"temperature": options.temperature} if options.temperature > 1e-4 else {}
-    start = time.perf_counter()
-    output = model.generate(
-        **inputs,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=bool(sampling),
-        **sampling,
-        streamer=streamer,
-        return_dict_in_generate=True,
-    )
-    seconds = time.perf_counter() - start
+    # the caller's random state is left as it was; a model may be spread over several devices
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(options.seed)
+        start = time.perf_counter()
+        output = model.generate(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=bool(sampling),
+            **sampling,
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
+        seconds = time.perf_counter() - start
     token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     return Generation(text, token_ids, seconds), cache_of(output)

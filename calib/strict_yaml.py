@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key in keys]
         for number, key in enumerate(keys):
             if key.value in names[:number]:
-                raise yaml.YAMLError(f"'{key.value}' is given twice{key.start_mark}")
+                raise yaml.YAMLError(f"'{key.value}' is given twice, again in line {key.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
 

@@ -241,7 +241,7 @@ def plain_caches(source: Path, out: Path) -> dict[int, tuple[Tensor, Tensor]]:
 
 @torch.inference_mode()
 def read_caches(model: Any, ids: Tensor, mask: Tensor | None = None) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return K and V [B, H, T, D] of each layer of the cache that `model` fills with token `ids` [B, T]."""
+    """Return K and V [B, K, T, D] of each layer of the cache that `model` fills with token `ids` [B, T]."""
     caches: dict[int, tuple[Tensor, Tensor]] = {}
     update = Cache.update
 

@@ -14,10 +14,10 @@ from calib.caches.types import Layers, cache_type
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
 
-# layer, key [B, H, T, D], value [B, H, T, D] -> the K and V that attention computes with; of latents
+# layer, key [B, K, T, D], value [B, K, T, D] -> the K and V that attention computes with; of latents
 # [B, 1, T, R] and k_pe [B, 1, T, P]
 CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-Codec = Callable[[Tensor], Tensor]  # K or V [B, H, T, D], or a latent or k_pe -> the same, rounded
+Codec = Callable[[Tensor], Tensor]  # K or V [B, K, T, D], or a latent or k_pe -> the same, rounded
 
 
 def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> CacheRounding:

@@ -44,7 +44,7 @@ class Observer(Protocol):
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS].
 
-        Raises an InputError where it needs a histogram and there is none.
+        Raises an InputError where it needs a histogram and there is none, as of a channel.
         """
 
 
@@ -114,7 +114,9 @@ def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:
 
 
 def _group_histogram(histogram: Tensor | None, strategy: Strategy) -> Tensor:
-    """Return counts [1, NUM_BINS] (tensor) or [H, NUM_BINS]; an InputError without a histogram."""
+    """Return counts [1, NUM_BINS] (tensor) or [H, NUM_BINS]; an InputError for channels or without any."""
+    if strategy == "channel":
+        raise InputError("strategy 'channel' keeps no histogram per channel; use observer absmax")
     if histogram is None:
         raise InputError("these statistics hold no histogram; calibrate with observer mse")
     return histogram.sum(0, keepdim=True) if strategy == "tensor" else histogram

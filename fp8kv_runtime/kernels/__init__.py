@@ -1,1 +1,1 @@
-"""Triton kernels of the runtime; each launcher has a reference of the same name and signature."""
+"""Triton kernels of the runtime; launchers that compute have a reference of the same name and signature."""

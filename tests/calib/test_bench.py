@@ -86,6 +86,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(session, "time_on_gpu", lambda run, _=True: 18.0 if "float16" in repr(run) else 10.0)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(2, 2 * 10**4))
+    torch.set_float32_matmul_precision("high")
+    yield
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.usefixtures("gpu")

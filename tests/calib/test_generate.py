@@ -59,12 +59,14 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
 
 
 def test_sampling_repeats_with_its_seed_and_next_to_zero_is_greedy(calibrated):
+    before = torch.get_rng_state()
     one, again, other, cold, greedy = (
         as_json(calibrated, PROMPT, "--temperature", temperature, "--seed", seed)["fp8"]["token_ids"]
         for temperature, seed in (("2", 1), ("2", 1), ("2", 2), ("1e-300", 1), ("0", 2))
     )
     assert one == again != other
     assert cold == greedy
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_chat_template_is_applied(calibrated, tmp_path):

@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path):
         ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
         ("clip_chance: 1.0e-6", r"^recipe '\S+': unknown key 'clip_chance'"),
         ("- a list", "must be a mapping"),
-        ("strategy: tensor\nstrategy: attn_head", "'strategy' is given twice.* line 2"),
+        ("strategy: tensor\nstrategy: attn_head", "'strategy' is given twice, again in line 2"),
         ("description: 2026-99-99", "cannot read recipe .*: month must be in 1..12"),
         ("description: " + "[" * 1_000, "cannot read recipe .*: nested too deep"),
         (BOMB, "cannot read recipe .*: more than 20 aliases"),

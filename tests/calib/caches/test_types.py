@@ -8,12 +8,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from families import tiny_model
 from number_grids import E2M1, E4M3, nearest
 from pydantic import TypeAdapter
 
 from calib.caches import per_token_head
 from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
-from calib.caches.rounding import rounding
+from calib.caches.rounding import rounded_attention, rounding
 from calib.caches.types import ALL_CACHES, LATENT_CACHES, UNSIMULATED, CacheType, Layers, Shape, cache_type
 from calib.errors import InputError
 
@@ -192,3 +193,16 @@ def test_sizes_that_do_not_fit():
     ):
         with pytest.raises(InputError, match=f"^{problem}$"):
             rounding(name, one)(0, odd, odd)
+
+
+def test_rounding_is_given_the_heads_that_the_cache_holds():
+    shapes = set()
+
+    def note(layer_idx, key, value):
+        shapes.add((key.shape, value.shape))
+        return key, value
+
+    model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    with rounded_attention(model, note):
+        model(torch.arange(3, 12)[None])
+    assert shapes == {((1, 2, 9, 16), (1, 2, 9, 16))}

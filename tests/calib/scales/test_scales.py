@@ -227,6 +227,9 @@ def test_absmax_and_percentile_reduce_to_the_groups_of_the_strategy():
         refused = pytest.raises(InputError, match="hold no histogram; calibrate with observer mse")
         with refused if recipe.needs_histogram else nullcontext():
             observers.make_observer(recipe).amax(AMAX, None, "tensor")
+    for observer in (Percentile(99.0), Mse(torch.float8_e4m3fn)):
+        with pytest.raises(InputError, match="keeps no histogram per channel; use observer absmax"):
+            observer.amax(AMAX, HISTOGRAM, "channel")
 
 
 def error(values, amax, dtype):
