@@ -15,7 +15,7 @@ from calib import choices
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, table_text
 from calib.errors import Fp8kvError, InputError, NoModelError, NoScalesError
-from calib.files.names import STATS_FILE
+from calib.files.names import JSON_FILE, STATS_FILE
 from calib.files.text import parse_condition, show_layers
 
 if TYPE_CHECKING:
@@ -214,10 +214,11 @@ def _backend_lines(engine: "Engine", name: str, backend: "Backend") -> Iterator[
 
 def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     """Yield what each engine loads, why scales do not arrive, their problems, and how sure this is."""
-    from calib.engines.catalogue import find_engine
+    from calib.engines.catalogue import find_engine, load_catalogue
 
     simulations = report.simulations
-    model = report.architecture or "no architecture named"
+    directory = report.scales.directory
+    model = report.architecture or ("no architecture named" if directory.has_config else "no config.json")
     headings = (*_HEADINGS, "NVFP4 cache" if report.nvfp4 else "FP8 cache")
     rows = [
         (
@@ -227,13 +228,17 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
         )
         for x in simulations
     ]
-    yield TextTable(f"{report.scales.directory.path}, {model}, on {place}", headings, rows)
+    yield TextTable(f"{directory.path}, {model}, on {place}", headings, rows)
     if report.fits:
         yield TextTable("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in report.fits])
     for simulation in simulations:
         yield from _reason_lines(simulation)
     yield from (f"problem: {problem}" for problem in report.problems)
     yield from (f"warning: {warning}" for warning in report.warnings)
+    if directory.json and not report.scales.layers[0].tensors:
+        reader = next(engine for engine in load_catalogue().values() if engine.reads == "json")
+        yield f"{JSON_FILE} is for {reader.engine} {reader.versions}: serve the model with {reader.flag}"
+        yield f"for other engines, put {JSON_FILE} into a copy of the model's directory and fp8kv convert that"
     if report.nvfp4:
         yield f"values of an NVFP4 cache: {report.nvfp4}"
     if report.skipped:

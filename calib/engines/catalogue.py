@@ -274,12 +274,15 @@ class Engine(Section):
         modules, as the checkpoint names them.
         """
         name = architecture(config)
+        if not config and (self.classes or self.architectures):
+            return "not known: config.json, which names the model's class, is missing"
         if self.classes:
             if self.is_drafter(config) and (names := self.draft_names(config, quantization)):
                 return dict.fromkeys(names, "loaded")
             if not self.is_run_version:
-                ran = self.classes_version
-                nearest = f"the nearest rules are those of --version {ran}"
+                files = (engine for engine in load_catalogue().values() if engine.name == self.name)
+                ran = " and ".join(filter(None, (engine.classes_version for engine in files)))
+                nearest = f"the nearest rules are those of --version {self.classes_version}"
                 return f"not known: its classes were run at {ran} alone; {nearest}"
             return self.classes.fates(name, quantization, modules, self.engine)
         if not self.architectures:

@@ -69,7 +69,9 @@ def simulate(
     except SimulationEnd as error:
         # scales may lie apart from the weights, which show the attention modules
         modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
-        layers = product(sorted(modules, key=_layer_order), "kv")
+        modules = modules or {f"layer {i}" for i in (directory.json.layer_scales if directory.json else ())}
+        has_q = any(tensor.parsed.letters == "q" for tensor in directory.tensors)
+        layers = product(sorted(modules, key=_layer_order), "kvq" if has_q else "kv")
         simulation.outcomes = [LayerScale(m, x, error.outcome, (), str(error)) for m, x in layers]
     return simulation
 
@@ -182,6 +184,9 @@ def _loaded_tensors(
     if directory.misnamed and engine.unknown == "refused":
         raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
     simulation.ignored += [(name, f"'{name}' is not the name of a scale") for name in directory.misnamed]
+    if directory.json and not tensors:
+        reason = f"no tensor holds scales, only {JSON_FILE}, so it computes with 1.0"
+        simulation.ignored.append((JSON_FILE, reason))
     if engine.reads == "index":
         reason = "{} is not in the index, so it is not read"
         simulation.ignored += [(tensor.name, reason.format(tensor.file)) for tensor in directory.unlisted]
@@ -268,9 +273,9 @@ def _layer_order(module: str) -> tuple[int, str]:
 def _load_json(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
     """Load as vLLM 0.4: after one mistake every scale is 1.0."""
     config, scales = directory.config, directory.json
+    simulation.flag = simulation.engine.flag
     if isinstance(reason := simulation.engine.fates(config, ""), str):
         raise NotKnown(reason)
-    simulation.flag = simulation.engine.flag
     layers = directory.num_layers or 0
     count = layers if layers < 100_000 else 0
     count = count or len(next(iter(scales.ranks.values()), {}) if scales else {})

@@ -184,8 +184,9 @@ class ModelDirectory:
 
     @property
     def misnamed(self) -> list[str]:
-        """Tensors that would be scales but for spaces or capital letters in their names."""
-        return sorted(filter(is_misnamed, self._names))
+        """Tensors that are meant as scales, and have no name of one."""
+        files = {**(self.index or {}), **self.weight_map}
+        return sorted(name for name, file in files.items() if is_misnamed(name, file))
 
     @property
     def _names(self) -> set[str]:

@@ -36,6 +36,8 @@ _ENDINGS = [
     (r"\.(?P<letters>[kv])_global_scale", "auto-round"),  # NVFP4
 ]
 _SCALES = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
+# a scale's name but for its spelling; `q.scales` is of the weights of a module `q`
+_MISSPELT = re.compile(r".+\.(?:kv|[qkv]|key|value|query)[_-]*(?:cache[_-]*)?scales?[_-]*")
 # zero points, and what ModelOpt's affine cache subtracts from K and V
 _OFFSETS = (".k_zero_point", ".v_zero_point", ".q_zero_point", ".k_proj.k_bias", ".v_proj.v_bias")
 # towers for images and sound, and what joins them to the text: they cache nothing
@@ -78,15 +80,21 @@ def parse_scale_name(name: str) -> ScaleName | None:
     return None
 
 
-def is_misnamed(name: str) -> bool:
-    """Return whether a tensor would be a scale but for spaces and capital letters in its name."""
+def is_misnamed(name: str, file: str | None = None) -> bool:
+    """Return whether a tensor is meant as a scale, and has no name of one: `kscale`, `k_SCALE`.
+
+    In our own `file` of scales there is nothing else.
+    """
+    if name.endswith(_OFFSETS) or parse_scale_name(name):
+        return False
     plain = "".join(name.split()).lower()
-    return plain != name and not parse_scale_name(name) and parse_scale_name(plain) is not None
+    is_misspelt = "scale" in plain and layer_of(name) is not None and _MISSPELT.fullmatch(plain) is not None
+    return file == SCALES_SHARD or is_misspelt or parse_scale_name(plain) is not None
 
 
 def is_of_cache(name: str) -> bool:
-    """Return whether a tensor is a scale or offset of K, V or Q, so that it is not a weight."""
-    return name.endswith(_OFFSETS) or parse_scale_name(name) is not None
+    """Return whether a tensor is, or is meant as, a scale or offset of K, V or Q, so that it is not a weight."""
+    return name.endswith(_OFFSETS) or parse_scale_name(name) is not None or is_misnamed(name)
 
 
 def is_offset(name: str) -> bool:

@@ -88,6 +88,11 @@ def with_zero_points() -> Tensors:
     return made | {n.replace("_scale", "_zero_point"): torch.zeros(1) for n in made}
 
 
+def with_stray(name="kscale") -> Callable[[], Tensors]:
+    """A misspelt name beside a scale for each layer."""
+    return lambda: ONE() | {f"model.layers.1.self_attn.{name}": torch.tensor([0.02])}
+
+
 CT, HEAD, OPT = compressed(), compressed(PER_HEAD), MODELOPT
 NO_GROUPS = compressed(PER_HEAD, config_groups=None)
 ONE = scales([0.02], [0.01])
@@ -128,6 +133,9 @@ CASES = [
     Case("float64", CT, scales([0.02], [0.01], dtype=torch.float64), "k v"),
     Case("with query scales", CT, scales([0.02], [0.01], [0.03]), "k v q"),
     Case("with zero points", CT, with_zero_points, "k v"),
+    Case("a misspelt name beside the scales", CT, with_stray(), "refused"),
+    Case("a capital letter beside the scales", CT, with_stray("K_scale"), "refused"),
+    Case("a plural beside the scales", CT, with_stray("key_scales"), "refused"),
     Case("per head, [H, 1, 1]", HEAD, scales(K2, V2), "k v"),
     Case("per head, [H]", HEAD, scales([0.02, 0.03], [0.01, 0.015]), "k v"),
     Case("per head, with query scales", HEAD, scales(K2, V2, Q4), "k v q"),
@@ -173,6 +181,7 @@ CASES = [
     Case("modelopt, compressed-tensors names", OPT, ONE, "k v"),
     Case("modelopt with query scales", OPT, scales(0.02, 0.01, 0.03), "k v q"),
     Case("modelopt, kv_scale", OPT, scales(0.02, None, names="{module}.{x}v_scale"), "k v"),
+    Case("modelopt, a misspelt name beside the scales", OPT, with_stray(), "refused"),
     Case("modelopt, K only", OPT, scales(0.02, None, names=PROJ), "k v"),
     Case("modelopt, V only", OPT, scales(None, 0.01, names=PROJ), "refused"),
     Case("modelopt, K zero", OPT, scales(0.0, 0.01, names=PROJ), "refused"),
@@ -190,8 +199,10 @@ CASES = [
     Case("NVFP4, no quant_algo", NVFP4 | {"quant_algo": None}, scales(names=PROJ), "refused"),
     Case("NVFP4, AutoRound", with_scheme(num_bits=4), scales(names=GLOBAL), "refused"),
     Case("fp8", FP8, scales(), "k v"),
+    Case("fp8, a misspelt name beside the scales", FP8, with_stray(), "refused"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
     Case("quark", QUARKED, scales(names=QUARK), "k v"),
+    Case("quark, a misspelt name beside the scales", QUARKED, with_stray("kv-scale"), "refused"),
     Case("quark, other names", QUARKED, scales(), "k v"),
     Case("quark, no kv_cache_group", grouped(None), QUARKS, "refused"),
     Case("quark, an empty kv_cache_group", grouped([]), QUARKS, "k v"),

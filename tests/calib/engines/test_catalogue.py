@@ -70,7 +70,8 @@ def test_a_version_is_known_where_its_classes_were_run(tmp_path):
         assert version in printed
         if not known and (ran := find_engine(engine, version).classes_version):
             assert f"{version} │ not known │ not known" in printed
-            assert f"were run at {ran} alone; the nearest rules are those of --version {ran}" in printed
+            versions = "0.32.0 and 0.33.0" if engine == "vllm" else ran
+            assert f"were run at {versions} alone; the nearest rules are those of --version {ran}" in printed
 
 
 def test_the_first_engine_that_serves_it():

@@ -23,6 +23,8 @@ from scale_directories import (
     write,
 )
 
+from calib.files.names import SCALES_SHARD
+
 
 def test_engines_differ(tmp_path):
     half_right = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"type": "int"}}
@@ -242,6 +244,19 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(tmp_path):
         assert " of 2 │" not in lines_of(done)
     assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in lines_of(done)
     assert "not known: config.json does not name one architecture" in lines_of(done)
+    (tmp_path / "model" / "config.json").unlink()
+    missing = fp8kv("verify", tmp_path / "model")
+    assert "config.json, which names the model's class, is missing" in lines_of(missing)
+
+
+def test_a_file_of_scales_alone_is_told_from_a_model(tmp_path):
+    document = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.5, "1": 0.25}}}}
+    (tmp_path / "kv_cache_scales.json").write_text(json.dumps(document | {"model_type": "llama"}))
+    printed = lines_of(fp8kv("verify", tmp_path))
+    assert printed.count("no tensor holds scales, only kv_cache_scales.json") == 6  # engines
+    assert "serve the model with --kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json" in printed
+    printed = lines_of(fp8kv("verify", tmp_path, "--engine", "vllm", "--version", "0.4.2"))
+    assert "vLLM 0.4.2 │ not known │ not known │ 1.0" in printed
 
 
 def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):
@@ -260,6 +275,20 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
         done = fp8kv("verify", directory, "--engine", "sglang")
         assert "has a V scale and no K scale" in lines_of(done)
         assert "is not a name that an engine looks for" in lines_of(done)
+    # one too many beside a complete set; that vLLM does not start was run: scale_cases.py
+    for stray in ("kscale", "k_scales", "value_scale", "kv-scale"):
+        write(tmp_path, WEIGHTS, [*SCALES, f"{MODULES[1]}.{stray}"])
+        for command in ("verify", "inspect"):
+            printed = lines_of(fp8kv(command, tmp_path))
+            assert f"problem: '{MODULES[1]}.{stray}' is not a name that an engine looks for" in printed
+        assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == ("refused", "loaded")
+    (tmp_path / "m.safetensors").rename(tmp_path / SCALES_SHARD)
+    assert f"'{WEIGHTS[0]}' is not a name that" in lines_of(fp8kv("verify", tmp_path))  # in our file of scales
+    (tmp_path / SCALES_SHARD).unlink()
+    # what checkpoints call other scales: AWQ of a `q`, FP8 weights, Mistral's own, attention's temperature
+    others = ("q.scales", "k_proj.weight_scale", "k_proj.input_scale", "k_fake_quantizer.qscale_act")
+    names = [f"{MODULES[1]}.{ending}" for ending in (*others, "logit_scale", "per_dim_scale", "scale")]
+    assert "problem" not in fp8kv("verify", write(tmp_path, [*WEIGHTS, *names], SCALES)).output
     # vLLM loads those of V below k_proj, one over the other; SGLang drops them
     crossed = [f"{m}.{a}_proj.{b}_scale" for m in MODULES for a, b in ("kv", "vk")]
     directory = write(tmp_path, WEIGHTS, crossed, MODELOPT)
