@@ -254,7 +254,9 @@ def test_a_file_of_scales_alone_is_told_from_a_model(tmp_path):
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps(document | {"model_type": "llama"}))
     printed = lines_of(fp8kv("verify", tmp_path))
     assert printed.count("no tensor holds scales, only kv_cache_scales.json") == 6  # engines
-    assert "serve the model with --kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json" in printed
+    assert (
+        "serve the model with --kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json" in printed
+    )
     printed = lines_of(fp8kv("verify", tmp_path, "--engine", "vllm", "--version", "0.4.2"))
     assert "vLLM 0.4.2 │ not known │ not known │ 1.0" in printed
 
@@ -283,7 +285,7 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
             assert f"problem: '{MODULES[1]}.{stray}' is not a name that an engine looks for" in printed
         assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == ("refused", "loaded")
     (tmp_path / "m.safetensors").rename(tmp_path / SCALES_SHARD)
-    assert f"'{WEIGHTS[0]}' is not a name that" in lines_of(fp8kv("verify", tmp_path))  # in our file of scales
+    assert f"'{WEIGHTS[0]}' is not a name that" in lines_of(fp8kv("verify", tmp_path))  # in ours
     (tmp_path / SCALES_SHARD).unlink()
     # what checkpoints call other scales: AWQ of a `q`, FP8 weights, Mistral's own, attention's temperature
     others = ("q.scales", "k_proj.weight_scale", "k_proj.input_scale", "k_fake_quantizer.qscale_act")
