@@ -238,7 +238,7 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     if directory.json and not report.scales.layers[0].tensors:
         reader = next(engine for engine in load_catalogue().values() if engine.reads == "json")
         yield f"{JSON_FILE} is for {reader.engine} {reader.versions}: serve the model with {reader.flag}"
-        yield f"for other engines, put {JSON_FILE} into a copy of the model's directory and fp8kv convert that"
+        yield f"for other engines, put {JSON_FILE} into a copy of the model, and fp8kv convert that"
     if report.nvfp4:
         yield f"values of an NVFP4 cache: {report.nvfp4}"
     if report.skipped:

@@ -93,7 +93,7 @@ def is_misnamed(name: str, file: str | None = None) -> bool:
 
 
 def is_of_cache(name: str) -> bool:
-    """Return whether a tensor is, or is meant as, a scale or offset of K, V or Q, so that it is not a weight."""
+    """Return whether a tensor is a scale or offset of K, V or Q, or meant as one: it is not a weight."""
     return name.endswith(_OFFSETS) or parse_scale_name(name) is not None or is_misnamed(name)
 
 
