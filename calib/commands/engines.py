@@ -301,7 +301,8 @@ def watch(
         ..., help="The directory that FP8KV_WATCH names, or the address of a vLLM server.", metavar="DIR|URL"
     ),
     fail_if: list[str] = flags.option(
-        "Exit with 1 if this surely holds for a layer: clipped>SHARE of tokens, or zero>SHARE of values.",
+        "Exit with 1 if a layer surely has clipped>SHARE of tokens, and twice what was expected, or "
+        "zero>SHARE of values.",
         default=["clipped>0.01"],
         metavar="CONDITION",
     ),
@@ -392,5 +393,6 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
         yield TextTable(f"fingerprint {watched.fingerprint}", _WATCH_HEADINGS, cells)
         if (hidden := len(report.rows) - _SHOWN) > 0:
             yield f"and {hidden} more rows, of which none clips more"
+        yield from report.notes
     else:
         yield "the cache is in 16 bits: nothing is clipped, and the statistics have the largest values"

@@ -40,7 +40,7 @@ def front_matter(card: str) -> str:
 
 
 def prepend_card(source: Path | None, ours: str, out: Path) -> None:
-    """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text.
+    """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text under a line.
 
     Without a source the front matter is that of `out`'s own, whose text is of an older version and gone.
     """
@@ -48,7 +48,12 @@ def prepend_card(source: Path | None, ours: str, out: Path) -> None:
     text = card.read_text(errors="replace") if card.exists() else ""
     head = front_matter(text)
     body = text[len(head) :] if source else ""
-    (out / CARD_FILE).write_text("\n".join(filter(None, [head, ours, body])))
+    line = (
+        "---\n\n*The README of the model that this was made from, about that model:*\n"
+        if body.strip()
+        else ""
+    )
+    (out / CARD_FILE).write_text("\n".join(filter(None, [head, ours, line, body])))
 
 
 def format_card(

@@ -131,6 +131,19 @@ class WatchReport:
         return lines
 
     @property
+    def notes(self) -> list[str]:
+        """Say which layers meet the condition as was expected, and that it is not known what was."""
+        lines = [
+            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected:.2%} was "
+            f"expected, and {_TIMES:g} times that is allowed"
+            for row in sorted(self.rows, key=lambda row: -row.clipped)
+            if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
+        ][:_SHOWN]
+        if self.rows and all(row.expected is None for row in self.rows):
+            lines.append("for the share that was expected, give the calibration of this model with --model")
+        return lines
+
+    @property
     def alarm_layers(self) -> list[int]:
         """The layers that meet the condition."""
         return sorted({row.layer for row in self.alarms})
@@ -181,12 +194,14 @@ def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) ->
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:
-    if row.tokens < FEW:
-        return False
-    if condition.metric == "zero":
-        return condition.compare(row.zero, condition.limit)
-    is_more = row.expected is None or row.low > _TIMES * row.expected
-    return is_more and all(condition.compare(end, condition.limit) for end in (row.low, row.high))
+    is_expected = row.expected is not None and row.low <= _TIMES * row.expected
+    return _is_beyond(condition, row) and (condition.metric == "zero" or not is_expected)
+
+
+def _is_beyond(condition: Condition, row: WatchRow) -> bool:
+    """Return whether a row meets the condition for sure, expected or not."""
+    ends = (row.zero,) if condition.metric == "zero" else (row.low, row.high)
+    return row.tokens >= FEW and all(condition.compare(end, condition.limit) for end in ends)
 
 
 def read_expected(model: Path, watched: Watched) -> Expected:

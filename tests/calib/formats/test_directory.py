@@ -88,7 +88,8 @@ def test_an_output_links_weights_and_leaves_the_source_as_it_is(make_checkpoint,
     assert tensors(out / SCALES_SHARD)[1] == {"format": "pt"}
     card = (out / "README.md").read_text()  # the model's card keeps its front matter first and its text last
     assert card.startswith("---\nlicense: mit\n---\n\n# Ours\n\nBeside engines: ")
-    assert card.endswith("installed.\n\n# The model\n")
+    line = "---\n\n*The README of the model that this was made from, about that model:*"
+    assert card.endswith(f"installed.\n\n{line}\n\n# The model\n")
 
 
 def test_the_shards_of_a_sharded_source_keep_their_names(make_checkpoint, tmp_path):

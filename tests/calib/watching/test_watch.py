@@ -426,6 +426,9 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
         (0, "K"): 0.03, (0, "V"): None, (1, "K"): 0.25, (1, "V"): 0.03,
     }  # fmt: skip
     assert [(row.layer, row.letter) for row in report.alarms] == [(0, "V")]
+    no_alarm = "{} clips 5.00%: no alarm, as {} was expected, and 2 times that is allowed"
+    cases = (("layer 0's K", "3.00%"), ("layer 1's K", "25.00%"), ("layer 1's V", "3.00%"))
+    assert report.notes == [no_alarm.format(*case) for case in cases]
     x[:100] = 448.0
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
@@ -445,6 +448,7 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     done = fp8kv("watch", write(tmp_path, *layers))  # whose engine's model it is not
     assert done.exit_code == 1
     assert "│        - │" in done.stdout
+    assert done.stdout.endswith("expected, give the calibration of this model with --model\n")
 
 
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
