@@ -433,6 +433,7 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
     assert [row.letter for row in report.alarms if row.layer == 0] == ["K", "V"]
+    assert [note.split()[:3] for note in report.notes] == [["layer", "1's", "K"]]
     # a calibration of another model
     for layers, words in (
         ([watched(x, 1.0)], f"it lacks layers 1, and '{tmp_path}' caches K and V in 2 layers"),
