@@ -16,7 +16,7 @@ from calib.files.calibration import read_report
 from calib.files.config import Config, text_config
 from calib.files.fingerprint import fingerprint, read_bake
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
+from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE, WATCH_FILE
 from calib.files.strict_json import read_object
 
 if TYPE_CHECKING:
@@ -131,6 +131,9 @@ def known_config(directory: Path) -> Config:
         return config if isinstance(config, dict) else {}
     if (directory / JSON_FILE).is_file():
         return {"model_type": read_object(directory / JSON_FILE).get("model_type")}
+    if (directory / WATCH_FILE).is_file():  # of the model that was served, if it is here
+        config = Path(str(read_object(directory / WATCH_FILE).get("model"))) / CONFIG_FILE
+        return read_object(config) if config.is_file() else {}
     return {}
 
 
