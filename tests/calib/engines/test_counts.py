@@ -19,6 +19,7 @@ from calib.engines.scale_fit import Limits, MeasuredAmax, compare, judge
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import ONE_PER_QUERY_HEAD, head_counts, text_config
 from calib.files.stored_scales import StoredLayer, read_scales
+from calib.scales.stats_file import load_stats
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
@@ -238,7 +239,11 @@ def test_a_value_at_which_all_becomes_zero_is_that_of_the_type(name):
 
 def test_statistics_that_prove_nothing_are_refused(tmp_path):
     broken, foreign = measured(tmp_path / "a", k=(0.5, float("nan"))), measured(tmp_path / "b")
-    report = {"fp8kv_calibration": 1, "model": "m", "checkpoint": "c", "warnings": [], "layers": []}
+    report = {"fp8kv_calibration": 1, "model": "m", "checkpoint": "c", "warnings": []}
+    report["layers"] = [
+        {"module": name, "k_amax": float(layer.k.amax.max()), "v_amax": float(layer.v.amax.max())}
+        for name, layer in load_stats(foreign).layers.items()
+    ]
     report |= {"config": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}}
     report |= {"dataset": {"source": "s", "samples": 1, "tokens": 1}}
     (foreign / "fp8kv_calibration.json").write_text(json.dumps(report))
