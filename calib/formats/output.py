@@ -155,9 +155,9 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     draft = derive_scales(record.draft, recipe) if record.draft else None
     exports = make_exports(scales, checkpoint, recipe.export, draft)
     doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
-    warnings = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
-    warnings += [note for each in exports.values() for note in each.notes]
-    warnings = [*dict.fromkeys([*warnings, *doubts])]
+    common = [*record.warnings, *warnings_for(stats, scales, recipe, takes_media(checkpoint.config))]
+    notes_by_format = [note for each in exports.values() for note in each.notes]
+    warnings = [*dict.fromkeys([*common, *notes_by_format, *doubts])]
     layers, rows = summarize(stats, scales), summarize(record.draft, draft) if record.draft and draft else []
     drafts = (f"{x.module} drafts tokens: K amax {x.k_amax:.4g}, V amax {x.v_amax:.4g}" for x in rows)
     notes = [*record.notes, *drafts]
@@ -174,10 +174,10 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     }
     output, strategy = destination.path, written_strategy(recipe.strategy, recipe.export.reduce)
     directories = _places(exports, output)
-    cards = {
-        name: format_card(record.model, name, directories[name], strategy, each.flags, warnings, report)
-        for name, each in exports.items()
-    }
+    cards = {}
+    for name, each in exports.items():
+        own = [*dict.fromkeys([*common, *each.notes, *each.doubts])]
+        cards[name] = format_card(record.model, name, directories[name], strategy, each.flags, own, report)
 
     def add_files(directory: Path) -> None:
         save_stats(stats, directory / STATS_FILE)

@@ -52,7 +52,8 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
     assert plain == continuation(model)
     agrees = [a == b for a, b in zip(ours, plain, strict=True)]
     assert facts["same_tokens"] == [*agrees, False].index(False)
-    assert "with a 16-bit cache" in generate(calibrated, PROMPT, "--compare").stdout
+    compared = generate(calibrated, PROMPT, "--compare").stdout
+    assert re.search(r"with a 16-bit cache \([\d.]+ tokens/s; one run each is not a benchmark\)", compared)
     for theirs, same in (([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)):
         ours, plain = Generation("", [4, 5, 6], 1.0), Generation("", theirs, 1.0)
         assert GenerationResult(ours, plain, 3, 64, 1, 1, 1, 1).same_tokens == same
@@ -136,7 +137,7 @@ def test_int8_is_what_attention_reads_and_its_bytes_and_speed_are_said(model, mo
     ratio = f"({size / plain:.2f}x)"
     assert f"KV cache: {size} bytes a token in int8_per_token_head, {plain} in 16 bits {ratio}" in said
     assert "simulated, so the speed is not an engine's; known from vLLM" in said
-    assert not {word for word in ("blocks of", "runs at") if word in said}
+    assert "blocks of" not in said
     for coarser in ("int4_per_token_head", "nvfp4"):
         assert as_json(model, PROMPT, "--cache", coarser)["fp8"]["token_ids"] != plain_text
 

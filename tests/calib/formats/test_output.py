@@ -201,6 +201,12 @@ def recipe(**changes):
     return load_recipe(None, SMALL | longer | {k.replace("__", "."): v for k, v in changes.items()})
 
 
+def test_the_card_of_a_format_has_no_warning_of_another(model, tmp_path):
+    result = run(str(model), recipe(export__formats=["tgi", "json"]), tmp_path / "out")
+    for name, directory in result.directories.items():
+        assert ("one number a layer" in (directory / "README.md").read_text()) == (name == "json")
+
+
 def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(model, tmp_path):
     asked = recipe(strategy="attn_head", observer__name="mse", targets="qkv")
     result = run(str(model), asked, tmp_path / "out")
