@@ -28,8 +28,11 @@ ADVICE = "is a Git LFS pointer, not the file itself; run `git lfs pull` in its r
 def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp_path):
     out = tmp_path / "out"
     done = succeeded(calibrate(tiny_directory, "-o", out, "--strategy", "attn_head"))
-    for heading in ("layer", "K amax", "V scale", "K smallest head"):
+    for heading in ("layer", "K amax", "V scale"):
         assert heading in done.stdout
+    assert "K smallest head" not in done.stdout  # each has a scale of its own
+    one = calibrate(tiny_directory, "-o", tmp_path / "one", "--strategy", "tensor")
+    assert "K smallest head" in succeeded(one).stdout
     assert "128 tokens in" in done.stdout
     assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
     assert "random token ids" in done.stderr.lower()  # the warning about the data

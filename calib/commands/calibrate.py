@@ -160,7 +160,9 @@ def result_blocks(result: "Result") -> Iterator[Block]:
     from calib.formats import FORMATS
     from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
 
-    yield TextTable(_title(result), _HEADINGS, layer_rows(result.written_layers))
+    rows = [*layer_rows(result.written_layers)]
+    width = 5 if all({*row[5:]} == {"100%"} for row in rows) else 7  # as with a scale for each head
+    yield TextTable(_title(result), _HEADINGS[:width], [row[:width] for row in rows])
     strategy = written_strategy(result.recipe.strategy, result.recipe.export.reduce)
     yield from (f"warning: {warning}" for warning in result.warnings)
     yield from ("", *result.notes, _speed_line(result), f"written to {result.output}")

@@ -23,6 +23,7 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
+from calib.formats.refusals import FormatRefusal
 from calib.models.config import takes_media
 from calib.models.sources import hub_origin, short_name
 from calib.recipe import ExportRecipe, Recipe
@@ -141,11 +142,17 @@ def check_in_place(model_name: str, options: ExportRecipe) -> Path:
 def make_exports(
     scales: KVScales, source: ModelDirectory, options: ExportRecipe, draft: KVScales | None = None
 ) -> dict[FormatName, Export]:
-    """Return what each of the recipe's formats adds; refuse what one cannot hold."""
-    return {
-        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size, draft=draft)
-        for name in options.formats
-    }
+    """Return what each of the recipe's formats adds; refuse what one cannot hold, and name it."""
+    exports = {}
+    for name in options.formats:
+        try:
+            exports[name] = export(
+                scales, source, name, reduce=options.reduce, tp_size=options.tp_size, draft=draft
+            )
+        except FormatRefusal as refusal:
+            refusal.format = name
+            raise
+    return exports
 
 
 def write_output(record: CalibrationRecord, destination: Destination) -> Result:

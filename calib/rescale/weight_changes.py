@@ -188,7 +188,10 @@ class AttentionWeights:
             linear = getattr(self.module, child, None)
             if isinstance(linear, nn.Linear):
                 return child, linear
-        raise self.refusal(f"linear layer named {' or '.join(names)}", "which weights make or read its cache")
+        children = ((name, getattr(self.module, name, None)) for name in names)
+        kinds = ", ".join(f"{name} is a {type(child).__name__}" for name, child in children if child)
+        missing = f"linear layer named {' or '.join(names)}" + (f" ({kinds})" if kinds else "")
+        raise self.refusal(missing, "which weights make or read its cache")
 
     def refusal(self, missing: str, reason: str) -> UnsupportedModelError:
         """Return the error of a module without what is `missing`."""

@@ -229,7 +229,7 @@ def test_an_output_holds_what_the_design_says_and_its_recipe_reproduces_it(model
 def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
     model = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     for step, changes, message in (
-        ("capture.resume.calibrate", {"export__formats": ["trtllm"]}, "only under self_attn or mixer"),
+        ("capture.resume.calibrate", {"export__formats": ["trtllm"]}, "--format trtllm: engines read k_proj"),
         ("capture.resume.calibrate", {"headroom": "auto"}, "192 tokens are too few to tell what others may"),
         ("job.load_model", {"strategy": "attn_head", "export__formats": ["tgi"]}, "--reduce"),
         ("job.load_model", {"data__dataset": "./gone.jsonl"}, "gone.jsonl"),

@@ -26,7 +26,7 @@ EXACT = [
     *("gemma2", "gemma3_text", "qwen3_next"),
 ]
 REFUSED = {
-    "gpt2": ({}, "has no linear layer named q_proj"),
+    "gpt2": ({}, "c_attn is a Conv1D"),
     "olmo": ({"clip_qkv": 0.5}, "clips Q, K and V"),
     "bitnet": ({}, "does not follow a factor in front of it"),
 }
