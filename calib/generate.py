@@ -251,7 +251,8 @@ def _generate(
     # below, float32 holds no probability but 0 and 1
     sampling = {"temperature": options.temperature} if options.temperature > 1e-4 else {}
     # the caller's random state is left as it was; a model may be spread over several devices
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(range(gpus)):
         torch.manual_seed(options.seed)
         start = time.perf_counter()
         output = model.generate(

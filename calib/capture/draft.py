@@ -18,7 +18,7 @@ from transformers.utils.generic import ContextManagers
 from calib.capture.attention import AttentionMap, CachedAttention, Draft
 from calib.engines.catalogue import load_catalogue
 from calib.engines.model_classes import architecture
-from calib.errors import InputError, UnsupportedModelError, one_line
+from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
 from calib.files.tensors import Source
@@ -178,14 +178,11 @@ def read_by_drafter(
     modules, outer = dict(layer.named_modules()), name.removesuffix("self_attn")
     names = {x.removeprefix(outer): x for x in weights if x.endswith((".weight", ".bias"))}
     state = {key: weights[x] for key, x in names.items() if key.rpartition(".")[0] in modules}
-    try:
-        tensors = {key: x.read().to(device, model.dtype) for key, x in state.items()}
-        layer.load_state_dict(tensors, assign=True)
-    except RuntimeError as error:
-        problems.append(one_line(str(error).partition(":")[2], 200))
+    problems += _shape_problems(layer, state)
     if problems:
-        is_wrong = "is a drafter of a model of another size, or not as its config says"
+        is_wrong = "is a drafter of another model, or not as its config says"
         raise InputError(f"'{drafter.path}' {is_wrong}: {problems[0]}")
+    layer.load_state_dict({k: x.read().to(device, model.dtype) for k, x in state.items()}, assign=True)
     if (table := weights.get("embed_tokens.weight")) is not None:
         embeddings = nn.Embedding(rows, width, _weight=table.read().to(input_device(model), model.dtype))
     whole.embed_tokens = embeddings
@@ -193,6 +190,15 @@ def read_by_drafter(
     module = CachedAttention(name, 0, config.num_attention_heads, *sizes)
     draft = Draft(whole.eval().requires_grad_(False), "layers.0.self_attn", module, layers)
     return replace(attention, cached={name: module}, shared={}, draft=draft)
+
+
+def _shape_problems(layer: nn.Module, state: Mapping[str, Source]) -> list[str]:
+    """Say which weights of a drafter's `layer` its files lack, hold in another shape, or hold in vain."""
+    shapes, sizes = ({x: [*y.shape] for x, y in part.items()} for part in (layer.state_dict(), state))
+    problems = [f"its files lack {x}" for x in shapes if x not in sizes]
+    problems += [f"its files hold {x}, and its architecture has none" for x in sizes if x not in shapes]
+    wrong = [x for x in sizes if sizes[x] != shapes.get(x, sizes[x])]
+    return problems + [f"{x} has shape {sizes[x]}, and config.json asks for {shapes[x]}" for x in wrong]
 
 
 def _size_problems(config: Any, weights: Mapping[str, Source], rows: int, width: int) -> list[str]:

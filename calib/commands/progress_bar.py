@@ -197,4 +197,4 @@ def _seconds_left(task: "Task") -> float | None:
     They do not count down inside a batch: nobody knows how much of it is done.
     """
     rate = _rate(task)
-    return None if task.total is None or rate is None else (task.total - task.completed) / rate
+    return None if task.total is None or rate is None else max(0.0, task.total - task.completed) / rate

@@ -54,7 +54,8 @@ def sample_from_model(
     samples: list[list[int]] = []
     num_empty = 0
     # a model may be spread over several devices, and any of them may draw
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(range(gpus)):
         torch.manual_seed(recipe.seed)
         while len(samples) < recipe.samples:
             starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)

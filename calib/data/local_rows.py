@@ -94,7 +94,8 @@ def _read_json(path: Path) -> _JsonLines | list[LocatedRow]:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         # a .json file often holds JSON lines: the first line is a whole value, then comes another
-        if error.msg == "Extra data" and "\n" not in error.doc[: error.pos].strip():
+        first = error.doc[: error.pos].strip()
+        if error.msg == "Extra data" and "\n" not in first and not first.startswith("["):
             return _JsonLines(path)
         raise InputError(_json_problem(f"{path}, line {error.lineno}", error)) from None
     rows = value if isinstance(value, list) else [value]

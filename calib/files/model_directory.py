@@ -339,6 +339,11 @@ def _weight_files(path: Path, index: dict[str, str] | None, needs_scales: bool) 
     has_single = (path / SINGLE_FILE).exists()
     if not (shards or has_single):
         problem = f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+        if index:
+            problem = (
+                f"'{path / INDEX_FILE}' names scales alone, which are missing, and '{path}' holds no "
+                f"{SINGLE_FILE}; download the model again"
+            )
         if pickles := sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES):
             problem = (
                 f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "

@@ -31,12 +31,15 @@ class ScaleComparison:
         if not ratios:
             return "no scales of A and B can be compared"
         count, wrong = len({name for name, _ in ratios}), {name for (name, _), x in ratios.items() if x != 1}
+        layers = f"{count} layer{'s' * (count != 1)}"
         if not wrong:
-            return f"all scales are equal, of {count} layers"
+            return f"all scales are equal, of {layers}"
         name, letter = worst = max(ratios, key=lambda place: _distance(ratios[place]))
-        factor = show_number(ratios[worst], "{:.4g}")
-        where = f"{len(wrong)} of {count} layers, most in layer {name}"
-        return f"scales differ in {where}: {letter.upper()} of B / A is {factor}"
+        factor = f"is {show_number(ratios[worst], '{:.4g}')}"
+        if factor == "is 1":  # four digits do not show it
+            factor = f"differs from 1 by {abs(ratios[worst] - 1):.2g}"
+        where = f"{len(wrong)} of {layers}, most in layer {name}"
+        return f"scales differ in {where}: {letter.upper()} of B / A {factor}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `fp8kv compare --json` prints."""

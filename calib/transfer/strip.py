@@ -14,7 +14,9 @@ from calib.files.names import (
     INDEX_FILE,
     JSON_FILE,
     MODELOPT_FILE,
+    SCALES_SHARD,
     SINGLE_FILE,
+    STATS_FILE,
     is_of_cache,
 )
 from calib.files.skipped_layers import MODELOPT_KEYS, SKIP_KEY
@@ -52,9 +54,9 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: P
         _write_weights(checkpoint, source, scratch, progress.copied)
         checkpoint.check_unchanged()
         is_same = read_optional(scratch / MODELOPT_FILE) == checkpoint.modelopt
-    scales = [*filter(is_of_cache, checkpoint.entries), *other_weights(checkpoint)]
-    has_scales = bool(scales) or (directory / JSON_FILE).exists()
-    return has_scales or not is_same or _announces_scales(checkpoint.config)
+    files = {*other_weights(checkpoint)} & {SCALES_SHARD, STATS_FILE}
+    has_scales = any(map(is_of_cache, checkpoint.entries)) or files or (directory / JSON_FILE).exists()
+    return bool(has_scales) or not is_same or _announces_scales(checkpoint.config)
 
 
 def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:

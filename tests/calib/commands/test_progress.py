@@ -104,6 +104,7 @@ def test_units():
         (("copy model.safetensors", 8e9, "bytes"), 30, 2e9, "1.87GiB of 7.46GiB, 64MiB/s, 2 min left"),
         (("tasks", 4000, "documents"), 30, 1, "1 of 4,000 documents, 0.033 documents/s, 33.3 h left"),
         (("evil\x1b[2J", 2, "documents"), 30, 1, "1 of 2 documents, 0.033 documents/s, 30 s left"),
+        (("calibrate", 100, "tokens"), 30, 120, "120 of 100 tokens, 4 tokens/s, 0 s left"),
         # longer than the minute that a rate is of
         (("calibrate", 1000, "tokens"), 300, 600, "600 of 1,000 tokens, 2 tokens/s, 3 min left"),
     ):

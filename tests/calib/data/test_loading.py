@@ -172,10 +172,13 @@ def recipe_of(**settings):
     return DataRecipe(**({"samples": 40, "seq_len": 64, "seed": 3, "batch_size": 16} | settings))
 
 
-def test_self_samples_start_at_bos_and_end_at_eos_or_seq_len_and_depend_on_the_seed(tokenizer, tiny_llama):
+def test_self_samples_start_at_bos_and_end_at_eos_or_seq_len_and_depend_on_the_seed(
+    tokenizer, tiny_llama, monkeypatch
+):
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of which a model on the CPU needs none
     samples = sample_from_model(recipe_of(), tokenizer, tiny_llama)
     assert torch.equal(torch.rand(3), expected)  # the random state is left alone
     assert len(samples) == 40

@@ -71,6 +71,7 @@ def test_a_broken_file_is_named_with_its_place(tmp_path):
         ("a.jsonl", "{}\n[1]\n", "a.jsonl, line 2: expected an object or a string, got list"),
         ("a.json", '[{},\n {"text" 1}]', "a.json, line 2, column 10: not valid JSON (Expecting ':'"),
         ("a.json", '{\n "text": 1\n}\n}', "a.json, line 4, column 1: not valid JSON (Extra data); fix or "),
+        ("a.json", "[{}]\nx", "a.json, line 2, column 1: not valid JSON (Extra data); fix or remove it"),
         ("a.json", "[{}, 7]", "a.json, row 2: expected an object or a string, got int"),
         ("a.parquet", "this is text", "a.parquet: cannot be read (Parquet magic bytes"),
         ("a.jsonl", "{}\n" + "[" * 100_000, "a.jsonl, line 2: nested too deeply; fix or remove it"),

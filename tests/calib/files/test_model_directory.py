@@ -72,6 +72,11 @@ def test_an_index_that_lies_and_files_that_are_damaged_or_no_weights(directory, 
     ):
         (other / "config.json").write_text(text)
         refuse(other, message)
+    scales = {"weight_map": {"model.layers.0.self_attn.k_scale": "kv_cache_scales.safetensors"}}
+    (other / "model.safetensors.index.json").write_text(json.dumps(scales))
+    with pytest.raises(InputError, match="index.json' names scales alone, which are missing, and "):
+        open_model_directory(other, needs_scales=False)
+    (other / "model.safetensors.index.json").unlink()
     (other / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     refuse(other, "holds pickled weights .pytorch_model.bin.*convert them to safetensors")
 

@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
+from calib.files.stored_scales import StoredLayer
 from calib.same_model.check import ModelFacts, check_same_model, config_summary, directory_facts, known_config
 from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 from calib.same_model.marks import Marks, sample_head_rows, sample_rows, settings_of, take_marks
-from calib.same_model.scale_ratios import compare_scales, ratio
+from calib.same_model.scale_ratios import ScaleComparison, compare_scales, ratio
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64}
@@ -133,6 +134,9 @@ def test_ratios_of_each_layer_where_one_scale_stands_for_all_heads(tmp_path):
     said = lines_of(ran("compare", a, doubled))
     assert said.endswith("scales differ in 2 of 2 layers, most in layer 1: V of B / A is 4")
     edited = model(tmp_path / "edited", k=(0.125, 0.25))
+    one, rounded = (StoredLayer(0, k=(x,)) for x in (0.5, 0.5 + 2**-24))
+    rounding = "in 1 of 1 layer, most in layer 0: K of B / A differs from 1 by 1.2e-07"
+    assert rounding in ScaleComparison([(one, rounded)], []).summary
     assert "differ in 1 of 2 layers, most in layer 0: K of B / A is 0.25" in ran("compare", a, edited).stdout
     assert ran("compare", a, a).stdout.endswith("all scales are equal, of 2 layers\n")
     assert "note" not in said
