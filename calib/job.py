@@ -269,7 +269,7 @@ def _measure(
         )
 
     notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
-    notes += ["--resume found no saved progress: all text was read"] if starts_over else []
+    notes += ["--resume found no saved progress, and began at the start"] if starts_over else []
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:

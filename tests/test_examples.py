@@ -62,6 +62,7 @@ SHOWN = {
 NOT_COMPARED = {
     "fp8kv: 60 of 60 KV scales in use, FP8 cache, fingerprint 637046a600c70accf9b40b1860583ff7": "a log",
     "fp8kv: the checkpoint's config leaves layers 3, 7 in 16 bits; so are they here": "a log",
+    "http://localhost:8461: 60 of 60 KV scales in use, fingerprint c28c44471380be50c0df4bb0fcf9765d": "two",
     "calibrate: 12,288 of 71,168 tokens, 1,512 tokens/s, 39 s left": "tests/calib/commands/test_progress.py",
 }
 BLOCKS = {page.relative_to(ROOT).as_posix(): [*blocks_of(page)] for page in PAGES}

@@ -84,6 +84,7 @@ class SavedProgress:
                 f"'{self.path}' is of a run with another {name}{numbers if isinstance(value, int) else ''}, "
                 f"so --resume cannot go on; give the same command, or {_START_AGAIN}"
             )
+        RESUMABLE.add(self.path)
         return stats, int(progress["batches"])
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:

@@ -214,7 +214,7 @@ def _backend_lines(engine: "Engine", name: str, backend: "Backend") -> Iterator[
 
 def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     """Yield what each engine loads, why scales do not arrive, their problems, and how sure this is."""
-    from calib.engines.catalogue import find_engine, load_catalogue
+    from calib.engines.catalogue import find_engine
 
     simulations = report.simulations
     directory = report.scales.directory
@@ -235,10 +235,8 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
         yield from _reason_lines(simulation)
     yield from (f"problem: {problem}" for problem in report.problems)
     yield from (f"warning: {warning}" for warning in report.warnings)
-    if directory.json and not report.scales.layers[0].tensors:
-        reader = next(engine for engine in load_catalogue().values() if engine.reads == "json")
-        yield f"{JSON_FILE} is for {reader.engine} {reader.versions}: serve the model with {reader.flag}"
-        yield f"for other engines, put {JSON_FILE} into a copy of the model, and fp8kv convert that"
+    if directory.json and not any(layer.tensors for layer in report.scales.layers):
+        yield from _json_lines(directory.path)
     if report.nvfp4:
         yield f"values of an NVFP4 cache: {report.nvfp4}"
     if report.skipped:
@@ -253,6 +251,18 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     unrun = sorted({simulation.engine.engine for simulation in simulations if not simulation.engine.ran})
     if unrun:
         yield f"rules of {', '.join(unrun)} were read in the source, not run"
+
+
+def _json_lines(directory: Path) -> Iterator[Block]:
+    """Say who reads scales that are in JSON alone, and how other engines get them."""
+    from calib.engines.catalogue import load_catalogue
+
+    reader = next(engine for engine in load_catalogue().values() if engine.reads == "json")
+    yield f"{JSON_FILE} is for {reader.engine} {reader.versions}: serve the model with {reader.flag}"
+    way = f"put {JSON_FILE} into a copy of the model, and fp8kv convert that"
+    if (directory / STATS_FILE).exists():
+        way = f"fp8kv apply {quote(str(directory))} MODEL"
+    yield f"for other engines, {way}"
 
 
 def _count(simulation: "Simulation", letter: str, is_baked: bool) -> str:

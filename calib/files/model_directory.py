@@ -23,6 +23,7 @@ from calib.files.names import (
     STATS_FILE,
     attention_modules,
     is_misnamed,
+    is_misspelt,
     is_of_cache,
     is_of_tower,
     is_offset,
@@ -184,9 +185,13 @@ class ModelDirectory:
 
     @property
     def misnamed(self) -> list[str]:
-        """Tensors that are meant as scales, and have no name of one."""
+        """Tensors that are meant as scales, and have no name of one; in our own file of scales all are."""
         files = {**(self.index or {}), **self.weight_map}
-        return sorted(name for name, file in files.items() if is_misnamed(name, file))
+        strays = {name for name, file in files.items() if file == SCALES_SHARD and not is_of_cache(name)}
+        strays |= {*filter(is_misnamed, files)}
+        if "auto_map" not in self.config:  # a model's own code may have parameters of any name
+            strays |= {*filter(is_misspelt, files)}
+        return sorted(strays)
 
     @property
     def _names(self) -> set[str]:

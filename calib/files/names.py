@@ -80,21 +80,26 @@ def parse_scale_name(name: str) -> ScaleName | None:
     return None
 
 
-def is_misnamed(name: str, file: str | None = None) -> bool:
-    """Return whether a tensor is meant as a scale, and has no name of one: `kscale`, `k_SCALE`.
-
-    In our own `file` of scales there is nothing else.
-    """
-    if name.endswith(_OFFSETS) or parse_scale_name(name):
-        return False
+def is_misnamed(name: str) -> bool:
+    """Return whether a tensor would be a scale but for spaces and capital letters in its name."""
     plain = "".join(name.split()).lower()
-    is_misspelt = "scale" in plain and layer_of(name) is not None and _MISSPELT.fullmatch(plain) is not None
-    return file == SCALES_SHARD or is_misspelt or parse_scale_name(plain) is not None
+    return plain != name and not parse_scale_name(name) and parse_scale_name(plain) is not None
+
+
+def is_misspelt(name: str) -> bool:
+    """Return whether a tensor is called about as a scale is: `kscale`, `key_scales`.
+
+    It may be a parameter of a model's own code: nothing may be taken away because of that.
+    """
+    plain = "".join(name.split()).lower()
+    if "scale" not in plain or layer_of(name) is None or is_of_cache(name):
+        return False
+    return _MISSPELT.fullmatch(plain) is not None
 
 
 def is_of_cache(name: str) -> bool:
-    """Return whether a tensor is a scale or offset of K, V or Q, or meant as one: it is not a weight."""
-    return name.endswith(_OFFSETS) or parse_scale_name(name) is not None or is_misnamed(name)
+    """Return whether a tensor is a scale or offset of K, V or Q, so that it is not a weight."""
+    return name.endswith(_OFFSETS) or parse_scale_name(name) is not None
 
 
 def is_offset(name: str) -> bool:

@@ -24,6 +24,7 @@ from calib.files.names import (
     SINGLE_FILE,
     SOURCE_DIRECTORY,
     STRESS_FILE,
+    is_misspelt,
     is_of_cache,
 )
 from calib.files.strict_json import exact_json_text, json_text, read_optional
@@ -124,7 +125,10 @@ def place_weights(
     checkpoint: ModelDirectory, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
 ) -> dict[str, str]:
     """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
-    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
+    files = checkpoint.weight_map.items()
+    stale = {
+        name for name, file in files if is_of_cache(name) or (file == SCALES_SHARD and is_misspelt(name))
+    }
     for shard in checkpoint.shards if weights != "none" else ():
         tensors = {name for name, file in checkpoint.weight_map.items() if file == shard}
         if tensors - stale:
@@ -168,7 +172,8 @@ def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str
     metadata = (read_optional(checkpoint.path / INDEX_FILE) or {}).get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
-    metadata["total_size"] = added + sum(size for name, size in sizes.items() if not is_of_cache(name))
+    weights = (name for name in sizes if name in weight_map and not is_of_cache(name))
+    metadata["total_size"] = added + sum(sizes[name] for name in weights)
     write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
 
 

@@ -259,6 +259,9 @@ def test_a_file_of_scales_alone_is_told_from_a_model(tmp_path):
     )
     printed = lines_of(fp8kv("verify", tmp_path, "--engine", "vllm", "--version", "0.4.2"))
     assert "vLLM 0.4.2 │ not known │ not known │ 1.0" in printed
+    assert "for other engines, put kv_cache_scales.json into a copy of the model, and" in printed
+    save_amax({(i, x): [224.0] for i in range(2) for x in "kv"}, tmp_path)
+    assert f"for other engines, fp8kv apply {tmp_path} MODEL" in lines_of(fp8kv("verify", tmp_path))
 
 
 def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):
@@ -284,6 +287,10 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
             printed = lines_of(fp8kv(command, tmp_path))
             assert f"problem: '{MODULES[1]}.{stray}' is not a name that an engine looks for" in printed
         assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == ("refused", "loaded")
+    own = [*WEIGHTS, f"{MODULES[1]}.key_scale"]  # of code that comes with the model
+    assert (
+        "problem" not in fp8kv("inspect", write(tmp_path, own, SCALES, auto_map={"AutoModel": "m.A"})).output
+    )
     (tmp_path / "m.safetensors").rename(tmp_path / SCALES_SHARD)
     assert f"'{WEIGHTS[0]}' is not a name that" in lines_of(fp8kv("verify", tmp_path))  # in ours
     (tmp_path / SCALES_SHARD).unlink()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from apply_cases import calibrated, config_of, contents, damage, scales
 from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
-from families import edit_json, save_model, tiny_model
+from families import edit_json, edit_tensors, save_model, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,7 @@ from scale_directories import model as directory_of
 from transformers import AutoModelForCausalLM
 
 from calib.capture.directory_scales import open_scales
+from calib.files.names import INDEX_FILE, SCALES_SHARD
 from calib.files.stored_scales import read_scales
 from calib.formats import FORMATS
 from calib.scales.stats_file import load_stats
@@ -323,6 +324,19 @@ def test_strip_gives_back_every_file_also_after_other_commands_and_in_place(sour
         succeeded(calibrate(own, "--in-place", "--seed", seed))
     for out in (repaired, twice, own):
         assert contents(output_of("strip", out, "-o", tmp_path / f"{out.name}-back")) == contents(source)
+
+
+def test_a_parameter_called_as_a_scale_stays_and_a_misspelt_scale_in_our_file_goes(in_formats, tmp_path):
+    own = shutil.copytree(in_formats / "vllm", tmp_path / "own")
+    index = json.loads((own / INDEX_FILE).read_text())
+    parameter, misspelt = (f"model.layers.0.self_attn.{name}" for name in ("key_scale", "kscale"))
+    for name, file in ((parameter, index["weight_map"]["model.norm.weight"]), (misspelt, SCALES_SHARD)):
+        edit_tensors(own, lambda tensors, name=name: tensors.update({name: torch.ones(1)}), file)
+        index["weight_map"][name] = file
+    (own / INDEX_FILE).write_text(json.dumps(index))
+    out = output_of("convert", own, "--to", "tgi", "-o", tmp_path / "out")
+    files = json.loads((out / INDEX_FILE).read_text())["weight_map"]
+    assert (parameter in load_file(out / files[parameter]), misspelt in files) == (True, False)
 
 
 def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, in_formats, tmp_path):
