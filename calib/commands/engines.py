@@ -32,6 +32,7 @@ _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 _WATCH_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "expected", "zeros")
 _SHOWN = 12  # rows, of the worst layers
+_OLDER = "its plugin is older and does not say which scales its layers store with"
 # flags without and with --served
 _SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
@@ -137,6 +138,9 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
 
     files = read_engine_scales(directory)
     servers = {url: server.scales(files) for url, server in open_servers(urls).items()}
+    for url, scales in servers.items():
+        if scales.layers is None:
+            raise InputError(f"{url}: {_OLDER}; install a newer fp8kv there")
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
     has_problems = any(scales.problems for scales in servers.values())
     name = "the same scales" if has_problems else f"the scales of '{directory}'"
@@ -168,6 +172,8 @@ def _plugin_lines(servers: "dict[str, ServedScales]") -> Iterator[str]:
         counts = f"{scales.in_use} of {scales.total} KV scales in use"
         yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
         yield from (f"problem: {url}: {problem}" for problem in scales.problems)
+        if scales.layers is None:
+            yield f"note: {url}: {_OLDER}"
 
 
 def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
@@ -346,9 +352,9 @@ def watch(
         watched = Server(source).watched() if is_address else read_watched(Path(source))
         if model:
             return report_on(watched, condition, read_expected(model, watched))
-        expected: Expected = {}
+        expected: Expected | None = None
         with suppress(Fp8kvError, OSError):  # the engine's model need not be here, or hold a calibration
-            expected = {} if is_address else read_expected(Path(watched.model), watched)
+            expected = None if is_address else read_expected(Path(watched.model), watched)
         return report_on(watched, condition, expected)
 
     report = _follow(look, every) if follow else look()

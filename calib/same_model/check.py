@@ -6,6 +6,7 @@ Imported without torch, which only marks of weights need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -132,8 +133,9 @@ def known_config(directory: Path) -> Config:
     if (directory / JSON_FILE).is_file():
         return {"model_type": read_object(directory / JSON_FILE).get("model_type")}
     if (directory / WATCH_FILE).is_file():  # of the model that was served, if it is here
-        config = Path(str(read_object(directory / WATCH_FILE).get("model"))) / CONFIG_FILE
-        return read_object(config) if config.is_file() else {}
+        served = Path(str(read_object(directory / WATCH_FILE).get("model")))
+        with suppress(OSError, ValueError):  # not here, damaged, or not a path
+            return read_object(served / CONFIG_FILE) if served.is_absolute() else {}
     return {}
 
 

@@ -170,8 +170,8 @@ def _overlap_warning(one: Calibration, two: Calibration) -> str:
     if not is_same or data == second_data:
         return ""
     return (
-        f"'{one.path}' and '{two.path}' read {data.samples} and {second_data.samples} samples of the same "
-        "data: what both read counts twice, and more text seems to have been read"
+        f"'{one.path}' and '{two.path}', of {data.samples} and {second_data.samples} samples, may have read "
+        "the same documents: what both read counts twice, as if it were more text"
     )
 
 

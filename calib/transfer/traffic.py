@@ -1,5 +1,6 @@
 """Is an engine's traffic of this model? Its statistics have no marks of weights, by which others are told."""
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -10,7 +11,8 @@ from calib.files.calibration import Amax
 from calib.files.model_directory import open_model_directory
 from calib.files.names import WATCH_FILE
 from calib.files.stored_scales import StoredScales, is_usable
-from calib.same_model.check import ModelFacts, check_same_model, model_facts
+from calib.same_model.check import ModelFacts, check_same_model, compare_weights, model_facts
+from calib.scales.stats import KVStats
 from calib.scales.stats_file import Calibration, load_stats
 
 # random tokens beside prose change most absmax by a sixth (SmolLM2), and of what a cache clipped at most
@@ -21,7 +23,9 @@ _LARGE_FACTOR = 4.0
 def check_traffic(traffic: Calibration, model: ModelFacts, stored: StoredScales) -> list[str]:
     """Refuse statistics that are surely of another model; return a warning where that may be."""
     if (traffic.directory / WATCH_FILE).is_file():
-        _check_served(traffic, Path(read_watched(traffic.directory).model), model)
+        served = Path(read_watched(traffic.directory).model)
+        if served.is_absolute():
+            _check_served(traffic, served, model)
     return _check_range(traffic, stored)
 
 
@@ -33,7 +37,10 @@ def _check_served(traffic: Calibration, served: Path, model: ModelFacts) -> None
             marks()
     except (Fp8kvError, OSError):
         return
-    check_same_model(facts, model, f"'{traffic.path}' is traffic of '{served}': give that of this model")
+    problem = f"'{traffic.path}' is traffic of '{served}'"
+    if compare_weights(facts, model):
+        raise InputError(f"{problem}, whose weights are others; give that of this model")
+    check_same_model(facts, model, f"{problem}: give that of this model")
 
 
 def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
@@ -43,7 +50,7 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
     """
     path, directory, amax = traffic.path, stored.directory.path, traffic.stats.amax_by_head()
     try:
-        own = load_stats(directory).amax_by_head()
+        own = _exact_amax(load_stats(directory))
     except InputError:  # without, or damaged
         values = {(layer.layer, letter): layer.values(letter) for layer in stored.layers for letter in "kv"}
         right = {
@@ -52,14 +59,26 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
         if _median_factor(amax, right, FP8_MAX[stored.fp8_dtype]) < _LARGE_FACTOR:
             return []
         return [
-            f"most scales change by more than {_LARGE_FACTOR:g} times; see that '{path}' is of this model"
+            f"most scales are more than {_LARGE_FACTOR:g} times off what '{path}' measured; see that it is "
+            "of this model"
         ]
-    if _median_factor(amax, own) < _LARGE_FACTOR:
+    exact = _exact_amax(traffic.stats)
+    if not exact.keys() & own.keys():
+        problem = f"'{path}' cannot be compared with '{directory}', as a cache clipped every layer"
+        return [f"{problem}; see that it is of this model"]
+    if _median_factor(exact, own) < _LARGE_FACTOR:
         return []
     raise InputError(
-        f"'{path}' is of another model: most of its K and V differ by more than {_LARGE_FACTOR:g} times "
-        f"from the statistics in '{directory}'; give statistics of this model"
+        f"'{path}' is of another model: most K and V differ by more than {_LARGE_FACTOR:g} times from the "
+        f"statistics in '{directory}'; give statistics of this model"
     )
+
+
+def _exact_amax(stats: KVStats) -> Amax:
+    """Return the absmax of layers that no cache has clipped: that of others is capped."""
+    layers = {name: layer for name, layer in stats.layers.items() if not layer.estimated}
+    shared = {name: module for name, module in stats.shared.items() if module.owner in layers}
+    return replace(stats, layers=layers, shared=shared).amax_by_head()
 
 
 def _median_factor(amax: Amax, amax_before: Amax, factor: float = 1.0) -> float:

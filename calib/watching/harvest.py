@@ -287,6 +287,7 @@ class WatchFiles:
         import vllm  # type: ignore[import-not-found]
 
         config = self._core.vllm_config
+        model = str(config.model_config.model)
         heads = config.model_config.get_total_num_kv_heads()
         names = [name for name in ranks[0].layers if all(name in rank.layers for rank in ranks)]
         layers = {name: join_watched([rank.layers[name] for rank in ranks], heads) for name in names}
@@ -296,7 +297,7 @@ class WatchFiles:
         facts = {
             "fp8kv_watch": 1,
             "engine": f"vLLM {vllm.__version__}",
-            "model": str(config.model_config.model),
+            "model": os.path.abspath(model) if os.path.isdir(model) else model,
             "fingerprint": fingerprint(stored),
             "since": ranks[0].since,
             "written": _now(),

@@ -77,11 +77,13 @@ class ServedScales(_Answer):
     total: NonNegativeInt
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
-    fnuz: bool
-    layers: list[_ServedLayer] = Field(exclude=True)
+    fnuz: bool = False
+    layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: an older plugin
 
     def differences(self, scales: StoredScales) -> list[str]:
-        """Say in which layers a server stores with other scales than those of a directory."""
+        """Say in which layers a server stores with other scales than a directory's, as far as is said."""
+        if self.layers is None:
+            return []
         stored: dict[int, tuple[str, Values, Values]] = {}
         for layer in self.layers:
             k, v = (tuple(nan if x is None else x for x in values) for values in (layer.k, layer.v))

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,8 @@ def decide(to_scales: float, to_ones: float, apart: float, noise: float, roundin
     in what is left of values that hardly fit FP8: half of the way nearer is near. Another model is farther
     from both than they are from each other.
     """
+    if not all(map(isfinite, (to_scales, to_ones, apart, noise, rounding))):
+        return "cannot tell"
     if min(to_scales, to_ones) > max(apart, _FACTOR * (noise + rounding), _OTHER_MODEL):
         return "neither"
     if not are_apart(apart, noise, rounding):

@@ -113,6 +113,7 @@ class WatchReport:
     rows: list[WatchRow]
     alarms: list[WatchRow]
     condition: Condition
+    has_calibration: bool  # which may expect no shares: of scales per channel, or without tails
 
     @property
     def failures(self) -> list[str]:
@@ -139,7 +140,7 @@ class WatchReport:
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
-        if self.rows and all(row.expected is None for row in self.rows):
+        if self.rows and not self.has_calibration:
             lines.append("for the share that was expected, give the calibration of this model with --model")
         return lines
 
@@ -168,18 +169,20 @@ def read_watched(directory: Path) -> Watched:
         raise InputError(f"'{file}' is not what the plugin writes ({first_problem(error)})") from None
 
 
-def report_on(watched: Watched, condition: Condition, expected: Expected) -> WatchReport:
+def report_on(watched: Watched, condition: Condition, expected: Expected | None) -> WatchReport:
     """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm.
 
-    Of a layer whose share is `expected`, twice as much has to be clipped.
+    Of a layer whose share is `expected`, twice as much has to be clipped; None: without a calibration.
     """
+    shares = expected or {}
     rows = [
-        _row(layer, letter, counts, expected.get((layer.layer, letter)))
+        _row(layer, letter, counts, shares.get((layer.layer, letter)))
         for layer in watched.layers
         for letter, counts in (("K", layer.k), ("V", layer.v))
         if counts
     ]
-    return WatchReport(watched, rows, [row for row in rows if _is_met(condition, row)], condition)
+    alarms = [row for row in rows if _is_met(condition, row)]
+    return WatchReport(watched, rows, alarms, condition, has_calibration=expected is not None)
 
 
 def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:

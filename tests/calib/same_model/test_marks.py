@@ -58,13 +58,20 @@ def test_configs_that_differ_are_refused():
                 check(said, other)
 
 
-def test_every_directory_says_what_it_can(tmp_path):
+def test_every_directory_says_what_it_can(tmp_path, monkeypatch):
     assert known_config(tmp_path) == {}
     for served, config in (("not/here", {}), (tmp_path / "served", QWEN)):  # of traffic
         (tmp_path / "fp8kv_watch.json").write_text(json.dumps({"model": str(served)}))
         (tmp_path / "served").mkdir(exist_ok=True)
         (tmp_path / "served/config.json").write_text(json.dumps(QWEN))
         assert known_config(tmp_path) == config
+    monkeypatch.chdir(tmp_path / "served")
+    for served in ("", ".", str(tmp_path / ("x" * 300)), "/\0"):
+        (tmp_path / "fp8kv_watch.json").write_text(json.dumps({"model": served}))
+        assert known_config(tmp_path) == {}
+    (tmp_path / "served/config.json").write_text("{")
+    (tmp_path / "fp8kv_watch.json").write_text(json.dumps({"model": str(tmp_path / "served")}))
+    assert known_config(tmp_path) == {}
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps({"model_type": "llama"}))
     assert directory_facts(tmp_path) == ModelFacts(str(tmp_path), {"model_type": "llama"})
     (tmp_path / "fp8kv_calibration.json").write_text(json.dumps({"config": QWEN}))

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from calib.files.names import STATS_FILE
 from calib.scales.observers import AbsMax
-from calib.scales.stats import PER_TOKEN, shift_curve
+from calib.scales.stats import PER_TOKEN, TensorStats, shift_curve
 from calib.scales.stats_file import load_stats, save_stats
 
 LAYERS, SCALES, NAN = range(3), "model-fp8kv-scales.safetensors", float("nan")
@@ -246,19 +247,51 @@ def test_traffic_of_another_model_of_the_same_shapes_is_refused(model, measured,
     here = traffic_of(taken, tmp_path / "here", taken)
     for scaled in (measured, bare):
         done = fp8kv("repair", scaled, "--stats", here, "-o", tmp_path / "out")
-        one_line_error(done, f"do not fit '{scaled}'", f"'{here}' is traffic of '{taken}'")
+        one_line_error(done, f"'{here}' is traffic of '{taken}', whose weights are others; give that of this")
     away = traffic_of(taken, tmp_path / "away", "not/here")
     for statistics in (away, away / STATS_FILE):
         done = fp8kv("repair", measured, "--stats", statistics, "-o", tmp_path / "out")
-        one_line_error(done, f"'{statistics}' is of another model: most of its K and V differ by more than 4")
+        one_line_error(done, f"'{statistics}' is of another model: most K and V differ by more than 4")
     assert not (tmp_path / "out").exists()
-    doubt = f"warning: most scales change by more than 4 times; see that '{away}' is of this model"
+    doubt = f"warning: most scales are more than 4 times off what '{away}' measured; see that it is of this"
     assert doubt in ran("repair", bare, "--stats", away, "-o", tmp_path / "out").stderr
     # a text of the model itself, and scales of another kind that its own statistics refute
     own, factor = traffic_of(measured, tmp_path / "own", model), {name(i, "k"): 1 / 9 for i in LAYERS}
     wrong = damage(measured, tmp_path / "wrong", factor)
     for i, scaled in enumerate((measured, bare, wrong)):
-        assert "by more than 4" not in ran("repair", scaled, "--stats", own, "-o", tmp_path / f"{i}").stderr
+        assert "more than 4" not in ran("repair", scaled, "--stats", own, "-o", tmp_path / f"{i}").stderr
+
+
+@pytest.mark.parametrize("served", ["damaged", "", "/\0"])
+def test_a_model_that_was_served_and_cannot_be_read_or_is_not_named_in_full_is_not_compared(
+    served, model, measured, tmp_path, monkeypatch
+):
+    """A relative path names one of the working directory, here a model of other weights and sizes."""
+    other = save_model(tiny_model("llama", num_key_value_heads=4), tmp_path / "other")
+    monkeypatch.chdir(other)
+    if served == "damaged":
+        served = tmp_path / "served"
+        served.mkdir()
+        (served / "config.json").write_text("{")
+    traffic = traffic_of(measured, tmp_path / "traffic", served)
+    ran("repair", measured, "--stats", traffic, "-o", tmp_path / "out")
+    ran("verify", measured, "--against", traffic)
+
+
+@pytest.mark.parametrize("clipped", [2, 3])
+def test_traffic_of_a_cache_that_clipped_is_of_the_model_whose_scales_were_too_small(
+    clipped, measured, tmp_path
+):
+    """Its absmax is at most 4 times the range of a cache, here a fifth of what is in the model."""
+    traffic = traffic_of(measured, tmp_path / "traffic", "not/here")
+    stats = load_stats(traffic)
+    layers = {name: replace(layer, q=None) for name, layer in stats.layers.items()}
+    for name in [*layers][:clipped]:
+        k, v = (TensorStats(part.amax / 5) for part in (layers[name].k, layers[name].v))
+        layers[name] = replace(layers[name], k=k, v=v, estimated=("k", "v"))
+    save_stats(replace(stats, layers=layers), traffic / STATS_FILE)
+    done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / "out")
+    assert ("as a cache clipped every layer; see that it is of this model" in done.stderr) == (clipped == 3)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +345,7 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
         for count, run in ((3, few), (512, short))
     ]
     for counts, answer in (*overlaps, ("512 and 512", again)):
-        said = f"read {counts} samples of the same data: what both read counts twice"
+        said = f", of {counts} samples, may have read the same documents: what both read counts twice"
         assert any(said in warning for warning in answer["warnings"])
     assert not any("counts twice" in warning for warning in report["warnings"])
 

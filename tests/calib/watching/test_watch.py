@@ -228,7 +228,11 @@ def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, 
         tokens = runner.fp8kv_harvest.tokens if is_written else tokens
         assert read_watched(tmp_path).tokens == tokens > 0
     serve(runner)
+    assert read_watched(tmp_path).model == "there"  # a name of the Hub's, or a directory here, named in full
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert core.shutdown()
+    assert read_watched(tmp_path).model == str(tmp_path / "there")
     assert read_watched(tmp_path).tokens == runner.fp8kv_harvest.tokens > tokens
 
 
@@ -434,6 +438,10 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
     assert [row.letter for row in report.alarms if row.layer == 0] == ["K", "V"]
     assert [note.split()[:3] for note in report.notes] == [["layer", "1's", "K"]]
+    # per channel, or old: it was given, and expects nothing
+    calibration.stats = KVStats({"a": LayerStats(0, 1000, rest, rest), "b": LayerStats(1, 1000, rest, rest)})
+    assert "give the calibration" not in fp8kv("watch", tmp_path, "--model", tmp_path).stdout
+    calibration.stats = stats
     # a calibration of another model
     for layers, words in (
         ([watched(x, 1.0)], f"it lacks layers 1, and '{tmp_path}' caches K and V in 2 layers"),

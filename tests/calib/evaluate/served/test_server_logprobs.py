@@ -105,6 +105,21 @@ def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
         assert (found["plugin"]["in_use"], "layers" in found["plugin"]) == (6, False)
 
 
+def test_what_an_older_plugin_says_of_the_scales_counts(twin, directory):
+    older = {x: said for x, said in in_force(directory).items() if x not in ("fnuz", "layers")}
+    for problems, status in ([], 0), (["rank 0: K is at 1.0"], 1):
+        twin.in_force = older | {"problems": problems}
+        done = verify(twin, directory)
+        assert done.exit_code == status
+        assert re.findall(r"problem: http://\S+: (.+)", done.stdout) == problems
+        assert "its plugin is older and does not say which scales its layers store with" in done.stdout
+    newer = FakeServer()
+    newer.in_force = in_force(directory)
+    with running(twin) as url, running(newer) as second:
+        done = fp8kv("verify", directory, "--served", url, "--served", second)
+    one_line_error(done, f"{url}: its plugin is older", "install a newer fp8kv there")
+
+
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
     made, twin, directory
 ):
@@ -174,6 +189,8 @@ def test_the_rule():
         (1.2, 4.0, 4.7, 0.0, 0.1, "cannot tell"),
         (0.1, float("nan"), float("nan"), 0.0, 0.1, "cannot tell"),
         (0.2, 4.7, 4.7, 0.0, float("nan"), "cannot tell"),
+        (8.0, float("nan"), 0.1, 0.0, 0.01, "cannot tell"),
+        (float("nan"), 8.0, 0.1, 0.0, 0.01, "cannot tell"),
     ):
         assert decide(to_scales, to_ones, apart, noise, rounding) == said
 
