@@ -221,12 +221,12 @@ def make_passkeys(tokenizer: PreTrainedTokenizerBase, suite: Suite) -> list[Pass
     return passkeys
 
 
-def calibrate_on(setup: Setup, samples: list[list[int]], recipe: Recipe, stage: str = "calibrate") -> KVStats:
-    """Measure the statistics of `samples`, as the `stage` that progress shows."""
+def calibrate_on(setup: Setup, samples: list[list[int]], recipe: Recipe, text: str) -> KVStats:
+    """Measure the statistics of `samples`; progress says that they are of this `text`."""
     data, progress = recipe.data, setup.progress
     size = resolve_batch_size(data, setup.model.device.type)
     batches = make_batches(samples, size, pad_id=0, seed=data.seed, skip_first=data.skip_first)
-    progress.stage(stage, sum(batch.num_tokens for batch in batches), "tokens")
+    progress.stage(f"calibrate on {text}", sum(batch.num_tokens for batch in batches), "tokens")
     return calibrate(
         setup.model, batches, recipe, on_batch=lambda batch, _: progress.advance(batch.num_tokens)
     )
@@ -236,4 +236,4 @@ def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
     """Measure the statistics of random token ids."""
     data = recipe.data.model_copy(update={"dataset": "random"})
     samples = sample_loader(setup, data)(RANDOM_SAMPLES).samples
-    return calibrate_on(setup, samples, recipe, "calibrate on random tokens")
+    return calibrate_on(setup, samples, recipe, "random tokens")

@@ -137,7 +137,9 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
 def _calibrate(evaluation: Evaluation) -> None:
     """Measure the statistics that variants are made of."""
     setup, recipe, text = evaluation.setup, evaluation.recipe, evaluation.text.calibration
-    evaluation.stats = evaluation.random_stats = inputs.calibrate_on(setup, text.samples, recipe)
+    evaluation.stats = evaluation.random_stats = inputs.calibrate_on(
+        setup, text.samples, recipe, "the evaluation's own text"
+    )
     if "random" in _built_in_names(recipe.evaluation):
         evaluation.random_stats = inputs.calibrate_on_random_tokens(setup, recipe)
     advice = inputs.advise_length(evaluation.suite, recipe.data)
