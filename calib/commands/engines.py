@@ -53,12 +53,7 @@ def verify(
         "Compare the scales with these statistics, or with this output of calibrate.", metavar="OUTPUT"
     ),
     tensor_parallel_size: int = flags.option(
-        "Split the heads over this many GPUs.",
-        "--tensor-parallel-size",
-        "--tp",
-        min=1,
-        metavar="COUNT",
-        default=1,
+        "Split the heads over this many GPUs.", min=1, metavar="COUNT", default=1
     ),
     fnuz: bool = flags.option(
         "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False

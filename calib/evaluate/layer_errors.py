@@ -55,7 +55,7 @@ class LayerError(Clipping):
     """Sums, and `amax`, over each document's tokens of one layer; H: query heads."""
 
     underflowed: Tensor  # [documents, 2, K] values that became 0
-    amax: Tensor  # [documents, 2, K] largest |x| / scale
+    amax: Tensor  # [documents, 2, K] largest |x|, as a share of what the scale can hold
     error: Tensor  # [documents, H] squared error of the attention output
     power: Tensor  # [documents, H] squared attention output
 

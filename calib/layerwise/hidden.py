@@ -35,7 +35,7 @@ class HiddenStates:
             self._scratch.cleanup()
 
     def put(self, key: Key, output: Output) -> None:
-        """Store `output`, whose tensors must not change any more."""
+        """Store `output`, whose tensors, of any shapes, must not change any more."""
         output = map_tensors(output, Tensor.cpu)
         size = nbytes(output)
         if size <= self._free_bytes:

@@ -33,7 +33,7 @@ _PROBES = (
 )
 _ROWS = 64  # of an embedding; token ids and positions of the probes are below that
 
-# Q, K and V of each attention module, call by call
+# Q [B, H, T, D], K and V [B, K, T, D] of each attention module, call by call
 Calls = dict[str, list[Tensor]]
 
 

@@ -19,7 +19,7 @@ from calib.capture.attention import AttentionMap
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 
-# the result of a decoder layer, or the results of the embeddings in the order of their calls
+# [B, T, W] of a decoder layer, alone or first in a tuple; or [..., W] of each call of embeddings, in order
 Output = Tensor | tuple[Tensor | None, ...]
 
 

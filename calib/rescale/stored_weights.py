@@ -40,7 +40,8 @@ _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}
 # scales of a module's input -> True: a value is its code times the scale; False: divided by it
 _INPUT_SCALES = {"input_scale": True, "input_global_scale": False}
 
-Edit = Tensor | Callable[[Tensor], Tensor]  # a tensor in place of a stored one, or a function of it
+# a tensor in place of a stored one, of any shape, or a function of it
+Edit = Tensor | Callable[[Tensor], Tensor]
 
 
 class NotHeld(UnsupportedModelError):

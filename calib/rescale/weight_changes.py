@@ -46,7 +46,7 @@ class WeightChange:
 
     module: str
     child: str  # name of the parameter below the module
-    # float32 [rows, 1], [1, columns], their product, or the shape of a parameter that is not a matrix
+    # float32 [rows, 1], [1, columns], their product, [1, 1], or the shape of another parameter
     factor: Tensor
     adds_one: bool = False  # the module multiplies by 1 + parameter
 
@@ -79,7 +79,7 @@ Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight [D], and
 
 
 def is_held(norms: Norms) -> Tensor:
-    """Return whether each channel holds the factors of a module's `norms` of 1 + weight: [D] bool.
+    """Return whether each channel holds the factors of `norms` of 1 + weight: [D] bool, [] without norms.
 
     (1 + w) * f - 1 often has no exact value in the weights' dtype. Attention scores depend on the product
     of both norms' multipliers. A channel holds a factor if rounding its weights changes this product by no

@@ -214,7 +214,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`, [B] int64."""
+        """Make row `i` a copy of row `beam_idx[i]`, [B] int32 or int64."""
         if self._is_lead:
             self.rows.select(beam_idx.tolist())
 
@@ -252,7 +252,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
         super().crop(-self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row `i` a copy of row `beam_idx[i]`, [B] int64."""
+        """Make row `i` a copy of row `beam_idx[i]`, [B] int32 or int64."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 

@@ -168,7 +168,7 @@ def test_keys_and_prompts_are_in_no_output(variable, echo, twin, directory, monk
 
 def test_flags_that_mean_nothing(directory):
     one_line_error(fp8kv("verify", directory, "--model", directory), "--model", "without --served")
-    flags = ["--served", "http://x", "--engine", "vllm", "--tp", "1"]
+    flags = ["--served", "http://x", "--engine", "vllm", "--tensor-parallel-size", "1"]
     done = fp8kv("verify", directory, *flags)
     one_line_error(done, "--engine, --tensor-parallel-size means nothing with --served")
 
