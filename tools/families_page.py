@@ -226,7 +226,7 @@ def _run(*arguments: Any) -> str:
 
 @torch.inference_mode()
 def plain_caches(source: Path, out: Path) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return K and V [H, tokens, D] of each layer that the whole model caches of the text read for `out`."""
+    """Return K and V [H, N, D] of each layer that the whole model caches of the text read for `out`."""
     recipe, checkpoint = load_recipe(str(out / "fp8kv_calibration.json")), find_model(str(source))
     model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
     samples = load_data(recipe.data, load_tokenizer(checkpoint), lambda: model).samples
@@ -256,7 +256,7 @@ def read_caches(model: Any, ids: Tensor, mask: Tensor | None = None) -> dict[int
 
 
 def compare_amax(out: Path, caches: Mapping[int, tuple[Tensor, Tensor]]) -> str:
-    """Compare the amax of each head and channel in the statistics with those of the caches, bit for bit."""
+    """Compare the amax of each head and channel in the statistics with K and V of `caches` [H, N, D]."""
     layers, largest = {layer.layer_idx: layer for layer in load_stats(out).layers.values()}, 0.0
     wrong = [f"layer {i} is cached and not measured" for i in caches.keys() - layers.keys()]
     for i, layer in layers.items():

@@ -28,7 +28,7 @@ from fp8kv_runtime.hf import EngineQuery, cache_of, is_latent, swap_attention
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or a latent [B, 1, T, R] and a
 # k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
-QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
+QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]  # module's name, and its [B, H, T, D] ... as in QKV
 
 _PROBE_TOKENS = 8
 # kinds of layers that keep a state of fixed size, the first one beside K and V
@@ -74,8 +74,9 @@ class Draft:
     layers: tuple[int, ...] = ()  # whose inputs it reads; none: the model's last hidden states
 
     def read(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """Run the layer on token ids [B, T] and hidden states [B, T, W] of the model, as engines do.
+        """Run the layer on `token_ids` [B, T] and `hidden` states, as engines do.
 
+        `hidden` are [B, T, layers * W] of `layers` side by side, or [B, T, W] of the model.
         The embedding of token j > 0 is joined with the hidden state of token j - 1, at its position. In the
         place of token 0 is what vLLM reads at position 0.
         """

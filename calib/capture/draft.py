@@ -113,6 +113,7 @@ class _DrafterLayer(nn.Module):
             self.input_layernorm, self.hidden_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, angles: Any, *_: Any) -> None:
+        """Attend from `embedded` tokens [B, T, W] and `hidden` states [B, T, W], or [B, T, layers * W]."""
         if hasattr(self, "hidden_norm"):
             joined = torch.cat((self.input_layernorm(embedded), self.hidden_norm(self.fc(hidden))), -1)
         else:

@@ -108,7 +108,7 @@ def _observe(
 
 
 def observe_draft(draft: Draft, batch: Batch, hidden: Any, layers: dict[str, RunningLayer]) -> None:
-    """Add what a draft caches of `batch` to `layers`, from hidden states [B, T, W] of the model."""
+    """Add what a draft caches of `batch` to `layers`, from `hidden` as `Draft.read` takes it: [B, T, ...]."""
     own = {draft.inner: layers[draft.module.name]}
     with observing(draft.model, batch, own, last=draft.inner):
         draft.read(batch.input_ids, hidden)

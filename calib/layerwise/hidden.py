@@ -46,7 +46,7 @@ class HiddenStates:
             self._disk_bytes[key] = size
 
     def get(self, key: Key, device: torch.device) -> Output:
-        """Return the output under `key`, on `device`."""
+        """Return the output under `key`, its tensors of any shapes on `device`."""
         if key in self._in_memory:
             output = self._in_memory[key]
         else:  # read and not mapped, because mapped pages count as resident memory
@@ -54,7 +54,7 @@ class HiddenStates:
         return map_tensors(output, lambda tensor: tensor.to(device))
 
     def take(self, key: Key, device: torch.device) -> Output:
-        """Return the output under `key`, on `device`, and forget it."""
+        """Return the output under `key`, its tensors of any shapes on `device`, and forget it."""
         output = self.get(key, device)
         if key in self._in_memory:
             self._free_bytes += nbytes(self._in_memory.pop(key))
@@ -87,12 +87,12 @@ def _drop_gaps(tensor: Tensor) -> Tensor:
 
 
 def to_meta(output: Output) -> Output:
-    """Return the shapes and dtypes of `output`, as meta tensors."""
+    """Return the shapes and dtypes of `output`, tensors of any shapes, as meta tensors."""
     return map_tensors(output, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def nbytes(output: Output) -> int:
-    """Return the bytes of all tensors of `output`."""
+    """Return the bytes of all tensors of `output`, of any shapes."""
     parts = output if isinstance(output, tuple) else (output,)
     return sum(part.nbytes for part in parts if part is not None)
 

@@ -68,6 +68,7 @@ class _MetaWeight(LazyWeight):
         return self
 
     def to(self, device: object, dtype: torch.dtype | None) -> Tensor:
+        """Return a meta tensor of the weight's shape, [...]."""
         return torch.empty(self.source.shape, dtype=dtype or self.dtype, device="meta")
 
 

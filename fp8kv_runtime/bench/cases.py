@@ -12,7 +12,7 @@ from fp8kv_runtime.fp8 import fp8_max
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
-# by name: append_kv, decode_attention, extend_attention
+# by name: append_kv, which returns nothing, and decode_attention and extend_attention, which return [T, H, D]
 Launchers = Mapping[str, Callable[..., Tensor | None]]
 
 

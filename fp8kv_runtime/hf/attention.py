@@ -232,7 +232,7 @@ class _Session:
         self, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Replace the model's attention function."""
+        """Replace the model's attention function: `query` [B, H, T, D], `key` and `value` [B, K, N, D]."""
         layer_idx = getattr(module, "layer_idx", -1)
         layer = getattr(key, "fp8kv_layer", None) if self._use_triton else None
         if layer is not None:

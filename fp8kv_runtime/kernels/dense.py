@@ -38,7 +38,7 @@ WORKSPACE = 2**28
 _AFTER = 4  # times as many pairs make it worth to attend to earlier tokens
 _VALUES = 4096  # that a program decodes
 _STREAMS = 4  # for attention of heads with other scales
-# what attends at a `scale`, and the tensors that it takes, heads second
+# what attends at a `scale`, and the tensors that it takes: Q [1, H, T, D], then K and V [1, K, N, D] in pairs
 Attention = tuple[Callable[..., Tensor], list[Tensor]]
 _STEP = 256  # tokens that cuDNN is given are a multiple of these
 

@@ -41,10 +41,13 @@ def offences(file):
 
 
 def shape_offences(file):
-    """Yield public functions and fields with tensors of which no shape is said, and letters unknown there."""
+    """Yield public functions, fields and types with tensors of which no shape is said, and unknown letters.
+
+    A type says it where it is defined, so that what takes it need not.
+    """
     lines, owners = file.read_text().splitlines(), [ast.parse(file.read_text())]
     for owner in owners:
-        owners += [x for x in owner.body if isinstance(x, ast.ClassDef) and not x.name.startswith("_")]
+        owners += [x for x in owner.body if isinstance(x, ast.ClassDef)]
         for name, line, types, text in _typed(owner, lines):
             is_public = name == "__init__" or not name.startswith("_")
             if is_public and any(x and TENSOR.search(ast.unparse(x)) for x in types):
@@ -58,17 +61,19 @@ def shape_offences(file):
 
 
 def _typed(owner, lines):
-    """Yield functions with their docstring, `__init__` with that of its class, and fields with comments."""
+    """Yield functions with their docstring, `__init__` with that of its class; others with comments."""
     for node in owner.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             types = [*(x.annotation for x in ast.walk(node.args) if isinstance(x, ast.arg)), node.returns]
             sources = (owner, node) if node.name == "__init__" else (node,)
             text = " ".join(ast.get_docstring(x) or "" for x in sources)
             yield node.name, node.lineno, types, text
-        elif isinstance(node, ast.AnnAssign):
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            is_type = isinstance(node.value, ast.BinOp | ast.Name | ast.Subscript)  # Edit = Tensor | ...
+            types = [getattr(node, "annotation", None), node.value if is_type else None]
             first = node.lineno - 1 - lines[node.lineno - 2].strip().startswith("#")
             text = " ".join(line.partition("#")[2] for line in lines[first : node.end_lineno])
-            yield ast.unparse(node.target), node.lineno, [node.annotation], text
+            yield re.match(r"[\w.]+", ast.unparse(node))[0], node.lineno, types, text
 
 
 def _lasting_names(node):

@@ -51,7 +51,7 @@ IDS = torch.randint(3, VOCABULARY, (1, 60), generator=torch.Generator().manual_s
 
 
 def random(*shape: int) -> Tensor:
-    """A weight: a matrix, or a norm's."""
+    """A weight, float32 of any shape: a matrix, or a norm's."""
     return 0.1 * torch.randn(shape) if len(shape) > 1 else 1 + 0.3 * torch.randn(shape)
 
 
@@ -84,7 +84,7 @@ def write_drafter(architecture: str, directory: Path) -> None:
 
 
 def stored_by_vllm(model: Path, drafter: Path, method: str) -> tuple[list[Tensor], str]:
-    """The largest K and V of each head that the drafter stores of a prompt, and what the plugin says."""
+    """The largest K and V, each [K], that the drafter stores of a prompt, and what the plugin says."""
     set_environment()
     from vllm import LLM, SamplingParams
 
@@ -101,7 +101,7 @@ def stored_by_vllm(model: Path, drafter: Path, method: str) -> tuple[list[Tensor
 
 
 def measured(model: Path, drafter: Path) -> list[Tensor]:
-    """The same as fp8kv measures it."""
+    """The same largest K and V, each [K], as fp8kv measures them."""
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     files = open_model_directory(drafter)
     layers = layers_read(files, whole.config, Recipe())

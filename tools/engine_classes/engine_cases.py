@@ -147,7 +147,7 @@ class Engine(Protocol):
         """How many KV heads its attention layers have."""
 
     def hold(self, model: Any, tensors: list[tuple[str, torch.Tensor]]) -> Held:
-        """What the layers compute with after loading; each call starts from the model as built."""
+        """What the layers compute with after loading scales, [1] or [K, 1, 1], into the model as built."""
 
 
 def fixtures(names: list[str]) -> list[Fixture]:

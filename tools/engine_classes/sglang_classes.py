@@ -82,13 +82,13 @@ class SGLang:
         return next(iter(sglang_attention(made).values())).tp_k_head_num
 
     def hold(self, model: TemporaryDirectory[str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Held:
-        """What the attention layers compute with, once they are ready to serve."""
+        """What the attention layers compute with after loading scales, [1] or [K, 1, 1]."""
         made = load(Path(model.name), tensors)
         return {name: in_force(layer) for name, layer in sglang_attention(made).items()}
 
 
 def load(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:
-    """The model of config.json with these tensors, its attention layers ready to serve.
+    """The model of config.json with these scales, [1] or [K, 1, 1], its attention layers ready to serve.
 
     Other layers are not made ready: they have no weights here, and want kernels of a GPU.
     """

@@ -79,6 +79,7 @@ class VLLM:
         return next(iter(model.layers.values())).num_kv_heads
 
     def hold(self, model: "Built", tensors: list[tuple[str, torch.Tensor]]) -> Held:
+        """What the layers compute with after loading scales, [1] or [K, 1, 1], into the model as built."""
         with set_current_vllm_config(model.config), model.restored():
             model.model.load_weights(iter(tensors))
             return {name: held_by(layer) for name, layer in model.layers.items()}
@@ -128,13 +129,13 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def state_of(layer: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The attributes of a layer, and the values of its tensors."""
+    """The attributes of a layer, and copies of its tensors, of any shape."""
     kept = {name: dict(v) if isinstance(v, dict) else v for name, v in vars(layer).items()}
     return kept, {name: tensor.clone() for name, tensor in tensors_of(kept)}
 
 
 def restore(layer: nn.Module, kept: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Put them back."""
+    """Put attributes and tensors, of any shape, back."""
     vars(layer).clear()
     vars(layer).update(kept)
     for name, tensor in tensors_of(kept):
@@ -142,6 +143,7 @@ def restore(layer: nn.Module, kept: dict[str, Any], tensors: dict[str, torch.Ten
 
 
 def tensors_of(kept: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, of any shape, among a layer's attributes, buffers and parameters."""
     for name, value in {**kept, **kept["_buffers"], **kept["_parameters"]}.items():
         if isinstance(value, torch.Tensor):
             yield name, value.data
@@ -163,6 +165,7 @@ def held_by(layer: nn.Module) -> Pair | None:
 
 
 def values(scale: torch.Tensor) -> Scale:
+    """The numbers in a scale of any shape."""
     return tuple(scale.flatten().tolist())
 
 

@@ -225,7 +225,7 @@ def attention_on_disk(config: PretrainedConfig, architecture: str) -> list[str]:
 
 
 def on_disk(model: Any, name: str, tensor: torch.Tensor) -> str:
-    """The attention module of a weight, in the checkpoint."""
+    """The attention module of a weight, of any shape, in the checkpoint."""
     (saved, *_) = revert_weight_conversion(model, {name: tensor})
     return str(saved).rsplit(".", 2)[0]
 

@@ -21,7 +21,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 BlockShape = tuple[int | None, int | None]  # rows and columns; None: all
 Shape = tuple[int, ...]
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]  # of any shape, as they are stored, by role
 Codes = tuple[Tensor, Tensor | None]  # [rows, columns], and zero points [rows, groups] if packed like codes
 
 
