@@ -30,18 +30,17 @@ from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
 from kernels.variants import CASES
 
-from fp8kv_runtime.bench import correctness
-from fp8kv_runtime.bench.cases import (
+from fp8kv_runtime.bench import (
     Case,
     Inputs,
     Launchers,
     build,
     call,
+    check_cases,
     load_launchers,
+    output_error,
     shrink,
-    store_as_float16,
 )
-from fp8kv_runtime.bench.session import check_cases
 from fp8kv_runtime.options import AttentionOptions
 
 _COPIES = 16  # bytes of K and V in all forms that exist at once, over their FP8 bytes
@@ -148,7 +147,7 @@ def measure_case(case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[
     theirs_fp8, left_out_fp8 = _usable(case, coarse, fp8_peers(case, coarse))
     own = {"fp8kv": call(case, inputs, launchers)}
     if not case.q_fp8:
-        wide = store_as_float16(case)
+        wide = replace(case, format="float16")
         own["float16"] = call(wide, build(wide, device()), launchers)
     times = timer.measure(own | theirs | theirs_fp8, case.captures)
     ours, same = times.pop("fp8kv"), times.pop("float16", None)
@@ -182,7 +181,7 @@ def _usable(
         except Exception as refusal:  # noqa: BLE001  another's library may raise anything
             left_out[name] = str(refusal).strip().split("\n")[0]
             continue
-        error = correctness.output_error(out, case, inputs)
+        error = output_error(out, case, inputs)
         if error <= _SAME:
             usable[name] = run
         else:

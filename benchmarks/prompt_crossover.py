@@ -23,8 +23,7 @@ from kernel_report import describe_machine
 from machine import write_result
 from triton.testing import do_bench
 
-from fp8kv_runtime.bench import correctness
-from fp8kv_runtime.bench.cases import Case, Inputs, build, call, load_launchers
+from fp8kv_runtime.bench import TOLERANCE, Case, Inputs, build, call, load_launchers, output_error
 from fp8kv_runtime.kernels import extend
 
 HEADS = ((32, 8, 128), (32, 8, 64), (16, 8, 256))  # query heads, KV heads, head_dim
@@ -73,8 +72,8 @@ def _times(case: Case, inputs: Inputs) -> dict[str, float]:
     for name, pairs in {"ours": NEVER, "torch": ALWAYS}.items():
         extend.extend_config = lambda *arguments, pairs=pairs: replace(config(*arguments), pairs=pairs)
         try:
-            error = correctness.output_error(run(), case, inputs)
-            if not error <= correctness.TOLERANCE:
+            error = output_error(run(), case, inputs)
+            if not error <= TOLERANCE:
                 sys.exit(f"{name} is wrong by {error:.1e}: nothing was timed")
             times[name] = 1e3 * float(do_bench(run, warmup=10, rep=25, return_mode="median"))
             times["python"] = _python_us(run)

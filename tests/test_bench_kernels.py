@@ -11,9 +11,9 @@ import kernel_speed
 import pytest
 import torch
 
+from fp8kv_runtime import bench as gate
 from fp8kv_runtime import reference
-from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import shrink
+from fp8kv_runtime.bench import shrink
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels import decode
 

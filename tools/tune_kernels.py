@@ -27,9 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from calib.bench import attention_heads, parse_heads
-from fp8kv_runtime.bench.cases import Case, Launchers, build, call, load_launchers, store_as_float16
-from fp8kv_runtime.bench.correctness import check
-from fp8kv_runtime.bench.session import bench_cases, time_on_gpu
+from fp8kv_runtime.bench import Case, Launchers, bench_cases, build, call, check, load_launchers, time_on_gpu
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.table import Config, ConfigRow, Table, read_table, tuned_path
@@ -90,8 +88,8 @@ def tune(
     tuner = Tuner((gpu_name(device), target.name, target.backend), device, load_launchers(), measure, say)
     rows = {
         kernel: [
-            tuner.tune(kernel, tuple(form(c) for c in cases if c.kernel == launcher))
-            for form in (lambda case: case, store_as_float16)
+            tuner.tune(kernel, tuple(replace(c, format=form) for c in cases if c.kernel == launcher))
+            for form in (cases[0].format, "float16")
         ]
         for kernel, launcher in kernels.items()
     }

@@ -13,7 +13,7 @@ from families import LATENT, UNEVEN, tiny_model
 
 from calib.bench import attention_heads, parse_heads
 from calib.errors import InputError
-from fp8kv_runtime.bench import correctness, session
+from fp8kv_runtime import bench as gate
 from fp8kv_runtime.kernels import targets
 
 CONFIGS, CPU = Path(__file__).parents[2] / "benchmarks" / "configs", torch.device("cpu")
@@ -69,7 +69,7 @@ def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(monkeypatch)
     assert {row.split()[0] for row in rows} == {"append_kv", "decode_attention", "extend_attention"}
     assert all(" ok " in row for row in rows)
     assert sum(" float16 ok" in row for row in rows) == len(rows) / 2
-    monkeypatch.setattr(session, "check_cases", lambda cases, launchers, device, say, iterate: say("a case"))
+    monkeypatch.setattr(gate, "check_cases", lambda cases, launchers, device, say, iterate: say("a case"))
     for progress in ("none", "json"):
         done = bench("--progress", progress)
         assert (done.exit_code, done.stdout, done.stderr) == (0, "", f"{verdict}\n")
@@ -80,10 +80,10 @@ def gpu(monkeypatch):
     """A GPU on which everything takes 10 microseconds, and work on float16 takes 18."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(targets, "gpu_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(session, "check_cases", lambda *_: [])
-    monkeypatch.setattr(session, "build", lambda case, device: case)
-    monkeypatch.setattr(session, "call", lambda form, inputs, launchers: form)
-    monkeypatch.setattr(session, "time_on_gpu", lambda run, _=True: 18.0 if "float16" in repr(run) else 10.0)
+    monkeypatch.setattr(gate, "check_cases", lambda *_: [])
+    monkeypatch.setattr(gate, "build", lambda case, device: case)
+    monkeypatch.setattr(gate, "call", lambda form, inputs, launchers: form)
+    monkeypatch.setattr(gate, "time_on_gpu", lambda run, _=True: 18.0 if "float16" in repr(run) else 10.0)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(2, 2 * 10**4))
     torch.set_float32_matmul_precision("high")
@@ -110,15 +110,15 @@ def test_with_a_gpu_the_table_has_every_case_and_progress_counts_them(monkeypatc
     assert table.count("1.80x") == len(rows)
     own_configs.unlink()
     assert json.loads(bench("--json").stdout)["tuned"] is None
-    monkeypatch.setattr(session, "check_cases", lambda *_: ["decode_attention 1 x 1k"])
+    monkeypatch.setattr(gate, "check_cases", lambda *_: ["decode_attention 1 x 1k"])
     one_line_error(bench(), "wrong on this machine, nothing was timed: decode_attention 1 x 1k")
 
 
 def test_a_kernel_that_is_wrong_is_named(monkeypatch):
-    verdict = correctness.Verdict
-    monkeypatch.setattr(correctness, "check", lambda case, *_: verdict(case.format != "float16", "so it is"))
-    cases, lines = session.bench_cases((2, 1, 16), 16, CPU), []
-    wrong = session.check_cases(cases, {}, CPU, lambda *words, **how: lines.append(*words))
+    verdict = gate.Verdict
+    monkeypatch.setattr(gate, "check", lambda case, *_: verdict(case.format != "float16", "so it is"))
+    cases, lines = gate.bench_cases((2, 1, 16), 16, CPU), []
+    wrong = gate.check_cases(cases, {}, CPU, lambda *words, **how: lines.append(*words))
     assert len(wrong) == len(cases)
     assert all(name.endswith("float16") for name in wrong)
     assert lines.count("WRONG so it is") == len(cases)

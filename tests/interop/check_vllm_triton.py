@@ -15,8 +15,7 @@ from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
 from kernels.variants import CASES as TIMED
 from torch import Tensor
 
-from fp8kv_runtime.bench import correctness
-from fp8kv_runtime.bench.cases import build, call, load_launchers, shrink
+from fp8kv_runtime.bench import TOLERANCE, build, call, load_launchers, output_error, shrink
 from fp8kv_runtime.engine_attention import vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.options import AttentionOptions
@@ -139,9 +138,9 @@ def check_kernels() -> None:
         runs = {"ours": call(case, inputs, load_launchers())}
         runs |= {name: peers(case, inputs)[name]() for name, peers in PEERS.items()}
         for name, run in runs.items():
-            error = correctness.output_error(run().reshape(inputs.query.shape), case, inputs)
+            error = output_error(run().reshape(inputs.query.shape), case, inputs)
             worst[name] = max(worst[name], error)
-            if not error <= correctness.TOLERANCE:
+            if not error <= TOLERANCE:
                 problems.append(f"{name} on {case.kernel} {case.name}: relative error {error:.1e}")
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     report("triton_unified_attention", problems, f"errors: {errors}")

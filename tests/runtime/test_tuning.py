@@ -12,8 +12,8 @@ from tune_kernels import write_table
 
 from calib.doctor import examine
 from fp8kv_runtime import reference
-from fp8kv_runtime.bench.cases import Case as BenchCase
-from fp8kv_runtime.bench.session import bench_cases
+from fp8kv_runtime.bench import Case as BenchCase
+from fp8kv_runtime.bench import bench_cases
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.table import Config, ConfigRow, read_table, tuned_path
