@@ -84,7 +84,7 @@ class PagedKVCache:
 
     Args:
         num_blocks: size of the pool.
-        block_size: tokens per block, 16 to 256.
+        block_size: tokens per block.
         can_grow: double the pool where it runs out, in place of `OutOfBlocksError`.
 
     Raises:
@@ -166,6 +166,7 @@ class PagedKVCache:
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks; the cache is as before.
+            ValueError: `num_tokens` is below 0.
         """
         count = num_tokens if token_ids is None else len(token_ids)
         self.reserve([sequence], count)
@@ -181,7 +182,10 @@ class PagedKVCache:
 
         Raises:
             OutOfBlocksError: the pool has too few free blocks; the cache is as before.
+            ValueError: `num_tokens` is below 0.
         """
+        if num_tokens < 0:
+            raise ValueError(f"cannot append {num_tokens} tokens; `truncate` takes some away")
         if num_tokens == 0:
             return
         needed = [self._count_blocks(s.length + num_tokens) - len(s.block_ids) for s in sequences]

@@ -11,7 +11,7 @@ from fp8kv_runtime.storage import KVBlocks, check_tensor
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of one attention call, in the units of unscaled scores.
+    """Options of one attention call; scores are query times key times the softmax scale.
 
     `q_scale` turns on FP8 queries, as in FlashAttention 3: the query is rounded to the cache's
     format first and QKᵀ is taken in FP8.
@@ -20,7 +20,7 @@ class AttentionOptions:
     softmax_scale: float | None = None  # default: head_dim ** -0.5
     sliding_window: int | None = None  # a token sees itself and the `sliding_window - 1` before it
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: Tensor | None = None  # [H] one more logit per head, which has no value
+    sinks: Tensor | None = None  # [H] one more score per head, which has no value
     q_scale: Tensor | None = None  # [1] or [H] float32
 
     def __post_init__(self) -> None:

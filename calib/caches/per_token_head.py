@@ -87,7 +87,7 @@ def _round_half_up(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Multiply `x` [..., D] by random signs and a Hadamard matrix.
+    """Multiply `x` [..., D] by random signs and a Hadamard matrix, in float32.
 
     A head size that is not a power of two is rotated in equal blocks of one. Lengths grow by the
     square root of the block's size. Raises an InputError where D is odd.

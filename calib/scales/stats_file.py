@@ -84,7 +84,10 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
 
 @check_arguments
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
-    """Derive the scales of a finished calibration from its statistics and its saved recipe."""
+    """Derive the scales of a finished calibration from its statistics and its saved recipe.
+
+    Raises as `load_stats` and `KVStats.scales` do.
+    """
     calibration = open_calibration(to_path(directory), needs_report=False)
     return derive_scales(calibration.stats, calibration.recipe())
 

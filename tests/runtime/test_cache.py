@@ -116,6 +116,8 @@ def test_only_as_many_blocks_are_held_and_copied_as_are_needed():
     for length in (-1, 11):
         with pytest.raises(ValueError, match=f"^cannot truncate 10 tokens to {length}$"):
             cache.truncate(first, length)
+    with pytest.raises(ValueError, match="^cannot append -1 tokens;"):
+        cache.append(first, -1)
     for length in (10, 9, 8, 7, 4, 2):
         cache.truncate(first, length)
         assert cache.num_free_blocks == 3 - -(-length // 4)
