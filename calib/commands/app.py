@@ -33,7 +33,19 @@ app = _Program(
 )
 
 
+# what vLLM and SGLang call our flags of tensor-parallel ranks; help shows one name
+_RANKS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+
+
 class _Command(TyperCommand):
+    def make_parser(self, ctx: Any) -> Any:
+        """Take the engines' words for a flag too."""
+        parser = super().make_parser(ctx)
+        for parameter in self.params:
+            if words := {*_RANKS} & {*parameter.opts}:
+                parser.add_option(parameter, [*({*_RANKS} - words)], parameter.name)
+        return parser
+
     def parse_args(self, *arguments: Any) -> list[str]:
         """Leave out what pydantic puts before the words of an error."""
         try:

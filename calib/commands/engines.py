@@ -138,9 +138,13 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
 
     files = read_engine_scales(directory)
     servers = {url: server.scales(files) for url, server in open_servers(urls).items()}
+    addresses: dict[str, str] = {}
     for url, scales in servers.items():
         if scales.layers is None:
             raise InputError(f"{url}: {_OLDER}; install a newer fp8kv there")
+        first = addresses.setdefault(scales.server or url, url)
+        if first != url:
+            raise InputError(f"--served {first} and {url} are one server; give each server once")
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
     has_problems = any(scales.problems for scales in servers.values())
     name = "the same scales" if has_problems else f"the scales of '{directory}'"

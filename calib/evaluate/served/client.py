@@ -78,6 +78,7 @@ class ServedScales(_Answer):
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
     fnuz: bool = False
+    server: str | None = Field(None, exclude=True)  # a random number of the process
     layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: an older plugin
 
     def differences(self, scales: StoredScales) -> list[str]:

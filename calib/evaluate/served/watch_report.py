@@ -71,7 +71,7 @@ class Watched(_Part):
 
     fp8kv_watch: Literal[1]
     engine: str
-    model: str = Field(max_length=4096)
+    model: str = Field(min_length=1, max_length=4096)
     fingerprint: str
     since: str
     written: str

@@ -175,11 +175,14 @@ def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
 
     monkeypatch.setattr(endpoint, "_ask", ask)
     monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=None))
-    endpoint.attach_router(
-        SimpleNamespace(add_api_route=lambda path, call, methods: routes.update({path: call}))
-    )
+    app = SimpleNamespace(add_api_route=lambda path, call, methods: routes.update({path: call}))
+    endpoint.attach_router(app)
     said = json.dumps(asyncio.run(routes["/v1/fp8kv/scales"]()), allow_nan=False)
     scales = ServedScales.model_validate_json(said)
+    endpoint.attach_router(app)
+    other = asyncio.run(routes["/v1/fp8kv/scales"]())["server"]
+    assert {type(scales.server), type(other)} == {str}
+    assert scales.server != other
     assert [(x.layer, x.cache, x.k, x.v) for x in scales.layers] == [
         (0, "fp8", [0.5, None], [0.25]), (1, "16 bits", [], []),
     ]  # fmt: skip

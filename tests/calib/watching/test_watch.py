@@ -496,5 +496,6 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     one_line_error(
         fp8kv("watch", tmp_path, "--model", tmp_path / "no"), f"'{tmp_path / 'no'}' does not exist"
     )
-    (tmp_path / "fp8kv_watch.json").write_text("{}")
-    one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (fp8kv_watch: ")
+    for model in ({"model": ""}, {}):  # no directory, and not the current one
+        (tmp_path / "fp8kv_watch.json").write_text(json.dumps({"fp8kv_watch": 1, "engine": "vllm"} | model))
+        one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (model: ")

@@ -168,9 +168,9 @@ def test_keys_and_prompts_are_in_no_output(variable, echo, twin, directory, monk
 
 def test_flags_that_mean_nothing(directory):
     one_line_error(fp8kv("verify", directory, "--model", directory), "--model", "without --served")
-    flags = ["--served", "http://x", "--engine", "vllm", "--tensor-parallel-size", "1"]
-    done = fp8kv("verify", directory, *flags)
-    one_line_error(done, "--engine, --tensor-parallel-size means nothing with --served")
+    for name in ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"):  # engines' words
+        done = fp8kv("verify", directory, "--served", "http://x", "--engine", "vllm", name, "1")
+        one_line_error(done, "--engine, --tensor-parallel-size means nothing with --served")
 
 
 def test_the_rule():
@@ -277,19 +277,21 @@ def test_nodes_that_store_with_other_scales_are_told_apart(fake, made, directory
             (good, good | nan, 1, f"problem: {decode}: beside '{directory}', V is not the file's in layer 0"),
             (in_force(made / "plain-fp8kv"), in_force(made / "plain-fp8kv"), 1, both),
             (good | {"layers": rest}, good, 1, "the files have scales for layer 0, which the engine lacks"),
+            (good | {"server": "7"}, good | {"server": "7"}, 2, f"{prefill} and {decode} are one server"),
+            (good | {"server": "7"}, good | {"server": "8"}, 0, "each reads the other's KV"),
             (good, None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
         ):  # fmt: skip
             fake.in_force, other.in_force = own, theirs
             done = fp8kv("verify", directory, "--served", prefill, "--served", decode)
             assert (done.exit_code, said in done.stdout + done.stderr) == (status, True), done.output
-        assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 7
+        assert [path for path, _ in fake.requests] == ["/v1/fp8kv/scales"] * 9
         done = fp8kv("verify", made / "plain", "--served", prefill, "--served", decode)
         one_line_error(done, f"'{made / 'plain'}' holds no KV-cache scales")
         for twice in (prefill, f"{prefill}/", f"{prefill}/v1", prefill.replace("127.0.0.1", "LOCALHOST")):
             flags = [flag for url in (prefill, decode, twice) for flag in ("--served", url)]
             done = fp8kv("verify", directory, *flags)
             one_line_error(done, f"--served {prefill} and {twice} are one server; give each server once")
-    assert len(fake.requests) == 7
+    assert len(fake.requests) == 9
 
 
 def other_tokens(path, answer):
