@@ -40,7 +40,7 @@ _RANKS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 class _Command(TyperCommand):
     def make_parser(self, ctx: Any) -> Any:
         """Take the engines' words for a flag too."""
-        parser = super().make_parser(ctx)
+        parser: Any = super().make_parser(ctx)
         for parameter in self.params:
             if words := {*_RANKS} & {*parameter.opts}:
                 parser.add_option(parameter, [*({*_RANKS} - words)], parameter.name)

@@ -257,14 +257,20 @@ class KVStats:
     def join(self, later: "KVStats") -> "KVStats":
         """Combine with another run, as if its tokens had been read after those of this one.
 
-        This is `merge`, but the curve of the `later` run moves behind this run's tokens.
+        This is `merge`, but the curve of the `later` run moves behind this run's tokens. An InputError
+        also if both surely read the same text.
         """
         tensors = later.tensors()
         for place, x in tensors.items():
             if place[2] == "curve" and place[0] in self.layers:
                 offset, count = (stats.layers[place[0]].tokens_read for stats in (self, later))
                 tensors[place] = shift_curve(x, offset, count)
-        return self.merge(later.replace_tensors(tensors, later.counts()))
+        joined = self.merge(later.replace_tensors(tensors, later.counts()))
+        has_media = any(place[2] == "modalities" for place in tensors)  # beside one text pictures may differ
+        records = {*filter(None, self.records)} & {*filter(None, later.records)}
+        if (records and not has_media) or _are_equal(self, later):
+            raise InputError("these statistics are of one text, which counts once; join those of other text")
+        return joined
 
     @check_arguments
     def scales(
@@ -326,6 +332,12 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         center_keys=recipe.center_keys,
     )
     return scales.reduce_max() if is_reduced else scales
+
+
+def _are_equal(one: KVStats, two: KVStats) -> bool:
+    own, added = one.tensors(), two.tensors()
+    is_equal = own.keys() == added.keys() and one.counts() == two.counts()
+    return is_equal and all(torch.equal(x, added[place]) for place, x in own.items())
 
 
 def bucket_indices(tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import shutil
 import string
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats, bucket_indices
 from calib.scales.stats_file import load_progress, load_stats, open_calibration, save_stats
 from calib.scales.tail import TAIL
+from calib.scales.text_summary import TextSummary
 
 MODULE = {"layer_idx": 0, "tokens": 10, "read": 12}
 FACTS = {"version": 2, "modules": {"a": MODULE}, "shared": {}, "progress": None}
@@ -285,6 +287,12 @@ def test_a_second_run_comes_after_the_first():
         joined, whole = reached(run(one).join(run(two))), reached(run(one + two))
         assert all(x <= y for x, y in zip(joined, whole, strict=True))
         assert joined[bucket_of(len(one + two) - 1)] == joined[-1] == whole[-1]
+    one, other, third = (replace(run([float(i)]), text=TextSummary.of([range(i, 99)])) for i in range(1, 4))
+    joined, unknown = one.join(other), run([1.0, 2.0])
+    for same in ((joined, one), (other, joined), (one.join(third), joined), (unknown, unknown)):
+        with pytest.raises(InputError, match="of one text, which counts once"):
+            same[0].join(same[1])
+    assert joined.join(third).tokens == unknown.join(run([2.0, 2.0])).tokens - 1 == 3
     with pytest.raises(InputError, match="of different models"):
         run([1.0]).join(KVStats({"b": run([1.0]).layers["a"]}))
 

@@ -15,7 +15,7 @@ from command_line import fp8kv, one_line_error
 from families import edit_json
 from torch import nn
 
-from calib import load_stats
+from calib import load_stats, save_stats
 from calib.errors import InputError
 from calib.evaluate.served import watch_report
 from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
@@ -203,6 +203,9 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     # the statistics of two engines are one's
     one, two = tmp_path / "watch", shutil.copytree(tmp_path / "watch", tmp_path / "two")
     one_line_error(fp8kv("merge", one, one, "-o", tmp_path / "both"), "each of them once")
+    one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "both"), "of one text, which counts once")
+    halves = {place: x / 2 for place, x in stats.tensors().items()}
+    save_stats(stats.replace_tensors(halves, stats.counts()), two / "fp8kv_stats.safetensors")
     done = fp8kv("merge", one, two, "-o", tmp_path / "of both")
     assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair DIR --stats '" in done.stdout
     edit_json(two / "fp8kv_watch.json", model="here")
