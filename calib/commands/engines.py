@@ -128,7 +128,8 @@ def _compare_server(
     plugin = _ask_plugin(url, directory)
     is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
     lines = [*_server_lines(comparison, weights), *(_plugin_lines({url: plugin}) if plugin else ())]
-    answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
+    facts = plugin and {**plugin.model_dump(), "note": _OLDER if plugin.layers is None else None}
+    answer = {**asdict(comparison), "plugin": facts}
     return Answer(answer, lines, is_good=is_good)
 
 

@@ -8,6 +8,7 @@ import os
 import ssl
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import nan
 from multiprocessing.pool import ThreadPool
@@ -77,9 +78,9 @@ class ServedScales(_Answer):
     total: NonNegativeInt
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
-    fnuz: bool = False
+    fnuz: bool | None = None  # None: an older plugin
     server: str | None = Field(None, exclude=True)  # a random number of the process
-    layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: an older plugin
+    layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: as well
 
     def differences(self, scales: StoredScales) -> list[str]:
         """Say in which layers a server stores with other scales than a directory's, as far as is said."""
@@ -89,7 +90,7 @@ class ServedScales(_Answer):
         for layer in self.layers:
             k, v = (tuple(nan if x is None else x for x in values) for values in (layer.k, layer.v))
             stored[layer.layer] = layer.cache, k, v
-        return compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=self.fnuz)).problems
+        return compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=bool(self.fnuz))).problems
 
 
 class _ModelList(_Answer):
@@ -194,6 +195,14 @@ class Server:
         except _SlowServerError:
             if len(pairs) < 2:
                 raise
+        except _RefusedRequestError:
+            with suppress(_RefusedRequestError):
+                self._complete(model, [0] * len(ids), of_prompt)
+                raise InputError(
+                    f"{self._url} refuses large token ids of this tokenizer: it runs another model; give "
+                    "the directory and the scales of that"
+                ) from None
+            raise
         first, again = ([pair[i] for pair in pairs] for i in range(2))
         seconds = time.monotonic() - self._start
         return Answers(prompts[: len(pairs)], of_prompt, first, again, self._requests, seconds)

@@ -102,7 +102,8 @@ def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
         done = verify(twin, scales, "--model", made / "twin", "--json")
         found = facts(done)
         assert (found["nearer"], found["plugin"]["problems"], done.exit_code) == ("scales", problems, 1)
-        assert (found["plugin"]["in_use"], "layers" in found["plugin"]) == (6, False)
+        plugin = found["plugin"]
+        assert (plugin["in_use"], plugin["note"], "layers" in plugin) == (6, None, False)
 
 
 def test_what_an_older_plugin_says_of_the_scales_counts(twin, directory):
@@ -112,7 +113,10 @@ def test_what_an_older_plugin_says_of_the_scales_counts(twin, directory):
         done = verify(twin, directory)
         assert done.exit_code == status
         assert re.findall(r"problem: http://\S+: (.+)", done.stdout) == problems
-        assert "its plugin is older and does not say which scales its layers store with" in done.stdout
+        note = "its plugin is older and does not say which scales its layers store with"
+        assert note in done.stdout
+        said = facts(verify(twin, directory, "--json"))["plugin"]
+        assert (said["note"], said["fnuz"], said["problems"]) == (note, None, problems)
     newer = FakeServer()
     newer.in_force = in_force(directory)
     with running(twin) as url, running(newer) as second:
@@ -313,7 +317,12 @@ STRANGE = "answers something else than expected; give the address of an OpenAI-c
 
 
 def test_wrong_answers_are_one_line(fake):
+    def small_vocabulary(path, answer):
+        body = fake.requests[-1][1] or {}
+        return (400, b"") if max(body.get("prompt", [0])) > 9 else answer
+
     for fake.change, phrases in (
+        (small_vocabulary, ["it runs another model; give the directory and the scales of that"]),
         (NO_LOGPROBS, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
         (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
         (other_tokens, ["read 5 tokens where 8 were sent"]),
