@@ -13,8 +13,6 @@ from typing import Any
 
 from calib.engines.outcome import Place
 from calib.errors import NoScalesError
-from calib.files.fingerprint import baked_for
-from calib.files.model_directory import open_model_directory
 from calib.files.names import PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
@@ -131,13 +129,7 @@ def read_engine_scales(directory: Path) -> StoredScales:
     """Read the scales that an engine serves `directory` with, none of a model that was baked for FP8."""
     if (directory / PACK_FILE).exists():  # whose JSON has one scale for K and V
         raise NoScalesError(f"'{directory}' is a pack, which no engine loads; give what the engine serves")
-    try:
-        return read_scales(directory)
-    except NoScalesError:
-        checkpoint = open_model_directory(directory, weights=False)
-        if baked_for(checkpoint) != "fp8":
-            raise
-        return StoredScales(checkpoint, [])
+    return read_scales(directory, or_baked=True)
 
 
 def layers_of_files(
@@ -160,8 +152,7 @@ def expected_values(file: StoredLayer | None, letter: str, place: Place, rank: i
     if not is_usable(values):
         return ()
     if letter == "q" and file and file.k:
-        size = max(1, len(values) // len(file.k))
-        values = tuple(max(values[i : i + size]) for i in range(0, len(values), size))
+        values = _largest(values, len(file.k))
     if len(values) > 1:
         values = values[place.head_slice(rank, len(values))]
     return tuple(2 * x for x in values) if place.fnuz and file and not file.is_baked else values

@@ -53,14 +53,13 @@ class Classes(BaseModel):
         """The fates by architecture, kind of config and name."""
         results = dict[str, dict[str, dict[str, str]]]()
         for group in self.groups:
-            lines = ((kind, fates) for kinds, fates in group.fates.items() for kind in kinds.split(", "))
-            fates = {kind: self._expand(fates) for kind, fates in lines}
+            fates = dict[str, dict[str, str]]()
+            for kinds, own in group.fates.items():
+                usual = dict.fromkeys(self.names, own[ALL]) if ALL in own else {}
+                named = {name: fate for name, fate in own.items() if name != ALL}
+                fates |= dict.fromkeys(kinds.split(", "), usual | named)
             results |= dict.fromkeys(group.architectures, fates)
         return results
-
-    def _expand(self, fates: dict[str, str]) -> dict[str, str]:
-        usual = dict.fromkeys(self.names, fates[ALL]) if ALL in fates else {}
-        return usual | {name: fate for name, fate in fates.items() if name != ALL}
 
     def fates(self, name: str | None, kind: str, modules: Iterable[str], engine: str) -> Fates | str:
         """Return what the class `name` does under a kind of config, or why that is not known.

@@ -126,23 +126,15 @@ def layer_scales(
             tensors["q"] = None
         return _scalars(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
     scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
-    is_per_head = scheme.get("strategy") == "attn_head"
-    return _one_or_per_head(directory, module, tensors, place if is_per_head else None)
-
-
-def _one_or_per_head(
-    directory: ModelDirectory, module: str, tensors: Tensors, place: Place | None
-) -> list[LayerScale]:
-    """Load as vLLM's `CompressedTensorsKVCacheMethod`: ones, overwritten without a check.
-
-    `place` is None where there is one scale per layer, not one per head.
-    """
-    scales = {letter: LayerScale(module, letter) for letter in tensors}
+    scales = []  # as vLLM's `CompressedTensorsKVCacheMethod` loads: ones, overwritten without a check
     for letter, tensor in tensors.items():
+        scale = LayerScale(module, letter)
         if tensor is not None:
-            values = _head_values(directory, letter, tensor, place) if place else _one(tensor)
-            scales[letter] = LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values)), "")
-    return [*scales.values()]
+            is_per_head = scheme.get("strategy") == "attn_head"
+            values = _head_values(directory, letter, tensor, place) if is_per_head else _one(tensor)
+            scale = LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values)), "")
+        scales.append(scale)
+    return scales
 
 
 def _scalars(module: str, tensors: Tensors, method: Method, factor: float) -> list[LayerScale]:

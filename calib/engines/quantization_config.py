@@ -41,11 +41,12 @@ def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
     if method.needs_fp8_cache and not nvfp4 and not names_fp8_cache(directory):
         return _NO_CACHE
     if method.needs_fp8_cache and nvfp4 and not _has_nvfp4_place(directory):
-        return _ignore("its config has no kv_cache_quant_algo, so no layer has a place for scales")
+        why = "its config has no kv_cache_quant_algo, so no layer has a place for scales"
+        return Method(kind="none", why=why)
     scheme = config.get("kv_cache_scheme")
     if method.scheme == "tensor" and not _is_static_tensor(scheme):
         why = "its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored"
-        return _ignore(why)
+        return Method(kind="none", why=why)
     if method.scheme in ("both", "either") and scheme is not None:
         _check_scheme(scheme if isinstance(scheme, dict) else {}, needs_both=method.scheme == "both")
     return method
@@ -82,10 +83,6 @@ def excluded_by(config: Mapping[str, Any], module: str) -> str | None:
             if entry == name or (entry.startswith("re:") and re.match(entry.removeprefix("re:"), name)):
                 return entry
     return None
-
-
-def _ignore(why: str) -> Method:
-    return Method(kind="none", why=why)
 
 
 def _is_own_file(directory: ModelDirectory) -> bool:
@@ -143,8 +140,8 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
     layers = layers if isinstance(layers, dict) else {}
     kinds = [str(layer.get("quant_algo")).upper() for layer in layers.values() if isinstance(layer, dict)]
     if method.mixed == "nvfp4" and not {"NVFP4", "W4A16_NVFP4"} & {*kinds}:
-        why = "is read as W4AFP8, in which no layer has a place for scales"
-        return _ignore(f"{_MIXED} without NVFP4 layers {why}")
+        why = f"{_MIXED} without NVFP4 layers is read as W4AFP8, in which no layer has a place for scales"
+        return Method(kind="none", why=why)
     if not layers and directory.modelopt is None:
         raise Refused(f"quant_algo is {_MIXED}, and the config has no 'quantized_layers'")
     if not layers or not config.keys() & {"kv_cache_scheme", "kv_cache_quant_algo"}:
@@ -152,7 +149,8 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
             return _NO_CACHE
         raise NotKnown(f"not known with {_MIXED}: engines read more of it in hf_quant_config.json")
     if method.mixed == "scheme" and engine.class_caches_latents(directory.config):
-        return _ignore(f"under {_MIXED} layers that cache latents have no place for scales")
+        why = f"under {_MIXED} layers that cache latents have no place for scales"
+        return Method(kind="none", why=why)
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict) and not names_fp8_cache(directory):
         raise NotKnown(f"not known with {_MIXED} and a kv_cache_scheme that is not FP8")

@@ -128,30 +128,23 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
     method = choose_method(directory, engine)
     if not (nvfp4 or engine.is_drafter(directory.config)) and method and turns_fp8_on(directory, method):
         simulation.flag = None
-    fates = _class_fates(directory, engine, method)
+    modules, fates = sorted(directory.modules, key=_layer_order), None
+    if directory.tensors and not (method and method.kind == "none"):  # else the model's class does not matter
+        fates = engine.fates(directory.config, _config_kind(directory, method), modules)
+    if isinstance(fates, str):
+        raise NotKnown(fates)
     if fates and (backend := _transformers_fates(directory, engine, fates)):
         fates = backend
         simulation.flag = " ".join(filter(None, [engine.transformers_flag, simulation.flag]))
     tensors = _loaded_tensors(directory, method, fates, simulation)
     _set_draft_fate(directory, method, simulation)
-    for module in sorted(directory.modules, key=_layer_order):
+    for module in modules:
         simulation.outcomes += layer_scales(directory, module, tensors, method, place)
     if place.fnuz and method and not method.doubles_fnuz and simulation.is_good:
         simulation.problem = (
             "the engine does not double scales for an FP8 type that ends at 240, and files hold "
             "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
         )
-
-
-def _class_fates(directory: ModelDirectory, engine: Engine, method: Method | None) -> Fates | None:
-    """Return what the model's class does with each name; None where the class does not matter."""
-    if (method and method.kind == "none") or not directory.tensors:
-        return None
-    modules = sorted(directory.modules, key=_layer_order)
-    fates = engine.fates(directory.config, _config_kind(directory, method), modules)
-    if isinstance(fates, str):
-        raise NotKnown(fates)
-    return fates
 
 
 def _config_kind(directory: ModelDirectory, method: Method | None) -> str:

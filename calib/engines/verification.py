@@ -13,7 +13,7 @@ from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
 from calib.engines.scale_fit import Fit, Limits, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
-from calib.errors import Fp8kvError, InputError, NoScalesError
+from calib.errors import Fp8kvError, InputError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -83,7 +83,8 @@ def verify_directory(
     path: Path, engines: Sequence[Engine], against: Calibration | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
-    scales, bake = _read_directory(path)
+    scales = read_scales(path, strict=False, or_baked=True)
+    bake = {} if scales.layers else read_bake(scales.directory)
     nvfp4, layers = nvfp4_convention(scales.directory), scales.layers
     problems, warnings, fits = [*(scales.problems or _own_problems(path))], list[str](), list[Fit]()
     if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
@@ -110,18 +111,6 @@ def verify_directory(
     simulations = [simulate(scales.directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
     skipped = skipped_layers(scales.directory)
     return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4, skipped)
-
-
-def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
-    """Read scales, or without any the record of a model that was baked for FP8."""
-    try:
-        return read_scales(path, strict=False), {}
-    except NoScalesError:
-        directory = open_model_directory(path, weights=False)
-        bake = read_bake(directory)
-        if bake.get("for") != "fp8":
-            raise
-        return StoredScales(directory, []), bake
 
 
 def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,10 +176,8 @@ def place_shard(source: Path, target: Path, drop: set[str], weights: Placing, on
     """
     if drop:
         # scales of an earlier calibration: an engine would find two values for one name
-        with safe_open(source, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in sorted({*file.keys()} - drop)}
-            metadata = file.metadata()
-        save_tensors(tensors, target, metadata or {})
+        tensors, metadata = read_shard(source, drop)
+        save_tensors(tensors, target, metadata)
         return
     if weights == "keep":
         os.link(source, target, follow_symlinks=False)
@@ -203,6 +201,12 @@ def _copy_chunk(read: int, write: int) -> int:
         if count := os.copy_file_range(read, write, _CHUNK):
             return count
     return os.sendfile(write, read, None, _CHUNK)
+
+
+def read_shard(path: Path, drop: Set[str] = frozenset()) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors of a weight file but `drop`, sorted by name, and its metadata."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in sorted({*file.keys()} - drop)}, file.metadata() or {}
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -204,8 +204,10 @@ class StoredScales:
         ]
 
 
-def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
+def read_scales(path: Path, *, strict: bool = True, or_baked: bool = False) -> StoredScales:
     """Read the scales of a directory; unless `strict`, also those that only a report may show.
+
+    With `or_baked`, a model without scales will do that was baked for FP8, which needs none.
 
     Raises:
         NoScalesError: there are none, or `strict`, and only in files that the index does not list.
@@ -217,6 +219,8 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
         json = directory.json.layer_scales
         layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
     if not layers and (purpose := baked_for(directory)):
+        if or_baked and purpose == "fp8":
+            return StoredScales(directory, [])
         way = f"serve it as it is{', and check it with fp8kv verify' * (purpose == 'fp8')}"
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}; {way}"

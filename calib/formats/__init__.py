@@ -11,12 +11,10 @@ from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
 from calib.files.skipped_layers import skipped_layers
-from calib.formats.base import Export, Format, ScaledModel
+from calib.formats.base import BAKE, Export, Format, FormatRefusal, ScaledModel, WayOut
 from calib.formats.compressed_tensors import compressed_tensors, sglang
 from calib.formats.modelopt import modelopt, nvfp4, trtllm
-from calib.formats.refusals import BAKE, FormatRefusal, WayOut
-from calib.formats.scales_json import scales_json
-from calib.formats.tgi import tgi
+from calib.formats.scales_json import scales_json, tgi
 from calib.models.quantized.weights import split_weights
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
@@ -138,7 +136,6 @@ def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Eng
         "engine": rules.engine,
         "serve": f"{rules.serve} {values.flag if values else rules.flag}",
         "note": rules.formats.get(name, "").format(note=rules.note, since=rules.since),
-        "per_head_note": rules.per_head_note,
         "latent": rules.latent or f"whether {rules.engine} computes with scales of latents is not known",
         "latent_ways": (BAKE, *map(_parse_way, rules.latent_ways)),
         "over_written": values.divisor / FP8_DIVISOR if values else 1.0,
@@ -157,14 +154,7 @@ _VLLM, _SGLANG = find_engine("vllm"), find_engine("sglang")
 _VLLM_04, _OLD_SGLANG = find_engine("vllm", "0.4.1"), find_engine("sglang", "0.5")
 
 FORMATS: dict[FormatName, Format] = {
-    "vllm": _format(
-        "vllm",
-        compressed_tensors,
-        _VLLM,
-        **_PER_HEAD,
-        per_head_flags=f" {_VLLM.per_head_flag}",
-        skip_flag=_VLLM.skip_flag,
-    ),
+    "vllm": _format("vllm", compressed_tensors, _VLLM, **_PER_HEAD, skip_flag=_VLLM.skip_flag),
     "aphrodite": _format("aphrodite", compressed_tensors, find_engine("aphrodite"), **_PER_HEAD),
     "sglang": _format("sglang", sglang, _SGLANG),
     "tgi": _format("tgi", tgi, find_engine("tgi"), fp8_dtypes=("e4m3fn", "e4m3fnuz")),

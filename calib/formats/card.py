@@ -89,8 +89,8 @@ def serve_command(
         paths = ((word, in_json if "{{" in word else path) for word in shlex.split(target.rules.draft_flag))
         words = (word.format(path=x, method=method, METHOD=method.upper()) for word, x in paths)
         place = shlex.join([model, *words])
-    command = target.serve.format(path=place)
-    return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
+    per_head_flag = target.rules.per_head_flag if target.rules and strategy == "attn_head" else ""
+    return " ".join(filter(None, (target.serve.format(path=place), per_head_flag, flags)))
 
 
 def written_strategy(strategy: Strategy, reduce: Reduce) -> Strategy:

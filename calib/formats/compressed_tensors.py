@@ -13,8 +13,7 @@ from calib.choices import Strategy
 from calib.engines.quantization_config import excluded_by
 from calib.errors import UnsupportedExportError
 from calib.files.config import find_quantization_config
-from calib.formats.base import Export, ScaledModel
-from calib.formats.refusals import BAKE, FormatRefusal, WayOut
+from calib.formats.base import BAKE, Export, FormatRefusal, ScaledModel, WayOut
 from calib.formats.scales_json import scales_json
 from calib.formats.tensor_names import name_for_class
 

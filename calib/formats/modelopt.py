@@ -15,9 +15,8 @@ from typing import Any
 from calib.files.cache_type import FP8_DIVISOR, PRODUCER_KEY
 from calib.files.config import find_quantization_config
 from calib.files.names import MODELOPT_FILE
-from calib.formats.base import Export, ScaledModel
+from calib.formats.base import BAKE, Export, FormatRefusal, ScaledModel, WayOut
 from calib.formats.compressed_tensors import FP8_SCHEME
-from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.tensor_names import MODELOPT_NAME, name_for_class, name_for_latents
 
 _PRODUCER = {"name": "fp8kv"}

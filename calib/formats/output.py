@@ -4,9 +4,8 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
+from calib.formats.base import FormatRefusal
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
-from calib.formats.refusals import FormatRefusal
 from calib.models.config import takes_media
 from calib.models.sources import hub_origin, short_name
 from calib.recipe import ExportRecipe, Recipe
@@ -264,7 +263,8 @@ def write_exports(
                 directory,
                 weights=weights if FORMATS[name].with_weights else None,
                 readme=cards[name],
-                on_copied=partial(_report_copy, destination.on_copied, part),
+                # by the part of the output too: each part has a copy of a file
+                on_copied=lambda name, *sizes, part=part: destination.on_copied(f"{part / name}", *sizes),
             )
             add_files(directory)
         checkpoint.check_unchanged()
@@ -277,8 +277,3 @@ def write_exports(
 def _places(exports: Mapping[FormatName, Export], output: Path) -> dict[FormatName, Path]:
     """Return the directory of each format: the output itself, where there is one alone."""
     return {name: output / name if len(exports) > 1 else output for name in exports}
-
-
-def _report_copy(on_copied: OnCopied, part: Path, name: str, copied: int, size: int) -> None:
-    """Report a copy by the part of the output too: each part has a copy of a file."""
-    on_copied(str(PurePosixPath(part, name)), copied, size)

@@ -1,4 +1,7 @@
-"""`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6, SGLang. A number per layer and rank."""
+"""Formats with a number for K and V together: `kv_cache_scales.json`, and `kv_scale` of TGI.
+
+The document is for vLLM <= 0.6, Aphrodite <= 0.6 and SGLang; it has a number per layer and rank.
+"""
 
 from typing import Any
 
@@ -6,8 +9,8 @@ from calib.errors import UnsupportedExportError
 from calib.files.config import can_be_split, head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
-from calib.formats.base import Export, ScaledModel
-from calib.formats.refusals import FormatRefusal, WayOut
+from calib.formats.base import Export, FormatRefusal, ScaledModel, WayOut
+from calib.formats.tensor_names import name_for_class
 from calib.scales.scales import KVScales
 
 
@@ -67,3 +70,15 @@ def scales_document(scales: KVScales, model_type: str, num_layers: int, tp_size:
             "scaling_factor": {str(rank): factors for rank in range(tp_size)},
         },
     }
+
+
+def tgi(model: ScaledModel) -> Export:
+    """Export for TGI; `kv_scale` is the larger of K's and V's, for versions that know only it."""
+    tensors = {}
+    for prefix, layer in model.layers.items():
+        tensors[f"{prefix}.k_scale"] = layer.k
+        tensors[f"{prefix}.v_scale"] = layer.v
+        tensors[f"{prefix}.kv_scale"] = layer.k.maximum(layer.v)
+    config = {**model.checkpoint.config, "kv_cache_torch_dtype": f"float8_{model.scales.fp8_dtype}"}
+    _, doubts = name_for_class(model, "")
+    return Export(tensors, config, doubts=doubts)

@@ -6,8 +6,7 @@ from calib.engines.catalogue import Engine, find_engine
 from calib.engines.model_classes import NAMES, TRANSFORMERS, architecture
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
-from calib.formats.base import ScaledModel
-from calib.formats.refusals import BAKE, FormatRefusal, WayOut
+from calib.formats.base import BAKE, FormatRefusal, ScaledModel, WayOut
 
 PLAIN_NAME, _, MODELOPT_NAME = NAMES
 

@@ -153,12 +153,11 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
 
 def _try_powers(norms: Norms) -> Tensor:
     """Return whether each channel holds each of the powers of its factors [powers, D]."""
-
-    def try_power(power: Tensor) -> Tensor:
-        pairs = zip(norms, [(change.factor.log2() * power).exp2() for change, _ in norms], strict=True)
-        return is_held([(replace(change, factor=factor), weight) for (change, weight), factor in pairs])
-
-    return torch.stack([try_power(power) for power in _POWERS])
+    rows = []
+    for power in _POWERS:
+        tried = [(replace(x, factor=(x.factor.log2() * power).exp2()), weight) for x, weight in norms]
+        rows.append(is_held(tried))
+    return torch.stack(rows)
 
 
 def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:

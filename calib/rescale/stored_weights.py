@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.atomic import place_shard, save_tensors
+from calib.files.atomic import place_shard, read_shard, save_tensors
 from calib.files.config import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CONFIG_FILE, INDEX_FILE
@@ -255,15 +254,13 @@ def write_weights(
 
 def _rewrite(source: Path, target: Path, edits: Mapping[str, Edit], dtype: torch.dtype | None) -> int:
     """Write `target`; return by how many bytes its tensors grew."""
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        metadata = file.metadata()
+    tensors, metadata = read_shard(source)
     size = sum(int(tensor.nbytes) for tensor in tensors.values())
     for name, tensor in tensors.items():
         cast = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
         edit = edits.get(name, cast)
         tensors[name] = edit if isinstance(edit, Tensor) else edit(cast)
-    save_tensors(tensors, target, metadata or {})
+    save_tensors(tensors, target, metadata)
     return sum(int(tensor.nbytes) for tensor in tensors.values()) - size
 
 

@@ -13,6 +13,7 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
 from calib.formats import DRAFT_LEFT_OUT
+from calib.formats.base import refusals_of
 from calib.formats.directory import check_output, check_places
 from calib.formats.output import (
     CalibrationRecord,
@@ -23,7 +24,6 @@ from calib.formats.output import (
     make_exports,
     write_output,
 )
-from calib.formats.refusals import refusals_of
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress

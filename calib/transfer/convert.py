@@ -19,10 +19,10 @@ from calib.files.skipped_layers import SKIP_KEY, check_layers, skipped_layers
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.files.text import show_layers
 from calib.formats import DRAFT_LEFT_OUT, FORMATS, Export, Format, export
+from calib.formats.base import Command, refusals_of
 from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output
 from calib.formats.output import Destination, write_exports
-from calib.formats.refusals import Command, refusals_of
 from calib.models.config import read_config
 from calib.progress import SILENT, Progress
 from calib.same_model.check import check_same_model, model_facts, scales_facts

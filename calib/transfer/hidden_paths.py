@@ -51,12 +51,8 @@ def local_paths(report: dict[str, Any], recipe: Recipe, evaluation_data: str | N
     # reports of older versions do not say whether the model is one of the Hub
     names += [report["model"]] if "hub" not in report else []
     paths += [report["model"]] if report.get("hub", "") is None else []
-    paths += [name for name in names if _looks_local(name)]
+    paths += [x for x in names if looks_local(x) or x.count("/") > 1 or x.endswith((".yaml", ".yml"))]
     return [path for path in paths if path and not path.startswith(BUILTIN_PREFIX)]
-
-
-def _looks_local(name: str) -> bool:
-    return looks_local(name) or name.count("/") > 1 or name.endswith((".yaml", ".yml"))
 
 
 def _spellings(path: str) -> list[str]:

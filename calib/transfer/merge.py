@@ -43,7 +43,10 @@ def merge(
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
     progress.stage("load")
-    runs = [_open_run(path) for path in directories]
+    runs = [open_calibration(path) for path in directories]
+    if applied := [run for run in runs if "measured_on" in run.report]:
+        problem = f"the scales in '{applied[0].path}' were applied, and not measured there"
+        raise InputError(f"{problem}; merge calibrations, and apply what comes of it")
     for pair in combinations(runs, 2):
         _check_pair(*pair)
     first = runs[0]
@@ -89,14 +92,6 @@ def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bo
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)
     return stats
-
-
-def _open_run(path: Path) -> Calibration:
-    run = open_calibration(path)
-    if "measured_on" in run.report:
-        problem = f"the scales in '{path}' were applied, and not measured there"
-        raise InputError(f"{problem}; merge calibrations, and apply what comes of it")
-    return run
 
 
 def _check_pair(one: Calibration, two: Calibration) -> None:

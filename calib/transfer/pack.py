@@ -74,8 +74,15 @@ def pack(
         write_json(scratch / CALIBRATION_FILE, public | {PACKED: True})
         if _fits_json(scales) and (model_type := marks.settings.get("model_type")):
             write_json(scratch / JSON_FILE, scales_document(scales, model_type, marks.layers))
-        origin = _origin(facts, base_model)
-        manifest = write_manifest(scratch, origin | {"evaluation": hide_paths(figures, paths)})
+        hub = facts.get("hub") or {}
+        model = base_model or hub.get("model")
+        origin = {
+            "base_model": model,
+            "revision": hub.get("revision") if model == hub.get("model") else None,
+            "fingerprint": facts["checkpoint"],
+            "evaluation": hide_paths(figures, paths),
+        }
+        manifest = write_manifest(scratch, origin)
         (scratch / CARD_FILE).write_text(pack_card(public, recipe, layers, manifest, license_of(source)))
         sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
     return WrittenPack(manifest, sizes, warnings)
@@ -94,13 +101,6 @@ def _check_measured_here(source: Path, facts: dict[str, Any]) -> Marks:
     else:
         return Marks.from_json(facts["marks"], f"'{source / CALIBRATION_FILE}'")
     raise InputError(f"'{source}' {problem}")
-
-
-def _origin(facts: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    hub = facts.get("hub") or {}
-    model = base_model or hub.get("model")
-    commit = hub.get("revision") if model == hub.get("model") else None
-    return {"base_model": model, "revision": commit, "fingerprint": facts["checkpoint"]}
 
 
 def _fits_json(scales: KVScales) -> bool:

@@ -8,7 +8,7 @@ from engine_fixtures import make_scales
 from calib.choices import FORMATS as NAMES
 from calib.errors import UnsupportedExportError
 from calib.formats import FORMATS, export
-from calib.formats.refusals import FormatRefusal, WayOut
+from calib.formats.base import FormatRefusal, WayOut
 
 
 def refuse(scales, checkpoint, name, message):
