@@ -116,10 +116,8 @@ def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
         return
     algorithm = directory.algorithms.get("quant_algo")
     if not algorithm:
-        raise Refused(
-            "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
-            "quantised; export the scales in another format"
-        )
+        problem = "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is quantised"
+        raise Refused(f"{problem}; export the scales in another format")
     if algorithm not in method.algorithms:
         raise NotKnown(f"not known with quant_algo {str(algorithm)[:40]!r}: it was never run")
     if directory.algorithms is directory.quantization:

@@ -235,10 +235,8 @@ class ModelDirectory:
         """Check that the weight files are those that were opened: scales fit no others."""
         for shard, state in self.states.items():
             if not (self.path / shard).exists() or _state(self.path / shard) != state:
-                raise InputError(
-                    f"'{self.path / shard}' has changed since it was opened, so nothing was "
-                    "written; run again once the model is complete"
-                )
+                problem = f"'{self.path / shard}' has changed since it was opened, so nothing was written"
+                raise InputError(f"{problem}; run again once the model is complete")
 
 
 def open_model_directory(
@@ -373,10 +371,8 @@ def _check_weights(directory: ModelDirectory, needs_scales: bool) -> None:
     for shard, header in directory.headers.items():
         for name in header:
             if weight_map[name] != shard:
-                raise InputError(
-                    f"'{path}' holds '{name}' in {shard} and in {weight_map[name]}; "
-                    "remove the one that is not the model's"
-                )
+                problem = f"'{path}' holds '{name}' in {shard} and in {weight_map[name]}"
+                raise InputError(f"{problem}; remove the one that is not the model's")
     for name, shard in (directory.index or {}).items():
         is_optional = not needs_scales and name not in weight_map and is_of_cache(name)
         if weight_map.get(name) != shard and not is_optional:

@@ -91,10 +91,8 @@ def _read_document(path: Path) -> tuple[dict[str, Any], int, int]:
     size = regular_size(path)
     length = int.from_bytes(read_bytes(path, 0, 8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise InputError(
-            f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of "
-            f"{length:,}; {way_back(path.name)}"
-        )
+        problem = f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of {length:,}"
+        raise InputError(f"{problem}; {way_back(path.name)}")
     return parse_object(read_bytes(path, 8, length), f"the header of '{path}'"), 8 + length, size
 
 

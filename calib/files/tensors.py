@@ -99,9 +99,7 @@ def stored_tensors(checkpoint: ModelDirectory) -> dict[str, StoredTensor]:
     for name, entry in checkpoint.entries.items():
         path = checkpoint.path / checkpoint.weight_map[name]
         if entry.dtype not in DTYPES:
-            raise InputError(
-                f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
-                "use --offload none"
-            )
+            problem = f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer"
+            raise InputError(f"{problem}; use --offload none")
         tensors[name] = StoredTensor(DTYPES[entry.dtype], entry.shape, path, entry.begin)
     return tensors

@@ -27,10 +27,8 @@ def scales_json(model: ScaledModel) -> Export:
     check_split(checkpoint, model.tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})
     if missing < 0:
-        raise FormatRefusal(
-            f"config.json of '{checkpoint.path}' says {num_layers} layers, and there are scales of more; "
-            "download the model again"
-        )
+        problem = f"config.json of '{checkpoint.path}' says {num_layers} layers, and there are scales of more"
+        raise FormatRefusal(f"{problem}; download the model again")
     notes = []
     if missing:
         notes.append(f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused")

@@ -167,10 +167,8 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
     """Check that the model has positions for the `tokens` that `flag` asks for."""
     positions = model_positions(config)
     if positions and tokens > positions:
-        raise InputError(
-            f"{flag} {tokens} is longer than the model's {positions} positions; "
-            f"use {flag} {positions} or less"
-        )
+        problem = f"{flag} {tokens} is longer than the model's {positions} positions"
+        raise InputError(f"{problem}; use {flag} {positions} or less")
 
 
 def fit_seq_len(config: PreTrainedConfig, tokens: int, *, is_default: bool) -> tuple[int, list[str]]:
@@ -234,7 +232,5 @@ def _check_sizes(path: Path, document: dict[str, Any]) -> None:
             continue
         for size in value if isinstance(value, list) else [value]:  # of layers that differ
             if type(size) is not int or not 0 < size <= limit:
-                raise InputError(
-                    f"the config of '{path}' has {key} {size!r:.80}; it must be a whole "
-                    f"number from 1 to {limit:,}"
-                )
+                problem = f"the config of '{path}' has {key} {size!r:.80}"
+                raise InputError(f"{problem}; it must be a whole number from 1 to {limit:,}")

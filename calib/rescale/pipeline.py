@@ -211,7 +211,5 @@ def find_scale(checkpoint: ModelDirectory) -> str | None:
 def check_no_scales(checkpoint: ModelDirectory) -> None:
     """Refuse a model with KV scales, which fit no other K and V."""
     if scale := find_scale(checkpoint):
-        raise InputError(
-            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; take them "
-            "out with fp8kv strip"
-        )
+        problem = f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V"
+        raise InputError(f"{problem}; take them out with fp8kv strip")

@@ -112,10 +112,8 @@ def _measured_marks(base: str | None, source: Calibration, measured: ModelFacts)
     try:
         checkpoint = open_model_directory(source.directory)
     except InputError:
-        raise InputError(
-            f"'{measured.name}' keeps neither marks nor weights of the model it was measured on; give that "
-            "model with --base"
-        ) from None
+        problem = f"'{measured.name}' keeps neither marks nor weights of the model it was measured on"
+        raise InputError(f"{problem}; give that model with --base") from None
     return take_marks(checkpoint, source.stats.layers)
 
 

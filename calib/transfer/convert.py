@@ -72,10 +72,8 @@ def convert(
     if without_q:
         scales = replace(scales, layers={name: replace(x, q=None) for name, x in scales.layers.items()})
     elif scales.has_q and not FORMATS[to].reads_q:
-        raise UnsupportedExportError(
-            f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
-            "convert to vllm"
-        )
+        problem = f"--to {to} holds no query scales, and '{directory}' has some"
+        raise UnsupportedExportError(f"{problem}; add --without-q, or convert to vllm")
     if skip_layers and not FORMATS[to].skip_flag:
         legal = ", ".join(name for name, target in FORMATS.items() if target.skip_flag)
         raise UnsupportedExportError(
@@ -158,10 +156,8 @@ def write_scales(
     Layers that are `skipped`, by default those of `checkpoint`, have their scales there and 16 bits in vLLM.
     """
     if FORMATS[to].build is None:
-        raise UnsupportedExportError(
-            f"--to {to} holds the statistics of a calibration, which cannot be derived from "
-            f"scales; use fp8kv calibrate --format {to}"
-        )
+        problem = f"--to {to} holds the statistics of a calibration, which cannot be derived from scales"
+        raise UnsupportedExportError(f"{problem}; use fp8kv calibrate --format {to}")
     plain = replace(checkpoint, config=strip_config(checkpoint.config))
     with refusals_of(command):
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)

@@ -137,10 +137,8 @@ def _read_figures(report: Path, layers: Sequence[LayerSummary]) -> dict[str, Any
     variants = evaluation.variants
     row = next((row for row in variants.values() if _has_scales(row, layers)), None)
     if row is None:
-        raise InputError(
-            f"'{file}' has no figures of these scales; measure them: fp8kv-eval MODEL --scales "
-            "OUTPUT -o REPORT"
-        )
+        problem = f"'{file}' has no figures of these scales"
+        raise InputError(f"{problem}; measure them: fp8kv-eval MODEL --scales OUTPUT -o REPORT")
     rows = {"these scales": row} | ({"scale 1.0": variants["none"]} if "none" in variants else {})
     return {
         "data": evaluation.data.source,
