@@ -83,10 +83,7 @@ _COMMA_SEPARATED = ("variants", "caches", "tasks")
 
 
 def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data", "export")) -> dict[str, Any]:
-    """Return the recipe keys of flags that were set; the last of `sections` that has a name wins.
-
-    InputError for a value that its key does not take.
-    """
+    """Return the recipe keys of flags that were set; the last of `sections` that has a name wins."""
     from calib.errors import InputError
     from calib.recipe import Recipe, load_recipe
 

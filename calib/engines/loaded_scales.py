@@ -161,10 +161,7 @@ def expected_values(file: StoredLayer | None, letter: str, place: Place, rank: i
 def _scale_problems(
     layer: EngineLayer, letter: str, file: StoredLayer | None, place: Place, rank: int
 ) -> dict[str, bool]:
-    """Return what is wrong with a layer's scale, and whether the kernels read it.
-
-    Which copy is wrong is said, unless all are wrong alike.
-    """
+    """Return what is wrong with a scale, by copy unless all are wrong alike, and whether kernels read it."""
     copies, name = getattr(layer, letter), letter.upper()
     if not copies:
         return {} if letter == "q" else {f"{name} has no place": True}

@@ -90,10 +90,7 @@ def _is_own_file(directory: ModelDirectory) -> bool:
 
 
 def _has_nvfp4_place(directory: ModelDirectory) -> bool:
-    """Return whether SGLang's layers get a place.
-
-    With FP8 weights, only kv_cache_quant_algo may announce the NVFP4 cache.
-    """
+    """Return whether SGLang has a place; with FP8 weights only kv_cache_quant_algo may announce it."""
     algorithms = directory.algorithms
     if algorithms.get("quant_algo") != "FP8":
         return True

@@ -21,7 +21,7 @@ from calib.engines.outcome import (
 )
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
-from calib.files.config import LAYER_KEYS, can_be_split
+from calib.files.config import LAYER_KEYS, can_be_split, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
 from calib.files.scale_files import ScalesJson, ScaleTensor
@@ -327,10 +327,9 @@ def _flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
     """
     if engine.latent_refused:
         raise Refused(engine.latent_refused)
-    name, text = architecture(config), config.get("text_config")
+    name, model_type = architecture(config), text_config(config).get("model_type")
     if name in engine.latent_classes_at_one:
         return engine.flag
-    model_type = (text if isinstance(text, dict) else config).get("model_type")
     if engine.classes and engine.is_run_version:
         ways = (way for way in engine.caches.types.get("fp8", ()) if "heads" not in way.attention)
         if engine.class_caches_latents(config) or any(model_type in (way.models or ()) for way in ways):

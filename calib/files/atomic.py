@@ -204,7 +204,7 @@ def _copy_chunk(read: int, write: int) -> int:
 
 
 def read_shard(path: Path, drop: Set[str] = frozenset()) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors of a weight file but `drop`, sorted by name, and its metadata."""
+    """Read the tensors, of any shape, of a weight file but `drop`, sorted by name, and its metadata."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in sorted({*file.keys()} - drop)}, file.metadata() or {}
 

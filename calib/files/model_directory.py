@@ -320,10 +320,7 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
 
 
 def _weight_files(path: Path, index: dict[str, str] | None, needs_scales: bool) -> list[str]:
-    """Return the files of a whole model, sorted; InputError where one is missing or one too many.
-
-    Unless it `needs_scales`, files of scales alone may be missing.
-    """
+    """Return a whole model's files, sorted; unless it `needs_scales`, those of scales may be missing."""
     if index == {}:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
     shards = sorted({*(index or {}).values()})

@@ -87,10 +87,7 @@ def is_misnamed(name: str) -> bool:
 
 
 def is_misspelt(name: str) -> bool:
-    """Return whether a tensor is called about as a scale is: `kscale`, `key_scales`.
-
-    It may be a parameter of a model's own code: nothing may be taken away because of that.
-    """
+    """Return whether a name is about a scale's, as `kscale`; a model's own code may have such parameters."""
     plain = "".join(name.split()).lower()
     if "scale" not in plain or layer_of(name) is None or is_of_cache(name):
         return False

@@ -18,10 +18,7 @@ MODELOPT_KEYS = ("kv_cache_quant_algo", MAP_KEY, _SCHEMA_KEY)  # what its config
 
 
 def skipped_layers(directory: ModelDirectory) -> tuple[int, ...]:
-    """Return the indices of the layers that stay in 16 bits.
-
-    Raises `InputError` where the two lists differ, name no layers of the model, or ask for more than FP8.
-    """
+    """Return the layers that stay in 16 bits; InputError where lists differ, or are not of the model."""
     lists = {}
     if (listed := directory.config.get(SKIP_KEY)) is not None:
         lists[SKIP_KEY] = check_layers(listed, directory.num_layers, f"{SKIP_KEY} of config.json")

@@ -135,10 +135,7 @@ class StoredScales:
         return modules
 
     def layers_by_module(self) -> dict[str, StoredLayer]:
-        """Return layers by attention module, also those without a scale, without unusable query scales.
-
-        Raises an InputError where scales have no module.
-        """
+        """Return layers by attention module, also without a scale; InputError for scales without a module."""
         modules = self.modules()
         layers = {index: StoredLayer(index) for index in modules if index is not None}
         layers |= {layer.layer: layer for layer in self.layers}

@@ -27,11 +27,7 @@ def read_optional(path: Path) -> dict[str, Any] | None:
 
 
 def regular_size(path: Path) -> int:
-    """Return the bytes of a file or of a link to one.
-
-    Raises:
-        InputError: it is a directory, pipe or device, or a Git LFS pointer in a file's place.
-    """
+    """Return the bytes of a file or of a link to one; InputError for others, and for a Git LFS pointer."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"'{path}' is not a file")
     if read_bytes(path, 0, len(_LFS_POINTER)) == _LFS_POINTER:

@@ -81,10 +81,7 @@ def write_checkpoint(
     readme: str,
     on_copied: OnCopied = lambda *_: None,
 ) -> None:
-    """Fill the directory `out` with the source's files and what `export` adds.
-
-    `weights` is None for a format that lies beside the model: documents and `readme` are all.
-    """
+    """Fill `out` with what `export` adds, and the source's files unless `weights` is None."""
     if weights is None:
         write_documents(export, out)
         (out / CARD_FILE).write_text(readme)

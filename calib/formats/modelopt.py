@@ -26,10 +26,7 @@ _READ_UNDER = ("self_attn", "mixer")
 def modelopt(
     model: ScaledModel, *, quant_algo: str | None = "FP8", ignore: str = "*", cache: str = "FP8"
 ) -> Export:
-    """Export for engines that read ModelOpt's config; `ignore` says which weights are not quantised.
-
-    Raises a FormatRefusal for quantised weights, and modules that no engine reads.
-    """
+    """Export for engines that read ModelOpt's config; `ignore` names the weights that are not quantised."""
     checkpoint = model.checkpoint
     if find_quantization_config(checkpoint.config) is not None:
         purpose = " for FP8 scales" * (cache != "FP8") + ", which keeps it"

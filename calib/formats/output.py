@@ -247,10 +247,7 @@ def write_exports(
     add_files: Callable[[Path], None],
     weights: Placing = "link",
 ) -> Path | None:
-    """Write each export with its card, and what `add_files` puts beside it, all or nothing.
-
-    Return the backup of files that were replaced in place.
-    """
+    """Write exports, cards and what `add_files` adds, all or nothing; return the backup of replaced files."""
     output = destination.path
     with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
         for name, place in _places(exports, output).items():

@@ -147,10 +147,7 @@ def bake(
 def baked_factors(
     model: PreTrainedModel, checkpoint: ModelDirectory, stats: KVStats, purpose: Purpose
 ) -> tuple[dict[int, LayerFactors], list[str]]:
-    """Return the factors that `bake` would write, by layer_idx and proved on a few tokens, and warnings.
-
-    InputError or UnsupportedModelError if `bake` refuses the model, or has nothing to change.
-    """
+    """Return factors as `bake` writes them, proved, by layer_idx, and warnings; refuse what it refuses."""
     check_purpose(stats, purpose)
     check_no_scales(checkpoint)
     source = StoredModel(model, checkpoint)

@@ -97,10 +97,7 @@ def octave_factor(scale: Tensor) -> Tensor:
 
 
 def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
-    """Return powers of two that bring channels half of the way (in octaves) to their head's largest one.
-
-    K's are of RoPE pairs, V's of channels.
-    """
+    """Return powers of two that bring channels (of K: RoPE pairs) half of the way to their head's largest."""
     movable = {n: module for n, module in source.modules.items() if not source.attention(n).normalises("k")}
     pairs = find_pairs(source.model, movable)
     factors = {}

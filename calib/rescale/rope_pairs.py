@@ -39,10 +39,7 @@ def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -
 
 @torch.inference_mode()
 def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
-    """Return the channel, [D] int64, that each channel of K is rotated with, its own without RoPE.
-
-    Raises an UnsupportedModelError if channels mix in any other way than in pairs.
-    """
+    """Return the channel, [D] int64, that each one of K is rotated with; refuse any mixture but pairs."""
     channels = torch.arange(cached.head_dim)
     before = _keys(model, cached, torch.ones(cached.head_dim))
     partner = channels.clone()

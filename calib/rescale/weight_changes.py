@@ -150,10 +150,7 @@ class AttentionWeights:
                 yield part, child, norm
 
     def change_norm(self, child: str, heads: Tensor) -> Iterator[WeightChange]:
-        """Multiply the outputs of a norm by `heads` [H, D]; its weight is of one head or of all.
-
-        Raises an UnsupportedModelError where one weight would need several factors.
-        """
+        """Multiply a norm's outputs by `heads` [H, D]; refuse a weight that would need several factors."""
         name, norm = f"{self.name}.{child}", self.module.get_submodule(child)
         parameters = _norm_parameters(name, norm)
         adds_one = _adds_one(name, norm, parameters)
@@ -227,10 +224,7 @@ def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
 def list_changes(
     model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
 ) -> list[WeightChange]:
-    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1.
-
-    Refuse a tensor that would be multiplied twice.
-    """
+    """List the parameters to multiply, so that K and V get `factors`; refuse a tensor that would be twice."""
     changes: dict[int, WeightChange] = {}  # by parameter
     for name, layer in factors.items():
         weights = AttentionWeights(modules[name], model.get_submodule(name))

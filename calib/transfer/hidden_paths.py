@@ -48,9 +48,7 @@ def local_paths(report: dict[str, Any], recipe: Recipe, evaluation_data: str | N
     sources = [*report["dataset"]["source"].split(" + "), *(evaluation_data or "").split(" + ")]
     paths = [source for source in sources if not _HUB_DATASET.fullmatch(source)]
     names = [data.dataset, evaluation.dataset or "", *evaluation.also, *evaluation.tasks]
-    # reports of older versions do not say whether the model is one of the Hub
-    names += [report["model"]] if "hub" not in report else []
-    paths += [report["model"]] if report.get("hub", "") is None else []
+    paths += [] if report.get("hub") else [report["model"]]
     paths += [x for x in names if looks_local(x) or x.count("/") > 1 or x.endswith((".yaml", ".yml"))]
     return [path for path in paths if path and not path.startswith(BUILTIN_PREFIX)]
 

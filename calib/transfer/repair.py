@@ -145,10 +145,7 @@ def _shapes(
 def _replace_wrong(
     stored: StoredScales, layers: dict[str, StoredLayer], measured: MeasuredAmax, stats: dict[int, LayerStats]
 ) -> list[Replacement]:
-    """Put scales of measured absmax into `layers` where theirs do not fit that, or their own statistics.
-
-    `stats` are by layer.
-    """
+    """Put scales of measured absmax into `layers` where theirs do not fit that, or their own statistics."""
     per_head, replacements = _letters_per_head(stored, [*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
     with suppress(InputError):  # without a recipe, what it makes of its statistics is not known
@@ -173,10 +170,7 @@ def _replace_wrong(
 
 
 def _letters_per_head(stored: StoredScales, layers: Sequence[StoredLayer], measured: MeasuredAmax) -> str:
-    """Return the letters of which most layers have a scale per head; Q only where K and V have.
-
-    Where all scales are missing, the config says it.
-    """
+    """Return the letters with a scale per head in most layers; where scales are missing, by the config."""
     if not stored.layers:
         scheme = (stored.directory.quantization or {}).get("kv_cache_scheme")
         return "kv" if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head" else ""

@@ -36,10 +36,7 @@ from calib.progress import SILENT, Progress
 
 
 def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = SILENT) -> bool:
-    """Write `directory` to `output` without scales: with the source's own files, if they were kept.
-
-    Return whether there was anything to take out.
-    """
+    """Write `directory` to `output` without scales; return whether there was anything to take out."""
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     source = source_files(directory)

@@ -59,10 +59,7 @@ class SplitWeights(NamedTuple):
 
 
 def split_weights(directory: ModelDirectory) -> SplitWeights:
-    """Tell codes from numbers, by configs and headers alone.
-
-    InputError for formats that nothing reads, and for files that do not fit their config.
-    """
+    """Tell codes from numbers, by configs and headers alone; refuse formats that nothing reads."""
     formats = read_formats(directory)
     weight_format = next(iter(formats), None)
     coded = _coded_weights(directory, weight_format) if weight_format else []
