@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-# what engines call things that have another name here
-_OUR_NAMES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8"}
+# what engines call caches that have another name here
+OUR_NAMES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8"}
 
 
 class Fp8kvError(Exception):
@@ -44,7 +44,7 @@ class CalibrationError(Fp8kvError):
 def did_you_mean(word: str, legal: Iterable[str], most: int = 1) -> str:
     """Return a question with the legal words closest to `word`, `most` of them, or "" if none is close."""
     cutoff = 0.55 if len(word) > 3 else 0.7  # 'gpu' does not mean 'cpu'
-    close = difflib.get_close_matches(_OUR_NAMES.get(word, word), [*legal], n=most, cutoff=cutoff)
+    close = difflib.get_close_matches(OUR_NAMES.get(word, word), [*legal], n=most, cutoff=cutoff)
     *names, last = map(repr, close) if close else ("",)
     return f" (did you mean {', '.join(names)}{' or ' * bool(names)}{last}?)" if close else ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.engines.outcome import Place
-from calib.errors import NoScalesError
+from calib.errors import OUR_NAMES, NoScalesError
 from calib.files.names import PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
@@ -23,7 +23,6 @@ Copies = Mapping[str, Values]
 # layer -> its cache type, and the scales of K and V that it stores with
 Stored = Mapping[int, tuple[str, Values, Values]]
 
-_ALIASES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8"}  # vLLM's names of one cache
 _BF16 = 2**-8  # some engines pass scales through bfloat16
 
 
@@ -235,7 +234,7 @@ def fingerprint(stored: Stored) -> str:
     """Return 16 bytes, in hex, of all layers' scales, as float32; empty where no layer has an FP8 cache."""
     digest, has_scales = blake2b(digest_size=16), False
     for index, (cache, *scales) in sorted(stored.items()):
-        digest.update(f"{index} {_ALIASES.get(cache, cache)} ".encode())
+        digest.update(f"{index} {OUR_NAMES.get(cache, cache)} ".encode())
         for values in scales:
             # one value for all heads is the same scale, however it is stored
             values = values[:1] if len({*values}) == 1 else values

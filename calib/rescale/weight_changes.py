@@ -96,16 +96,12 @@ def is_held(norms: Norms) -> Tensor:
         size, error = torch.ones(()).double(), torch.zeros(()).double()
         for change, weight in group:
             size = size * change.multiplier(weight).double().abs()
-            error = error + _relative_error(change, weight)
+            exact = change.multiplier(weight).double() * change.factor
+            loss = (change.multiplier(change.product(weight)).double() - exact).abs()
+            error = error + torch.where(loss > 0, loss / exact.abs(), 0.0).nan_to_num(nan=torch.inf)
         allowed = size.maximum(size.square().mean().sqrt()) * max(_roundoff(weight) for _, weight in group)
         holds = holds & (torch.where(error > 0, error * size, 0.0) <= allowed)
     return holds
-
-
-def _relative_error(change: WeightChange, weight: Tensor) -> Tensor:
-    exact = change.multiplier(weight).double() * change.factor
-    error = (change.multiplier(change.product(weight)).double() - exact).abs()
-    return torch.where(error > 0, error / exact.abs(), 0.0).nan_to_num(nan=torch.inf)
 
 
 def _roundoff(weight: Tensor) -> float:
