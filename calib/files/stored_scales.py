@@ -206,9 +206,8 @@ def read_scales(path: Path, *, strict: bool = True, or_baked: bool = False) -> S
 
     With `or_baked`, a model without scales will do that was baked for FP8, which needs none.
 
-    Raises:
-        NoScalesError: there are none, or `strict`, and only in files that the index does not list.
-        InputError: there are two values for one scale, if `strict`.
+    A NoScalesError where there are none; if `strict`, also where only files that the index does not list have
+    some, and an InputError where one scale has two values.
     """
     directory = open_model_directory(path, weights=False)
     layers = _group_by_layer(directory, directory.tensors)
