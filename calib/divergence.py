@@ -17,21 +17,21 @@ _CPU_VALUES, _GPU_VALUES = 2**18, 2**23
 
 
 class LogitPair(NamedTuple):
-    """The T rows of two logits, compared; float64."""
+    """The T rows of two logits, compared."""
 
-    kl: Tensor  # [T] KL(expected || actual) in nats; inf where only `actual` rules a token out
+    kl: Tensor  # [T] float64, KL(expected || actual) in nats; inf where only `actual` rules a token out
     agrees: Tensor  # [T] bool, the likeliest token is the same
-    log_sum: Tensor  # [T] log of the sum of e^actual
+    log_sum: Tensor  # [T] float64, log of the sum of e^actual
 
 
 class _Softmax(NamedTuple):
     """Rows of logits [T, V] as e^(logit - top) / sum."""
 
-    top: Tensor  # [T, 1]
-    likeliest: Tensor  # [T, 1]
-    weights: Tensor  # [T, V]
-    sum: Tensor  # [T]
-    mean: Tensor  # [T] mean of logit - top under the reference's probabilities
+    top: Tensor  # [T, 1] float64
+    likeliest: Tensor  # [T, 1] int64
+    weights: Tensor  # [T, V] float64
+    sum: Tensor  # [T] float64
+    mean: Tensor  # [T] float64, mean of logit - top under the reference's probabilities
 
 
 class ReferenceLogits:

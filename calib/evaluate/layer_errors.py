@@ -45,8 +45,8 @@ NUM_BINS = 2 * 128 - FIRST_BIN
 class Clipping:
     """Values of one layer that its scales clip; K: KV heads, 2: K and V."""
 
-    saturated: Tensor  # [documents, 2, K] values beyond the format's largest
-    values: Tensor  # [documents, 2] per head, of K and of V
+    saturated: Tensor  # [documents, 2, K] int64, values beyond the format's largest
+    values: Tensor  # [documents, 2] int64, per head, of K and of V
     clipped: Tensor  # [tokens of all documents, 2, K] bool, has a saturated value
 
 
@@ -54,10 +54,10 @@ class Clipping:
 class LayerError(Clipping):
     """Sums, and `amax`, over each document's tokens of one layer; H: query heads."""
 
-    underflowed: Tensor  # [documents, 2, K] values that became 0
-    amax: Tensor  # [documents, 2, K] largest |x|, as a share of what the scale can hold
-    error: Tensor  # [documents, H] squared error of the attention output
-    power: Tensor  # [documents, H] squared attention output
+    underflowed: Tensor  # [documents, 2, K] int64, values that became 0
+    amax: Tensor  # [documents, 2, K] float32, largest |x|, as a share of what the scale can hold
+    error: Tensor  # [documents, H] float64, squared error of the attention output
+    power: Tensor  # [documents, H] float64, squared attention output
 
 
 @dataclass(frozen=True)

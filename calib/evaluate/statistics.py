@@ -28,7 +28,7 @@ class Divergence(NamedTuple):
     kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
     nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
-    margins: Tensor = torch.empty(0)  # [questions] float64, of a long document, in nats
+    margins: Tensor = torch.empty(0, dtype=torch.float64)  # [questions] float64, of a long document, in nats
 
 
 def compare(reference: ReferenceLogits, logits: Tensor, following: Tensor) -> Divergence:
