@@ -30,7 +30,7 @@ class NoScalesError(InputError):
 
 
 class UnsupportedModelError(Fp8kvError):
-    """The model keeps no per-head K and V cache that an FP8 scale could describe."""
+    """The model's cache cannot be observed or scaled, or its weights cannot be changed as asked."""
 
 
 class UnsupportedExportError(Fp8kvError):

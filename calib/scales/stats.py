@@ -158,7 +158,7 @@ class KVStats:
         return layers_html(f"Statistics of {self.tokens:,} tokens", indices, amax)
 
     def amax_by_head(self) -> Amax:
-        """Return the absmax of each layer and head; a latent and k_pe have the larger of both."""
+        """Return the absmax of heads, by layer and letter (k, v, q); of a latent and its k_pe the larger."""
         amax: Amax = {}
         for layer in self.layers.values():
             parts = [*layer.scaled_parts().values()]
@@ -224,7 +224,7 @@ class KVStats:
 
     @check_arguments
     def merge(self, stats: "KVStats") -> "KVStats":
-        """Combine with other tokens of the same run; an InputError if they are of another model.
+        """Combine with other tokens of the same run; an InputError if model or options are not the same.
 
         Curve, positions and tail are dropped if one of the two has none; text is one of the modalities.
         """

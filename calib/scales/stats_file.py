@@ -46,7 +46,7 @@ _ROUNDING = {"BF16": 2**-8, "F16": 2**-10}
 def save_stats(
     stats: KVStats, path: str | os.PathLike[str], *, progress: dict[str, Any] | None = None
 ) -> None:
-    """Write `stats` to the file `path`, with the `progress` of a run that is not finished.
+    """Write `stats` to the safetensors file `path`, with the `progress` of a run that is not finished.
 
     Raises an InputError where it cannot be written.
     """
@@ -74,7 +74,7 @@ def save_stats(
 
 @check_arguments
 def load_stats(path: str | os.PathLike[str]) -> KVStats:
-    """Read statistics from a file, or from the calibration directory that holds one.
+    """Read statistics from a safetensors file, or from the calibration directory that holds one.
 
     InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
     them sums up.

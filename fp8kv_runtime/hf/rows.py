@@ -30,7 +30,8 @@ class CacheRows:
         use_triton: bool,  # whether kernels read the blocks, not the model's own attention function
         restore: bool,  # whether layers return all of K and V in the model's own type
         lead: int,  # index of the first layer in FP8
-        moved_scales: dict[Any, list[Any]],  # to devices, by layers; other caches' rows have them too
+        # of K and V [1], [K] or [K, D], and the centre [K, D], on devices, by layers; shared with other rows
+        moved_scales: dict[Any, list[Any]],
     ) -> None:
         self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=block_size, can_grow=True)
         self.dtype = dtype
