@@ -151,6 +151,7 @@ def _calibrate(evaluation: Evaluation) -> None:
 def _choose_variants(evaluation: Evaluation) -> None:
     """Make the variants that were asked for and can be measured; the scales of --scales come second."""
     setup, stats, settings = evaluation.setup, evaluation.stats, evaluation.recipe.evaluation
+    setup.progress.stage("derive scales")
     built_in = _choose_built_in(evaluation)
     caches, warnings = cache_variants(
         setup, evaluation.checkpoint, settings.caches, evaluation.cache_types, evaluation.layers, stats
