@@ -76,6 +76,12 @@ def test_ten_files_explain_the_main_job_in_2500_lines():
     assert sum(len((ROOT / name).read_text().splitlines()) for name in order) <= 2500
 
 
+def test_prose_of_generated_pages_is_folded():
+    for name in ("caches", "engines", "models"):
+        lines = (ROOT / f"docs/{name}.md").read_text().splitlines()
+        assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
 def test_files_that_are_named_exist():
     folders = "calib|fp8kv_runtime|tests|tools|recipes|examples|benchmarks"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", CODE + CONTRIBUTING)

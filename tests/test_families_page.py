@@ -19,7 +19,8 @@ OTHER = f"transformers {transformers.__version__.rpartition('.')[0]}." not in TE
 pytestmark = pytest.mark.skipif(OTHER, reason="docs/models.md is of another version of transformers")
 ROWS = {name: row for row, name in re.findall(r"^(\| `(\S+)` \| `.+)$", TEXT, re.MULTILINE)}
 NAMES = [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.nightly) for n in ROWS]
-REASONS = {reason: int(number) for number, reason in re.findall(r"^(\d+)\. (.+)$", TEXT, re.MULTILINE)}
+REASONS = re.findall(r"^(\d+)\. (.+(?:\n +.+)*)$", TEXT, re.MULTILINE)
+REASONS = {" ".join(reason.split()): int(number) for number, reason in REASONS}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from jinja2 import Environment, FileSystemLoader
+from prose import fold
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -58,15 +59,13 @@ def page() -> str:
     for kind in types:
         bases.setdefault(kind.simulated, []).append(f"`{kind.name}`")
     support = (_support_row(kind.name, pair) for kind in types for pair in find_support(kind.name))
-    return (
-        template.render(
-            types=_table(("type", "K and V", "bits", "latents, bits", "simulation"), map(_type_row, types)),
-            bases=[f"{', '.join(names)}: {basis}." for basis, names in bases.items()],
-            support=_table(_SUPPORT_TITLES, support),
-            fitting=_table(("model", "16 bits", *(f"`{name}`" for name in _FITTING)), map(_fit_row, _MODELS)),
-        ).rstrip()
-        + "\n"
+    text = template.render(
+        types=_table(("type", "K and V", "bits", "latents, bits", "simulation"), map(_type_row, types)),
+        bases=[f"{', '.join(names)}: {basis}." for basis, names in bases.items()],
+        support=_table(_SUPPORT_TITLES, support),
+        fitting=_table(("model", "16 bits", *(f"`{name}`" for name in _FITTING)), map(_fit_row, _MODELS)),
     )
+    return f"{fold(text.rstrip())}\n"
 
 
 def kernel_table() -> str:

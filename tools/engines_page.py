@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
+from prose import fold
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +29,7 @@ def page() -> str:
         tables=[find_engine(name) for name in ("vllm", "sglang")],
         latents=latent_classes(find_engine("vllm")),
     )
-    return f"{text.rstrip()}\n"
+    return f"{fold(text.rstrip())}\n"
 
 
 def _names(engine: Engine) -> list[Remap]:

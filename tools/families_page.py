@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from jinja2 import Environment, FileSystemLoader
+from prose import fold
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -372,7 +373,8 @@ def page(table: Iterable[Row]) -> str:
     reasons: dict[str, int] = {}
     cells = [row_cells(row, reasons) for row in table]
     version = transformers.__version__.rpartition(".")[0]
-    return f"{template.render(columns=COLUMNS, rows=cells, reasons=reasons, version=version).rstrip()}\n"
+    text = template.render(columns=COLUMNS, rows=cells, reasons=reasons, version=version)
+    return f"{fold(text.rstrip())}\n"
 
 
 if __name__ == "__main__":
