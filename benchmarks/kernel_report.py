@@ -9,7 +9,7 @@ import torch
 import triton
 from machine import machine, write_result
 
-from fp8kv_runtime.kernels.table import read_table, tuned_path
+from fp8kv_runtime.kernels.tuning import read_table, tuned_path
 
 ROOT = Path(__file__).parent.parent
 

@@ -23,7 +23,7 @@ from machine import machine, write_result
 from triton.compiler import CompiledKernel
 
 from fp8kv_runtime.kernels.append_kv import append_kv
-from fp8kv_runtime.kernels.decode import decode_attention
+from fp8kv_runtime.kernels.attention import decode_attention
 from fp8kv_runtime.kernels.launch import Launcher
 from fp8kv_runtime.kernels.targets import TARGETS
 

@@ -24,7 +24,7 @@ from machine import write_result
 from triton.testing import do_bench
 
 from fp8kv_runtime.bench import TOLERANCE, Case, Inputs, build, call, load_launchers, output_error
-from fp8kv_runtime.kernels import extend
+from fp8kv_runtime.kernels import attention
 
 HEADS = ((32, 8, 128), (32, 8, 64), (16, 8, 256))  # query heads, KV heads, head_dim
 ALONE = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 8000)
@@ -68,9 +68,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _times(case: Case, inputs: Inputs) -> dict[str, float]:
     """Return microseconds of our kernel, of torch's attention, and of Python in a call of that."""
-    run, config, times = call(case, inputs, load_launchers()), extend.extend_config, {}
+    run, config, times = call(case, inputs, load_launchers()), attention.attention_config, {}
     for name, pairs in {"ours": NEVER, "torch": ALWAYS}.items():
-        extend.extend_config = lambda *arguments, pairs=pairs: replace(config(*arguments), pairs=pairs)
+        attention.attention_config = lambda *arguments, pairs=pairs: replace(config(*arguments), pairs=pairs)
         try:
             error = output_error(run(), case, inputs)
             if not error <= TOLERANCE:
@@ -78,7 +78,7 @@ def _times(case: Case, inputs: Inputs) -> dict[str, float]:
             times[name] = 1e3 * float(do_bench(run, warmup=10, rep=25, return_mode="median"))
             times["python"] = _python_us(run)
         finally:
-            extend.extend_config = config
+            attention.attention_config = config
     return {name: round(us, 1) for name, us in times.items()}
 
 

@@ -136,8 +136,8 @@ def run_bench(
     shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
         from fp8kv_runtime.bench import bench_cases, check_cases, load_launchers, time_cases
-        from fp8kv_runtime.kernels.table import tuned_path
         from fp8kv_runtime.kernels.targets import gpu_name
+        from fp8kv_runtime.kernels.tuning import tuned_path
     except ImportError as missing:
         raise InputError(f"the kernels need Triton, which is for Linux only ({missing})") from None
     device, launchers = torch.device("cuda" if gpu else "cpu"), load_launchers()

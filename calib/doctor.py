@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from calib import __version__
-from fp8kv_runtime.kernels.table import read_table, tuned_path
+from fp8kv_runtime.kernels.tuning import read_table, tuned_path
 
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
 

@@ -14,30 +14,17 @@ from fp8kv_runtime.storage import KVBlocks
 
 _HOMES = {
     "append_kv": "fp8kv_runtime.kernels.append_kv",
-    "decode_attention": "fp8kv_runtime.kernels.decode",
-    "extend_attention": "fp8kv_runtime.kernels.extend",
+    "decode_attention": "fp8kv_runtime.kernels.attention",
+    "extend_attention": "fp8kv_runtime.kernels.attention",
     "fp8_attention": "fp8kv_runtime.hf",
     "paged_cache": "fp8kv_runtime.hf",
 }
 
 __all__ = [
-    "FP8_DTYPES",
-    "AttentionError",
-    "AttentionOptions",
-    "KVBlocks",
-    "OutOfBlocksError",
-    "PagedKVCache",
-    "PagedSequences",
-    "append_kv",
-    "decode_attention",
-    "dequantize",
-    "extend_attention",
-    "fp8_attention",
-    "fp8_max",
-    "paged_cache",
-    "quantize",
-    "scale_from_amax",
-]
+    "FP8_DTYPES", "AttentionError", "AttentionOptions", "KVBlocks", "OutOfBlocksError", "PagedKVCache",
+    "PagedSequences", "append_kv", "decode_attention", "dequantize", "extend_attention", "fp8_attention",
+    "fp8_max", "paged_cache", "quantize", "scale_from_amax",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -127,11 +127,7 @@ class PagedKVCache:
         return self.num_bytes // (self.num_blocks * self.block_size)
 
     def add_layer(self, layer_idx: int, layer: KVBlocks) -> None:
-        """Add an attention layer's storage, made by `KVBlocks.empty(cache.num_blocks, ...)`.
-
-        Raises:
-            ValueError: its blocks are not this cache's.
-        """
+        """Add a layer's storage; a ValueError if its blocks are not as many, or not of this size."""
         if (layer.num_blocks, layer.block_size) != (self.num_blocks, self.block_size):
             raise ValueError(
                 f"layer {layer_idx} has {layer.num_blocks} blocks of {layer.block_size} tokens; "
@@ -316,11 +312,7 @@ class BlockPool:
         return self._references[block_id]
 
     def take(self, count: int) -> list[int]:
-        """Hold `count` free blocks, and forget what they contained.
-
-        Raises:
-            OutOfBlocksError: fewer are free.
-        """
+        """Hold `count` free blocks, and forget what they contained; an OutOfBlocksError if fewer are free."""
         self.require(count)
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
@@ -329,11 +321,7 @@ class BlockPool:
         return block_ids
 
     def require(self, count: int) -> None:
-        """Check that `count` blocks are free.
-
-        Raises:
-            OutOfBlocksError: they are not.
-        """
+        """Check that `count` blocks are free; an OutOfBlocksError if they are not."""
         if count > self.num_free:
             raise OutOfBlocksError(
                 f"{count} blocks needed, {self.num_free} of {self.num_blocks} are free; "

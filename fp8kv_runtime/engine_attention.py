@@ -15,8 +15,7 @@ by running it: tests/interop/check_vllm_triton.py. 0.33.0 has the same lines; wh
 in FP8 (`supports_quant_query_input` in v1/attention/backends/triton_attn.py) changed: 0.32 on
 NVIDIA, 0.33 also on AMD but for gfx90a and gfx11.
 
-Products are added in fp32, or for FlashAttention 3 also as Hopper's tensor cores add them
-(`HopperAdds`, see `hopper_adds`).
+Products are added in fp32, or for FlashAttention 3 also as Hopper's tensor cores add them (`HopperAdds`).
 
 Not modelled: the last bits of exp2 and tanh, FlashAttention 3's split of long decodes and its tiles
 of a sliding window, which start at the window.
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor
 
 from fp8kv_runtime.fp8 import dequantize, quantize
-from fp8kv_runtime.hopper_adds import hopper_product
 from fp8kv_runtime.options import AttentionOptions
 
 _ROWS = 128  # queries at a time: each has a score for every key, several times over
@@ -38,6 +36,12 @@ _ONE_GROUP_ROWS = 64  # FlashAttention 3: rows that one group of warps takes, wi
 _SEGMENTS = 16  # vLLM's Triton kernel: parts of a sequence in a decode
 # where vLLM cuts off what it rounds to E4M3FNUZ by its own `QuantFP8`: `get_fp8_min_max`
 _FNUZ_QUERIES_MAX = 224.0
+
+_STEP = 32  # products that Hopper's tensor cores add in one instruction
+_FRACTION = 2.0**-13
+_EXPONENT_BITS, _KEPT_BITS = 0x7F800000, -(1 << 10)  # of float32: all but the last 10 of 23 fraction bits
+_SUBNORMAL = 2.0**-6  # smaller E4M3 codes have its exponent
+_PRODUCTS = 2**18  # at a time, which stay in a processor's cache
 
 
 class KernelOrder(NamedTuple):
@@ -61,13 +65,9 @@ class HopperAdds(NamedTuple):
 
 
 def fa3_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions,
     adds: HopperAdds | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend as FlashAttention 3 does in FP8.
 
     Queries are E4M3 codes, with scale 1.0 where `options` has none; one scale per head becomes the
@@ -106,19 +106,10 @@ def fa3_attention(
 
 
 def vllm_triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    options: AttentionOptions,
-    *,
-    dtype: torch.dtype | None = torch.bfloat16,
-    fp8: torch.dtype = torch.float8_e4m3fn,
-) -> Tensor:
-    """Attend as vLLM's Triton kernel does to an FP8 cache.
-
-    Arguments and result are those of `fa3_attention`: query [B, H, T, D], key and value [B, K, N, D],
-    visible [B or 1, H or 1, T, N] bool; it returns [B, H, T, D] float32.
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions, *,
+    dtype: torch.dtype | None = torch.bfloat16, fp8: torch.dtype = torch.float8_e4m3fn,
+) -> Tensor:  # fmt: skip
+    """Attend as vLLM's Triton kernel does to an FP8 cache, with the tensors of `fa3_attention`, [B, H, T, D].
 
     `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are
@@ -226,3 +217,44 @@ def _running_maximum(scores: Tensor, order: KernelOrder, sinks: Tensor | None) -
 
 def _replace_infinity(largest: Tensor) -> Tensor:
     return largest.where(largest > -torch.inf, 0.0)
+
+
+def hopper_product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return start + a @ b, float32 [..., rows, columns], as an H100 adds products of FP8 codes.
+
+    `a` [..., rows, n] and `b` [..., n, columns] are float32 values of E4M3 codes without their scale; n is
+    walked in order. One WGMMA instruction adds 32 products to an accumulator: significands, the accumulator's
+    too, are shifted to the largest exponent among them and cut off, towards zero, after 13 fraction bits, and
+    so is their exact sum.
+
+    By the model of microsoft/MMA-Sim (arXiv 2511.10909), which its authors compared bit by bit with an H100;
+    DeepSeek-V3's report (arXiv 2412.19437, 3.3.2 and 3.5.2) describes the same. Nothing here ran beside one.
+    """
+    total = a.new_zeros(*a.shape[:-1], b.shape[-1]) if start is None else start
+    rows = max(1, _PRODUCTS // (_STEP * b[..., 0, :].numel()))
+    parts = zip(torch.split(a, rows, -2), torch.split(total, rows, -2), strict=True)
+    return torch.cat([_add_rows(part, b, begin) for part, begin in parts], -2)
+
+
+def _add_rows(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    for k in range(0, a.shape[-1], _STEP):
+        # [..., rows, 32, 1] and [..., 1, 32, columns]
+        x, y = a[..., k : k + _STEP, None], b[..., None, k : k + _STEP, :]
+        largest = (_code_power(x) * _code_power(y)).amax(-2)
+        step = largest.maximum(_power(total)).mul_(_FRACTION).clamp_(min=2.0**-100)
+        products = (x * y).div_(step[..., None, :]).trunc_().sum(-2)
+        total = _cut(products.add_((total / step).trunc_()).mul_(step))
+    return total
+
+
+def _power(x: Tensor) -> Tensor:
+    """Return the largest power of two up to |x|; 0 for 0."""
+    return (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+
+
+def _code_power(codes: Tensor) -> Tensor:
+    return _power(codes.contiguous()).clamp(min=_SUBNORMAL).where(codes != 0, 0.0)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & _KEPT_BITS).view(torch.float32)

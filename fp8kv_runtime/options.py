@@ -34,19 +34,15 @@ class AttentionOptions:
 
     def to(self, device: torch.device) -> "AttentionOptions":
         """Move the tensors to another device, as float32."""
-        tensors = {name: getattr(self, name) for name in ("sinks", "q_scale")}
-        moved = {n: t if t is None else t.to(device, torch.float32) for n, t in tensors.items()}
-        return replace(self, **moved)
+        tensors = (self.sinks, self.q_scale)
+        sinks, q_scale = (None if x is None else x.to(device, torch.float32) for x in tensors)
+        return replace(self, sinks=sinks, q_scale=q_scale)
 
 
 def check_attention(
     query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
 ) -> None:
-    """Check shapes, types, devices and options before a kernel runs; `query` must be [T, H, D].
-
-    Raises:
-        ValueError: shapes, types, devices or options do not fit together.
-    """
+    """Check shapes, types, devices and options of a call; else a ValueError. `query` must be [T, H, D]."""
     shape, device = query.shape, query.device
     num_kv_heads, head_dim = blocks.layout.num_kv_heads, blocks.layout.head_dim
     if len(shape) != 3 or shape[1] % num_kv_heads or shape[2] != head_dim:

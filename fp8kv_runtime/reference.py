@@ -33,17 +33,9 @@ def decode_attention(
     *,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attend from the last token of each sequence to all of it.
+    """Attend from the last token of each sequence, `query` [S, H, D], to all of it; return [S, H, D].
 
-    Args:
-        query: [S, H, D], one token per sequence.
-        blocks: the layer's cache, K and V of this token included.
-        sequences: where the S sequences lie; an empty one gets zeros.
-        options: softmax scale, window, softcap, sinks, FP8 queries.
-        num_splits: parts of a head's KV that kernels take in parallel; no difference here.
-
-    Returns:
-        [S, H, D] in the query's type.
+    As `extend_attention`, for one token per sequence; an empty sequence gets zeros.
     """
     ends = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
     return extend_attention(query, blocks, sequences, ends, 1, options)

@@ -155,11 +155,7 @@ class KVBlocks:
 
     @cached_property
     def loaded(self) -> tuple[Tensor, Tensor]:
-        """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or [..., D] float16.
-
-        Raises:
-            ValueError: head_dim is odd.
-        """
+        """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or [..., D] float16."""
         if self.head_dim % 2:
             raise ValueError(f"kernels need an even head_dim, got {self.head_dim}")
         codes = self.codes if self.format == "float16" else self.codes.view(torch.int16)
@@ -276,11 +272,7 @@ def per_channel(scale: Tensor) -> Tensor:
 def check_tensor(
     name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check that a tensor, of any shape, has one of `shapes`, this type and device before a kernel reads it.
-
-    Raises:
-        ValueError: it has none of these shapes, another type, or lies elsewhere.
-    """
+    """Check that a tensor, of any shape, has one of `shapes`, this type and device; else a ValueError."""
     if tensor.shape not in shapes or tensor.dtype != dtype or tensor.device != device:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
         expected = f"{allowed} {str(dtype).removeprefix('torch.')} on {device}"

@@ -15,7 +15,7 @@ from fp8kv_runtime import bench as gate
 from fp8kv_runtime import reference
 from fp8kv_runtime.bench import shrink
 from fp8kv_runtime.cache import PagedSequences
-from fp8kv_runtime.kernels import decode
+from fp8kv_runtime.kernels import attention
 
 CPU, CASES = torch.device("cpu"), {case.name: case for case in kernel_speed.CASES}
 REFERENCES = {n: getattr(reference, n) for n in ("append_kv", "decode_attention", "extend_attention")}
@@ -158,8 +158,8 @@ def test_without_a_gpu_models_are_compared_and_one_with_a_wrong_kernel_is_told(m
     row, last = capsys.readouterr().out.splitlines()
     assert row.startswith("smollm2 ")
     assert last == "no GPU here: small models were compared, nothing was timed"
-    right = decode.decode_attention
-    monkeypatch.setattr(decode, "decode_attention", lambda *arguments: 10 * right(*arguments).flip(1))
+    right = attention.decode_attention
+    monkeypatch.setattr(attention, "decode_attention", lambda *arguments: 10 * right(*arguments).flip(1))
     with pytest.raises(SystemExit, match="nothing was timed"):
         generate_gpu.main()
     assert not output.exists()

@@ -17,7 +17,7 @@ from calib.errors import InputError
 from calib.files.cache_folder import cache_refusal
 from calib.models.sources import download_config
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.kernels.table import read_table, tuned_path
+from fp8kv_runtime.kernels.tuning import read_table, tuned_path
 
 FOLDERS = {
     "XDG_CACHE_HOME": ".cache",

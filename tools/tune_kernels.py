@@ -30,9 +30,9 @@ from calib.bench import attention_heads, parse_heads
 from fp8kv_runtime.bench import Case, Launchers, bench_cases, build, call, check, load_launchers, time_on_gpu
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
-from fp8kv_runtime.kernels.table import Config, ConfigRow, Table, read_table, tuned_path
-from fp8kv_runtime.kernels.targets import current_target, gpu_name
-from fp8kv_runtime.kernels.tuning import find_config
+from fp8kv_runtime.kernels.launch import current_target
+from fp8kv_runtime.kernels.targets import gpu_name
+from fp8kv_runtime.kernels.tuning import Config, ConfigRow, Table, find_config, read_table, tuned_path
 
 KERNELS = {"decode": "decode_attention", "extend": "extend_attention"}
 _TILES = (16, 32, 64, 128)

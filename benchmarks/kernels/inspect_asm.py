@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8kv_runtime.kernels import attend, decode
+from fp8kv_runtime.kernels import attend, attention
 from fp8kv_runtime.kernels.targets import Target
 from kernels.offline import Compiled, Launch
 
@@ -130,9 +130,9 @@ def overlap(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Find
 
 def _reads_parts(asm: str) -> bool:
     """Whether a load comes from a line of the reduce that loads parts."""
-    source, first = decode.reduce_kernel.raw_src, decode.reduce_kernel.starting_line_number
+    source, first = attention.reduce_kernel.raw_src, attention.reduce_kernel.starting_line_number
     parts = {first + i for i, line in enumerate(source) if _LOADS_PARTS.search(line)}
-    file = Path(decode.__file__).name
+    file = Path(attention.__file__).name
     here = False
     for line in asm.splitlines():
         if location := re.search(r"\.loc\s.*// (\S+):(\d+):\d+$", line):

@@ -14,9 +14,8 @@ from torch import Tensor
 from fp8kv_runtime.bench import Case
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
-from fp8kv_runtime.kernels.decode import decode_attention
+from fp8kv_runtime.kernels.attention import decode_attention, extend_attention
 from fp8kv_runtime.kernels.dense import Prompt, gather
-from fp8kv_runtime.kernels.extend import extend_attention
 from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks

@@ -5,14 +5,6 @@ from fp8kv_runtime.hf.layers import cache_argument, cache_of, new_cache, paged_c
 from fp8kv_runtime.hf.swap import EngineQuery, is_latent, swap_attention
 
 __all__ = [
-    "Backend",
-    "EngineQuery",
-    "cache_argument",
-    "cache_of",
-    "fp8_attention",
-    "is_latent",
-    "new_cache",
-    "paged_cache",
-    "swap_attention",
-    "values_per_token",
-]
+    "Backend", "EngineQuery", "cache_argument", "cache_of", "fp8_attention", "is_latent", "new_cache",
+    "paged_cache", "swap_attention", "values_per_token",
+]  # fmt: skip

@@ -1,6 +1,5 @@
 """`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -115,11 +114,10 @@ class _Session:
         self._unread: list[Tensor] = []
         self._moved_scales: dict[Any, list[Any]] = {}
         self._steps: WeakKeyDictionary[CacheRows, RecordedSteps] = WeakKeyDictionary()
-        self._decoder = model.get_decoder()
+        self._model, self._decoder = model, model.get_decoder()
         self._cache_argument = cache_argument(self._decoder)
         parameters = inspect.signature(self._decoder.forward).parameters
         self._positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self._new_cache = functools.partial(new_cache, model)
 
     def _chooses_triton(self, model: PreTrainedModel, backend: Backend) -> bool:
         name = type(model).__name__
@@ -166,7 +164,9 @@ class _Session:
         if args:
             output = forward(*args, **kwargs)
         else:
-            output = self._recorded_steps(rows).run(forward, kwargs[self._cache_argument], rows, kwargs)
+            if rows not in self._steps:
+                self._steps[rows] = RecordedSteps(self._decoder)
+            output = self._steps[rows].run(forward, kwargs[self._cache_argument], rows, kwargs)
         if not rows.layers or rows.layers[0].get_seq_length() != rows.length:
             raise AttentionError(
                 "the model stored nothing in the FP8 cache, so its results are not those of one: turn off "
@@ -178,7 +178,7 @@ class _Session:
         """Reserve a forward pass's tokens in an FP8 cache, and return it with its rows."""
         cache = kwargs.get(self._cache_argument)
         if cache is None:
-            cache = self._new_cache()
+            cache = new_cache(self._model)
         candidates = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
         inputs = next((each for each in candidates if each is not None), None)
         if inputs is None:
@@ -201,11 +201,6 @@ class _Session:
         rows.extend(inputs.shape[1])
         return cache, rows
 
-    def _recorded_steps(self, rows: CacheRows) -> RecordedSteps:
-        if rows not in self._steps:
-            self._steps[rows] = RecordedSteps(self._decoder)
-        return self._steps[rows]
-
     def read_masks(self) -> None:
         """Check the masks of steps on a GPU, which did not wait for it."""
         if self._unread and not bool(self._unread.pop()):
@@ -217,14 +212,9 @@ class _Session:
             if isinstance(rows := getattr(layer, "rows", None), CacheRows):
                 return rows
         rows = CacheRows(
-            num_rows,
-            block_size=self._block_size,
-            dtype=self._dtype,
-            use_triton=self._use_triton,
-            restore=not self.swaps,
-            lead=min(self._scales),
-            moved_scales=self._moved_scales,
-        )
+            num_rows, block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton,
+            restore=not self.swaps, lead=min(self._scales), moved_scales=self._moved_scales,
+        )  # fmt: skip
         convert_cache(cache, rows, self._scales)
         return rows
 
@@ -266,8 +256,7 @@ class _Session:
         self, layer: Fp8CacheLayer, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """Attend from [B, H, T, D] to the layer's blocks: [B, T, H, D]."""
-        from fp8kv_runtime.kernels.decode import decode_attention
-        from fp8kv_runtime.kernels.extend import extend_attention
+        from fp8kv_runtime.kernels.attention import decode_attention, extend_attention
 
         if kwargs.get("position_bias") is not None:
             raise AttentionError("the Triton kernels have no position bias; use the torch backend")
@@ -314,16 +303,9 @@ def _check_mask_once(
 
 
 def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> None:
-    """Check that a model's mask is the one the kernels apply.
+    """Check that a model's mask, [B, N] or [B, 1, T, N], is the one the kernels apply, see `is_applied`.
 
-    Args:
-        mask: [B, N] bool, or [B, 1, T, N] bool or additive, for T new of N tokens.
-        num_tokens: T.
-        starts: width of each row's left padding in tokens, [B] int32.
-        window: sliding window in tokens.
-
-    Raises:
-        AttentionError: it differs, as for packed sequences, images or right padding.
+    It differs for packed sequences, images or right padding: an AttentionError.
     """
     if not bool(is_applied(mask, num_tokens, starts, window)):
         raise AttentionError(_OTHER_MASK)

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
 
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.fp8 import fp8_max
 from fp8kv_runtime.hf.rows import CacheRows
-from fp8kv_runtime.hf.step import LayerStep, StepTokens
 from fp8kv_runtime.storage import KVBlocks, move_scale, version
 
 _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V beside those that are there
@@ -29,25 +29,62 @@ _ROOM = 256  # tokens: a short prompt, and the least room of decoded K and V bes
 class ModuleScales(Protocol):
     """Scales of one attention module, as `calib` derives them; float32."""
 
-    @property
-    def layer_idx(self) -> int:
-        """Index of its layer."""
+    layer_idx: int
+    k: Tensor  # [1], [K] or [K, D]
+    v: Tensor  # [1], [K] or [K, D]
+    q: Tensor | None  # [1] or [H], for FP8 queries
+    k_center: Tensor | None  # [K, D], subtracted from K
 
-    @property
-    def k(self) -> Tensor:
-        """[1], [K] or [K, D]."""
 
-    @property
-    def v(self) -> Tensor:
-        """[1], [K] or [K, D]."""
+class StepTokens:
+    """The next tokens of the rows: where they go in blocks, and memory for those of one layer at a time.
 
-    @property
-    def q(self) -> Tensor | None:
-        """[1] or [H], for FP8 queries."""
+    `shape` is that of K and V, [B, K, T, D]; `block_ids` and `offsets` in these are [B, T] int64.
+    """
 
-    @property
-    def k_center(self) -> Tensor | None:
-        """[K, D], subtracted from K."""
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, block_ids: Tensor, offsets: Tensor
+    ) -> None:
+        self.shape = shape
+        self.scaled = torch.empty((2, *shape))
+        self.key, self.value = self.scaled
+        self.codes = torch.empty((2, *shape), dtype=dtype)
+        # numpy takes less time to begin than torch
+        self.bytes = self.codes.view(torch.uint8).permute(1, 3, 0, 2, 4).numpy()
+        place = block_ids.numpy(), offsets.numpy()
+        self.place = (place[0].item(), place[1].item()) if block_ids.numel() == 1 else place
+        self.limit = fp8_max(dtype)
+
+
+class LayerStep:
+    """Storing and reading one layer's next tokens on a CPU, where all before them are decoded already.
+
+    It is prepared for all layers before a forward pass: a model's weights fill the processor's caches, so an
+    operation between two layers takes several times as long as one of many in a row.
+
+    `decoded` [2, B, K, n, D] float32 has room for these: n is at least `length`, which counts them.
+    """
+
+    def __init__(self, blocks: KVBlocks, decoded: Tensor, length: int, tokens: StepTokens) -> None:
+        self.tokens = tokens
+        self.scales = blocks.scales
+        self.stored = blocks.token_bytes.numpy()
+        num_tokens = tokens.shape[2]
+        self.new = decoded.narrow(3, length - num_tokens, num_tokens)
+        self.key, self.value = decoded.narrow(3, 0, length).unbind(0)
+
+    def run(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next K and V [B, K, T, D]; return all [B, K, N, D].
+
+        They are what `KVBlocks.encode`, `write` and `decode` make of them.
+        """
+        tokens = self.tokens
+        tokens.key.copy_(key)
+        tokens.value.copy_(value)
+        tokens.codes.copy_(tokens.scaled.div_(self.scales).clamp_(-tokens.limit, tokens.limit))
+        self.stored[tokens.place] = tokens.bytes
+        self.new.copy_(tokens.codes).mul_(self.scales)
+        return self.key, self.value
 
 
 class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
@@ -66,7 +103,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self.rows = rows
         self.scales = scales
         self.values_per_token = 0  # of K and V, without what fills up heads
-        self._length = 0
+        self.length = 0  # tokens per row, padding included
         self._is_lead = scales.layer_idx == rows.lead
         self._is_latent = getattr(scales, "latent", False)  # scales that do not say so are of K and V
         # what the codes of the tokens say, [2, B, K, tokens and room for more, D]
@@ -94,16 +131,9 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
                 ]
             k_scale, v_scale, k_center = self.rows.moved_scales[key]
             blocks = KVBlocks.empty(
-                cache.num_blocks,
-                cache.block_size,
-                num_kv_heads=num_heads,
-                head_dim=head_dim,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                k_center=k_center,
-                dtype=self.rows.dtype,
-                device=device,
-            )
+                cache.num_blocks, cache.block_size, num_kv_heads=num_heads, head_dim=head_dim,
+                k_scale=k_scale, v_scale=v_scale, k_center=k_center, dtype=self.rows.dtype, device=device,
+            )  # fmt: skip
         cache.add_layer(scales.layer_idx, blocks)
         self.values_per_token = num_heads * (key_states.shape[3] + value_states.shape[3])
         self.keys = self.values = key_states.new_empty(0)  # Mllama looks whether there are any
@@ -116,9 +146,6 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
 
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised: [B, K, N, D].
-
-        Raises:
-            AttentionError: a latent and k_pe are odd together, or the rows have reserved other tokens.
         """
         if not self._is_latent:
             return self._update(key_states, value_states)
@@ -135,7 +162,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         self._step, rows, decoded = None, self.rows, self._decoded
         if decoded is None or decoded.shape[3] < rows.length or self._selections != rows.selections:
             return
-        blocks, shape = self.blocks, (*decoded.shape[1:3], rows.length - self._length, decoded.shape[4])
+        blocks, shape = self.blocks, (*decoded.shape[1:3], rows.length - self.length, decoded.shape[4])
         if blocks.k_center is None:
             if shape not in shared:
                 shared[shape] = StepTokens(shape, blocks.codes.dtype, *rows.places(decoded.device))
@@ -147,15 +174,15 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         if (has_grad := torch.is_grad_enabled()) or step is None or not fits:
             with torch.no_grad():
                 return self._store(key_states, value_states, may_keep=not has_grad)
-        self._length = self.rows.length
+        self.length = self.rows.length
         return step.run(key_states, value_states)
 
     def _store(self, key_states: Tensor, value_states: Tensor, *, may_keep: bool) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, blocks, device = self.rows, self.blocks, key_states.device
-        self._length += key_states.shape[2]
-        rows.check_size(len(key_states), self._length)
+        self.length += key_states.shape[2]
+        rows.check_size(len(key_states), self.length)
         k_dim, v_dim = key_states.shape[3], value_states.shape[3]
         key, value = (_pad_channels(x, blocks.head_dim, 0.0) for x in (key_states, value_states))
         if rows.use_triton:
@@ -175,9 +202,9 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         """Return K and V [2, B, K, T, D] of all tokens, whose newest have these codes.
 
         On a CPU they are kept, those of a long prompt from the second pass over the same rows on, so that
-        the next decodes its own tokens only. What is kept lies before `_length`: `crop` leaves it right.
+        the next decodes its own tokens only. What is kept lies before `length`: `crop` leaves it right.
         """
-        rows, length, num_tokens = self.rows, self._length, codes.shape[3]
+        rows, length, num_tokens = self.rows, self.length, codes.shape[3]
         keep = may_keep and (self._selections == rows.selections or length == num_tokens <= _ROOM)
         self._selections = rows.selections
         if keep and self._decoded is not None and self._decoded.shape[3] >= length:
@@ -195,23 +222,19 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the tokens per row, padding included."""
-        return self._length
-
-    def set_length(self, length: int) -> None:
-        """Hold `length` tokens, which a recorded pass has stored, or is to store anew."""
-        self._length = length
+        return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative; else a ValueError."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus the tokens to remove, got {tokens_to_remove}")
-        self._length = max(0, self._length + tokens_to_remove)
+        self.length = max(0, self.length + tokens_to_remove)
         if self._is_lead:
-            self.rows.truncate(self._length)
+            self.rows.truncate(self.length)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.crop(-self._length)
+        self.crop(-self.length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row `i` a copy of row `beam_idx[i]`, [B] int32 or int64."""
@@ -221,9 +244,9 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
+        """Repeat every row, one copy after the other."""
         if self._is_lead:
-            self.rows.repeat(repeats)
+            self.rows.select([row for row in range(self.rows.num_rows) for _ in range(repeats)])
 
     def offload(self) -> None:
         """Leave the FP8 blocks where they are."""
@@ -249,7 +272,7 @@ class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens."""
         LinearAttentionLayer.reset(self)
-        super().crop(-self._length)
+        super().crop(-self.length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row `i` a copy of row `beam_idx[i]`, [B] int32 or int64."""
@@ -311,8 +334,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 def convert_cache(cache: Cache, rows: CacheRows, scales: Mapping[int, ModuleScales]) -> None:
     """Put FP8 layers in the place of those empty layers of a transformers cache that have `scales`.
 
-    Raises:
-        AttentionError: the cache lacks such a layer, or it is of an unknown kind, or holds tokens.
+    An AttentionError: the cache lacks such a layer, or it is of an unknown kind, or holds tokens.
     """
     kind = cache.layer_class_to_replicate  # of layers that the cache makes when K and V come
     for layer_idx in scales:

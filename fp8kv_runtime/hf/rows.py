@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fp8kv_runtime.cache import PagedKVCache, PagedSequences
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf.step import StepTokens
 
 _START_BLOCKS = 16  # per row; the pool doubles when they are used up
 
@@ -67,9 +66,9 @@ class CacheRows:
         self._layers.append(weakref.ref(layer))
 
     def set_lengths(self, length: int) -> None:
-        """Let every layer hold `length` tokens."""
+        """Let every layer hold `length` tokens, which a recorded pass has stored, or is to store anew."""
         for layer in self.layers:
-            layer.set_length(length)
+            layer.length = length
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +99,7 @@ class CacheRows:
         self._slots = self.cache.slots(self._sequences, start, num_tokens)
         self._located, self._places = {}, {}
         self.checked_masks = []
-        tokens: dict[Any, StepTokens] = {}
+        tokens: dict[Any, Any] = {}  # `StepTokens`, which layers share
         with torch.inference_mode(False):  # or other modes could not write to what this makes
             for layer in self.layers:
                 layer.prepare(tokens)
@@ -152,11 +151,7 @@ class CacheRows:
         return self._places[device]
 
     def check_size(self, num_rows: int, num_tokens: int) -> None:
-        """Check that a layer would hold as many tokens as the forward pass has reserved.
-
-        Raises:
-            AttentionError: it would hold others.
-        """
+        """Check that a layer would hold as many tokens as the pass has reserved; else an AttentionError."""
         if (num_rows, num_tokens) != (len(self._sequences), self.length):
             raise AttentionError(
                 f"a layer of this cache would hold {num_rows} rows of {num_tokens} tokens, not "
@@ -179,10 +174,6 @@ class CacheRows:
         self._sequences = copies
         self.selections += 1
 
-    def repeat(self, repeats: int) -> None:
-        """Repeat every row, one copy after the other."""
-        self.select([index for index in range(len(self._sequences)) for _ in range(repeats)])
-
 
 def left_padding(mask: Tensor) -> Tensor:
     """Return the padding tokens before each row's first token, [B] int32, of a mask [B, N].
@@ -193,9 +184,9 @@ def left_padding(mask: Tensor) -> Tensor:
 
 
 def is_applied(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> Tensor:
-    """Return whether the kernels apply a mask [B, N] or [B, 1, T, N]: a bool [] there; see `check_mask`.
+    """Return whether the kernels apply a mask [B, N] bool, or [B, 1, T, N] bool or additive: a bool [] there.
 
-    `starts` [B] is the width of left padding, `window` that of a sliding one, in tokens.
+    T of N tokens are new. `starts` [B] is the width of left padding, `window` that of a sliding one.
     """
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)

@@ -67,8 +67,7 @@ def _know_layers(decoder: nn.Module) -> Iterator[None]:
 def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
     """Let `replacement(forward, *args, **kwargs)` run for the decoder's `forward` in the block.
 
-    Raises:
-        AttentionError: it is replaced already, or another thread holds the decoder.
+    An AttentionError: it is replaced already, or another thread holds the decoder.
     """
     if hasattr(decoder.forward, "replaces_forward"):
         raise AttentionError("this model is inside an fp8_attention block: leave that one first")
@@ -106,11 +105,7 @@ class _Holder:
 
 @contextmanager
 def hold(decoder: nn.Module) -> Iterator[None]:
-    """Keep other threads from replacing the attention of `decoder` while the block runs.
-
-    Raises:
-        AttentionError: another thread does.
-    """
+    """Keep other threads from replacing the attention of `decoder` in the block, with an AttentionError."""
     with _LOCK:
         holder = vars(decoder).setdefault("_fp8kv_holder", _Holder())
         if holder.thread != threading.get_ident():
@@ -134,7 +129,7 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
     with ExitStack() as stack:
         for module in filter(is_latent, decoder.modules()):
             if "expand_kv" not in vars(module):  # or another block has put it off
-                vars(module)["expand_kv"] = _return_latent
+                vars(module)["expand_kv"] = lambda latent, k_pe: (latent, k_pe)
                 stack.callback(delattr, module, "expand_kv")
         configs = (getattr(module, "config", None) for module in decoder.modules())
         for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
@@ -187,10 +182,6 @@ class _Name(str):
 def is_latent(module: nn.Module) -> bool:
     """Return whether an attention module caches a latent, which its `expand_kv` turns into K and V."""
     return callable(getattr(module, "expand_kv", None))
-
-
-def _return_latent(latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    return latent, k_pe
 
 
 def _attention_function(implementation: str, replacement: Replacement) -> Replacement:

@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.kernels.codec import encode, half_smallest, largest
-from fp8kv_runtime.kernels.launch import Launcher, block_constants
-from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import append_config
+from fp8kv_runtime.kernels.launch import Launcher, block_constants, current_target, is_elsewhere
+from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.kernels.tuning import Config, append_config
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, check_tensor
 
 

@@ -75,13 +75,9 @@ def prepare_query(
 
 @triton.jit
 def query_rows(
-    cu_seqlens_ptr: tl.tensor,
-    seq: tl.tensor,
-    tile: tl.tensor,
-    kv_head: tl.tensor,
-    LAYER: tl.constexpr,
+    cu_seqlens_ptr: tl.tensor, seq: tl.tensor, tile: tl.tensor, kv_head: tl.tensor, LAYER: tl.constexpr,
     BLOCK_M: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
+) -> tuple[tl.tensor, ...]:  # fmt: skip
     """Return a sequence's first query and number of queries; token and head of each row of a tile."""
     start = tl.load(cu_seqlens_ptr + seq)
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,14 +1,11 @@
 """Prompts: K and V are decoded once, to contiguous 16 bits, and torch's own attention reads them.
 
-It reads each K and V of a long prompt thousands of times: what decoding them once takes is nothing
-beside that. Since Hopper that is cuDNN's; elsewhere torch chooses, FlashAttention first.
+Since Hopper that is cuDNN's; elsewhere torch chooses, FlashAttention first.
 
-No bit is lost on the way that ours would keep. Codes of FP8 are exact in float16 and in bfloat16, and
-queries stay as they are: K's scale goes into the softmax scale, a float32. Heads of another scale are
-another call, so scales per head cost a call for each KV head. V's scale, of any shape, multiplies the
-output in float32. A centre of K takes the same from every score of a row, which softmax does not see.
-What differs from ours are the weights, 16 bits of the query's type, and in float16 none below 2^-24 of
-the row's largest, as in every float16 attention; and the output, which is rounded before V's scale, too.
+Codes are exact in float16 and in bfloat16, and queries stay as they are: K's scale goes into the softmax
+scale, so heads of another scale are another call. V's scale multiplies the output in float32. A centre of K
+takes the same from every score of a row, which softmax does not see. What differs from ours, docs/runtime.md
+says (Prompts): the weights have 16 bits, and the output is rounded before V's scale, too.
 """
 
 import functools
@@ -27,8 +24,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.attend import decode_tile, join_halves, load_codes, row_offsets
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import Launcher, block_constants
-from fp8kv_runtime.kernels.targets import Target, current_target
+from fp8kv_runtime.kernels.launch import Launcher, block_constants, current_target
+from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, per_channel
 
@@ -51,11 +48,6 @@ class Prompt(NamedTuple):
     stop: int
     first: int
     end: int
-
-    @property
-    def is_after_others(self) -> bool:
-        """Return whether there are tokens before the new ones."""
-        return self.end - self.first > self.stop - self.start
 
     @property
     def pairs(self) -> int:
@@ -92,7 +84,8 @@ def find_prompts(
         for seq, (first, end) in enumerate(spans)
     ]
     prompts = [prompt for prompt in prompts if prompt.start < prompt.stop]
-    least = sum(least_pairs * (_AFTER if prompt.is_after_others else 1) for prompt in prompts)
+    has_earlier = [p.end - p.first > p.stop - p.start for p in prompts]
+    least = sum(least_pairs * (_AFTER if earlier else 1) for earlier in has_earlier)
     return prompts if sum(prompt.pairs for prompt in prompts) * query.shape[1] >= least else []
 
 
@@ -233,7 +226,6 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bo
 
 @functools.cache
 def _streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Event]]:
-    """Return the streams of heads, each with the event of its end."""
     return [(torch.cuda.Stream(device), torch.cuda.Event()) for _ in range(_STREAMS)]
 
 

@@ -4,6 +4,8 @@ Triton finds the compiled kernel anew for every launch, from all arguments and c
 many as ours that takes longer than a short kernel runs. `benchmarks/launch_cost.py` measures it.
 """
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,12 +14,33 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from fp8kv_runtime.cache import PagedSequences
-from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.kernels.targets import INTERPRETER, Target, find_target
 from fp8kv_runtime.kernels.tuning import query_is_whole
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, scale_dims, specialization
+
+
+def current_target() -> Target:
+    """Return the target that Triton launches kernels on now."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return INTERPRETER
+    active = driver.active
+    return _target_on(active, active.get_current_device())
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether a tensor, of any shape, lies on another GPU than Triton launches kernels on now."""
+    device = tensor.device
+    return device.type == "cuda" and device.index != driver.active.get_current_device()
+
+
+@functools.cache
+def _target_on(active: Any, device: Any) -> Target:
+    target = active.get_current_target()
+    return find_target(target.backend, target.arch)
 
 
 class AttentionLayer(NamedTuple):

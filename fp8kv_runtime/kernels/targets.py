@@ -3,11 +3,8 @@
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -44,26 +41,6 @@ TARGETS: dict[str, Target] = {
     "gfx942": Target("gfx942", "hip", "gfx942", 65_536, ("e4m3fnuz",), (), ("e4m3fnuz",)),
     "gfx950": Target("gfx950", "hip", "gfx950", 163_840, _OCP, (), _OCP),
 }
-
-
-def current_target() -> Target:
-    """Return the target that Triton launches kernels on now."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return INTERPRETER
-    active = driver.active
-    return _target_on(active, active.get_current_device())
-
-
-def is_elsewhere(tensor: Tensor) -> bool:
-    """Return whether a tensor, of any shape, lies on another GPU than Triton launches kernels on now."""
-    device = tensor.device
-    return device.type == "cuda" and device.index != driver.active.get_current_device()
-
-
-@functools.cache
-def _target_on(active: Any, device: Any) -> Target:
-    target = active.get_current_target()
-    return find_target(target.backend, target.arch)
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from paged import Case
 from virtual_gpu.launch import virtual_gpu
 from virtual_gpu.program import FaultError
 
-from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.kernels.tuning import Config
 from fp8kv_runtime.storage import specialization
 
 # by the number of parts: three sequences in room for four, one of them empty; parts of several tiles, so that

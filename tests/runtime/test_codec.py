@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize, scale_from_amax
 from fp8kv_runtime.kernels.append_kv import divide_by_one
 from fp8kv_runtime.kernels.codec import decode, decode_unit, encode
-from fp8kv_runtime.kernels.targets import current_target
+from fp8kv_runtime.kernels.launch import current_target
 
 ON_GPU = torch.cuda.is_available()
 # the interpreter is fastest with few programs, a GPU with small ones

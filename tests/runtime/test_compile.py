@@ -55,7 +55,7 @@ def test_kernels_pass_on_targets_of_every_kind():
 
 ROUNDED = "rounded = weights.to(tl.float16)"
 WAIT, MAXIMUM = "wait_for_previous(LAYER.overlaps)", "overall = tl.max(maxima, 0)"
-TILE = "2048 // triton.next_power_of_2(head_dim)"
+TILE = "2048 // next_power_of_2(head_dim)"
 # arguments: what is wrong in which file, and what is found
 BAD = {
     "--target sm_89 --variant plain-128 --kernel decode append_kv": (
@@ -93,9 +93,9 @@ BAD = {
     ),
     "--target sm_90 --variant plain-64 --kernel decode reduce": (
         [  # the parts' maxima read too early, and nothing that lets the reduce start
-            ("decode.py", WAIT, "pass"),
-            ("decode.py", MAXIMUM, f"{WAIT}; {MAXIMUM}"),
-            ("decode.py", "let_next_start(LAYER.overlaps and not WHOLE)", "pass"),
+            ("attention.py", WAIT, "pass"),
+            ("attention.py", MAXIMUM, f"{WAIT}; {MAXIMUM}"),
+            ("attention.py", "let_next_start(LAYER.overlaps and not WHOLE)", "pass"),
         ],
         [
             "decode_kernel plain-64 sm_90: the reduce cannot start before decode has ended",
@@ -103,7 +103,7 @@ BAD = {
         ],
     ),
     "--target sm_100 --variant plain-64 --kernel reduce": (
-        [("decode.py", WAIT, "'wait_for_previous('")],
+        [("attention.py", WAIT, "'wait_for_previous('")],
         ["reduce_kernel plain-64 sm_100: the reduce does not wait for decode"],
     ),
     "--target sm_80 --variant plain-64 --kernel decode": (

@@ -13,7 +13,7 @@ from tune_kernels import pinned
 
 from fp8kv_runtime.kernels import dense
 from fp8kv_runtime.kernels.launch import Launcher
-from fp8kv_runtime.kernels.table import Config
+from fp8kv_runtime.kernels.tuning import Config
 
 RAGGED = Case((70, 133, 40, 1), query_lens=(20, 133, 0, 1), starts=(3, 33, 0, 0), group=3, center=True)
 BF16 = {"dtype": torch.bfloat16}

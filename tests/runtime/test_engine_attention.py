@@ -8,8 +8,7 @@ from operator import mul
 import pytest
 import torch
 
-from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
-from fp8kv_runtime.hopper_adds import hopper_product
+from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, hopper_product, vllm_triton_attention
 from fp8kv_runtime.options import AttentionOptions
 
 # fp32 sums of a few hundred terms, in any order, and their exponentials beside float64

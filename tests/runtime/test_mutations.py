@@ -40,7 +40,7 @@ CHECKS = {
     "history": partial(run_history, 1, steps=300),
     "growing history": partial(run_history, 3, steps=300, can_grow=True),
 }
-ATTEND, DECODE, DENSE = (f"kernels/{name}.py" for name in ("attend", "decode", "dense"))
+ATTEND, DECODE, DENSE = (f"kernels/{name}.py" for name in ("attend", "attention", "dense"))
 APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning", "split"))
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"

@@ -16,8 +16,8 @@ from fp8kv_runtime.bench import Case as BenchCase
 from fp8kv_runtime.bench import bench_cases
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
-from fp8kv_runtime.kernels.table import Config, ConfigRow, read_table, tuned_path
 from fp8kv_runtime.kernels.targets import INTERPRETER, TARGETS
+from fp8kv_runtime.kernels.tuning import Config, ConfigRow, read_table, tuned_path
 
 GPU = "NVIDIA H200"
 NAMES = (GPU, "sm_90", "cuda")

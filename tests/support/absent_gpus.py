@@ -23,8 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
-from fp8kv_runtime.kernels.decode import decode_attention
-from fp8kv_runtime.kernels.extend import extend_attention
+from fp8kv_runtime.kernels.attention import decode_attention, extend_attention
 from fp8kv_runtime.kernels.targets import TARGETS
 
 TARGET, PLAIN = TARGETS["sm_90"], next(v for v in VARIANTS if v.name == "plain-64")

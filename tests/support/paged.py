@@ -9,7 +9,7 @@ import torch
 
 MODULES = (
     "fp8", "storage", "cache", "options", "reference",
-    "kernels.codec", "kernels.append_kv", "kernels.decode", "kernels.extend",
+    "kernels.codec", "kernels.append_kv", "kernels.attention",
 )  # fmt: skip
 FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2")
 NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "float16": 0x7F}  # each byte
@@ -59,8 +59,7 @@ class Batch:
     extend_splits: int | None = None
 
     def attend(self, implementation, runtime=RUNTIME):
-        module = runtime.decode if self.decodes else runtime.extend
-        module = runtime.reference if implementation == "reference" else module
+        module = runtime.reference if implementation == "reference" else runtime.attention
         layer = self.query, self.blocks, self.sequences
         if self.decodes:
             return module.decode_attention(*layer, self.options, num_splits=self.num_splits)

@@ -1,7 +1,6 @@
-"""Decode attention: one query token per sequence, all KV split into parts, then a reduce.
+"""Decode and extend attention: one or several query tokens per sequence, KV split into parts, then a reduce.
 
-The kernels take several tokens as well: extend launches them. Where each sequence is one part, the
-first writes the output and nothing is to be joined.
+Where each sequence is one part, the first kernel writes the output and nothing is to be joined.
 
 On NVIDIA since Hopper the reduce starts while decode still runs: programmatic dependent launch
 (PTX ISA, `griddepcontrol`). Elsewhere neither waits nor starts early.
@@ -18,13 +17,19 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import AttentionLayer, Launcher, attention_constants
+from fp8kv_runtime.kernels.dense import attend_densely, find_prompts
+from fp8kv_runtime.kernels.launch import (
+    AttentionLayer,
+    Launcher,
+    attention_constants,
+    current_target,
+    is_elsewhere,
+)
 from fp8kv_runtime.kernels.split import find_part, plan_parts
-from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import plan_decode, reduce_config
+from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.kernels.tuning import Config, attention_config, plan_decode, plan_extend, reduce_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import KVBlocks, check_tensor
 
 
 def decode_attention(
@@ -50,15 +55,63 @@ def decode_attention(
     num_seqs = len(sequences.seq_lens)
     if query.shape[0] != num_seqs:
         raise ValueError(f"query must have a row per sequence, {num_seqs}, got {query.shape[0]}")
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if num_seqs == 0:
-        return out
-    query = query if query.stride(2) == 1 else query.contiguous()
-    # no KV is longer than this: lengths are on the device
-    longest = sequences.block_tables.shape[1] * blocks.layout.block_size
-    config, splits = plan_decode(current_target(), query, blocks, longest, num_splits)
-    attend_in_parts(query, blocks, sequences, options, config, splits, out)
+    query, out, longest = _prepare(query, blocks, sequences)
+    if num_seqs:
+        config, splits = plan_decode(current_target(), query, blocks, longest, num_splits)
+        attend_in_parts(query, blocks, sequences, options, config, splits, out)
     return out
+
+
+def extend_attention(
+    query: Tensor,
+    blocks: KVBlocks,
+    sequences: PagedSequences,
+    cu_seqlens: Tensor,
+    max_query_len: int,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008  frozen
+    *,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them; return [T, H, D].
+
+    `cu_seqlens` is [S + 1] int32; see `reference.extend_attention`. Prompts go to torch's own attention (see
+    `dense.py`) where it is faster. Where new tokens are too few to fill the GPU, KV is split as for decode.
+    `num_splits` takes our kernels: 1 leaves KV whole, more is as many parts.
+
+    Raises:
+        ValueError: shapes, types, devices or options do not fit together.
+    """
+    if is_elsewhere(query):
+        with torch.cuda.device(query.device):
+            return extend_attention(
+                query, blocks, sequences, cu_seqlens, max_query_len, options, num_splits=num_splits
+            )
+    check_attention(query, blocks, sequences, options)
+    num_seqs = len(sequences.seq_lens)
+    check_tensor("cu_seqlens", cu_seqlens, ((num_seqs + 1,),), torch.int32, query.device)
+    query, out, longest = _prepare(query, blocks, sequences)
+    if query.shape[0] == 0:
+        return out
+    cu_seqlens, target = cu_seqlens.contiguous(), current_target()
+    batch = (query, blocks, sequences)
+    if num_splits is None:
+        least_pairs = attention_config("extend", target, query, blocks).pairs
+        prompts = find_prompts(*batch, cu_seqlens, max_query_len, options, least_pairs)
+        if prompts:
+            attend_densely(*batch, options, prompts, out)
+            return out
+    out.zero_()  # rows that see nothing
+    rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
+    config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
+    attend_in_parts(*batch, options, config, splits, out, cu_seqlens, max_query_len)
+    return out
+
+
+def _prepare(query: Tensor, blocks: KVBlocks, sequences: PagedSequences) -> tuple[Tensor, Tensor, int]:
+    """Return the query with adjacent channels, memory for the output, and the most tokens of a sequence."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    longest = sequences.block_tables.shape[1] * blocks.layout.block_size  # lengths are on the device
+    return query if query.stride(2) == 1 else query.contiguous(), out, longest
 
 
 def attend_in_parts(
