@@ -28,7 +28,7 @@ from fp8kv_runtime.hf import EngineQuery, cache_of, is_latent, swap_attention
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or a latent [B, 1, T, R] and a
 # k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
-QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]  # module's name, and its [B, H, T, D] ... as in QKV
+QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]  # of a module's name, and QKV [B, heads, T, D]
 
 _PROBE_TOKENS = 8
 # kinds of layers that keep a state of fixed size, the first one beside K and V
