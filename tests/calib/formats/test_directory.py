@@ -278,15 +278,6 @@ def test_the_card_and_the_command_that_serves_it_are_of_what_is_written(model, t
         assert {len(layer.k) for layer in read_scales(out).layers} == {count}
 
 
-def test_query_scales_are_not_left_out_unasked(model, tmp_path):
-    source = tmp_path / "source"
-    assert calibrate(model, "-o", source, "--targets", "qkv").exit_code == 0
-    for name in ("vllm", "tgi", "fp8kv"):
-        done = fp8kv("convert", source, "--to", name, "-o", tmp_path / name)
-        assert done.exit_code == (0 if name == "vllm" else 2), name
-        assert ("--without-q" in done.stderr) == (name == "tgi")
-
-
 FLAG = "--model-impl transformers"
 WAY_OUT = "fp8kv bake after fp8kv calibrate --format fp8kv, or --to"
 PLAIN, INNER = "self_attn.k_scale", "self_attn.attn.k_scale"

@@ -399,10 +399,6 @@ def test_next_to_nothing_is_refused_for_a_cause():
             TextSummary.of(samples).check()
     for samples in ([[*range(64)]], [[*range(16)] * 9], []):
         TextSummary.of(samples).check()
-    with pytest.raises(InputError, match=r"14 tokens, 1 of them different.*840 words became 14"):
-        TextSummary.of([[1]] * 14, words=(840, 14)).check()
-    with pytest.raises(InputError, match="100% of the tokens are the unknown token"):
-        TextSummary.of([[0] * 100], unknown={0}, words=(100, 100)).check()
 
 
 @pytest.mark.parametrize("vocabulary", [10, 500, 3000])
