@@ -209,9 +209,8 @@ def test_a_processor_by_the_models_own_code_is_loaded_if_trusted_and_named_if_it
         with pytest.raises(Fp8kvError, match=message):
             load.load_processor(open_model_directory(model), trust_remote_code=trust)
             (model / "own.py").write_text(own.format("LlamaTokenizer"))
-            (model / "processor_config.json").rename(
-                model / "preprocessor_config.json"
-            )  # where it may be too
+            # where it may be too
+            (model / "processor_config.json").rename(model / "preprocessor_config.json")
             load.load_processor(open_model_directory(model), trust_remote_code=trust)
 
 
@@ -227,10 +226,8 @@ def test_what_cannot_read_pictures_says_so(llava, tmp_path, monkeypatch):
     refused(llava / "model", "runs layer by layer; use --offload none", offload="layerwise")
     refused(llava / "model", "takes no sound", **{"data.images": None, "data.audio": "shown"})
     refused(llava / "model", "and this dataset has none", **{"data.dataset": "random"})
-    refused(
-        save_model(seeing_model("llava"), tmp_path / "own"),
-        "has neither processor_config|cannot load the processor",
-    )
+    bare = save_model(seeing_model("llava"), tmp_path / "bare")
+    refused(bare, "has neither processor_config|cannot load the processor")
     with pytest.raises(Fp8kvError, match="needs mm_token_type_ids, which its processor does not make"):
         media_arguments(seeing_model("paddleocr_vl"), MediaSample((1, 0), torch.ones(1), b"", dict))
     monkeypatch.setattr(load, "find_spec", lambda name: None)

@@ -180,9 +180,8 @@ def exponent(x):
 @pytest.mark.parametrize(("spread", "largest"), [(0.5, 448), (5.0, 448), (5.0, 2.0**-7)])
 def test_hoppers_adds_cut_behind_the_largest(spread, largest):
     generator = torch.Generator().manual_seed(0)
-    scattered = torch.randn(2, 2, 5, 70, generator=generator) * 2 ** (
-        spread * torch.randn(2, 2, 5, 70, generator=generator)
-    )
+    whole, exponents = torch.randn(2, 2, 2, 5, 70, generator=generator)
+    scattered = whole * 2 ** (spread * exponents)
     codes, others = (e4m3(x.clamp(-y, y)).float() for x, y in zip(scattered, (largest, 448), strict=True))
     start = 3 * torch.randn(2, 5, 5, generator=generator)
     for begin in (torch.zeros_like(start), start):

@@ -67,9 +67,8 @@ def blocks_of(page):
     for number, line in lines:
         if opened := _FENCE.fullmatch(line):
             fence, says = opened.groups()
-            body = [
-                f"{inner}\n" for _, inner in takewhile(lambda line, end=fence: line[1].strip() != end, lines)
-            ]
+            inner = takewhile(lambda line, end=fence: line[1].strip() != end, lines)
+            body = [f"{line}\n" for _, line in inner]
             text = _INCLUDED.sub(lambda file: (ROOT / file[1]).read_text(), dedent("".join(body)))
             yield Block(page.relative_to(ROOT).as_posix(), number, re.match(r"[{. ]*(\w*)", says)[1], text)
 
@@ -84,9 +83,8 @@ def commands_of(block):
 
 def shows(shown, printed, *, part=False):
     """Whether this was printed. A line `...` stands for any; with `part` there may be more."""
-    shown, printed = (
-        [f"{line.rstrip()}\n" for line in text.strip("\n").splitlines()] for text in (shown, printed)
-    )
+    texts = (text.strip("\n").splitlines() for text in (shown, printed))
+    shown, printed = ([f"{line.rstrip()}\n" for line in lines] for lines in texts)
     pattern = "".join(r"(?:.*\n)*" if line == "...\n" else re.escape(line) for line in shown)
     pattern = f"^{pattern}" if part else rf"\A{pattern}\Z"
     return re.search(pattern, "".join(printed), re.MULTILINE) is not None

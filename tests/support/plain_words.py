@@ -54,10 +54,7 @@ def shape_offences(file):
                 if not SHAPE.search(text):
                     yield line, f"{name} has a tensor, and does not say of which shape"
                 if letters := set(re.findall(r"\b[A-Z]\b", " ".join(SHAPE.findall(text)))) - LETTERS:
-                    yield (
-                        line,
-                        f"{name} has a shape of {sorted(letters)}, which {LETTERS_PAGE.name} lacks",
-                    )
+                    yield line, f"{name} has a shape of {sorted(letters)}, which {LETTERS_PAGE.name} lacks"
 
 
 def _typed(owner, lines):

@@ -70,9 +70,8 @@ def save_seeing(family, directory, model=None, tokenizer=None):
         processor = transformers.Idefics3Processor(pictures, image_seq_len=1, **own)
     elif PLACES[family] == "<boi><image><eoi>":  # a token for four patches
         kinds = {"qwen3_5": classes.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil}
-        kinds["paddleocr_vl"] = (
-            classes.paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil
-        )
+        processing = classes.paddleocr_vl.image_processing_pil_paddleocr_vl
+        kinds["paddleocr_vl"] = processing.PaddleOCRVLImageProcessorPil
         pictures = kinds[family](size={"shortest_edge": 28**2, "longest_edge": 56**2}, patch_size=14)
         processor = transformers.PaddleOCRVLProcessor(pictures, **own)
     elif PLACES[family] == "<audio>":

@@ -254,9 +254,8 @@ def test_a_file_of_scales_alone_is_told_from_a_model(tmp_path):
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps(document | {"model_type": "llama"}))
     printed = lines_of(fp8kv("verify", tmp_path))
     assert printed.count("no tensor holds scales, only kv_cache_scales.json") == 6  # engines
-    assert (
-        "serve the model with --kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json" in printed
-    )
+    flags = "--kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json"
+    assert f"serve the model with {flags}" in printed
     printed = lines_of(fp8kv("verify", tmp_path, "--engine", "vllm", "--version", "0.4.2"))
     assert "vLLM 0.4.2 │ not known │ not known │ 1.0" in printed
     assert "for other engines, put kv_cache_scales.json into a copy of the model, and" in printed
@@ -288,9 +287,8 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
             assert f"problem: '{MODULES[1]}.{stray}' is not a name that an engine looks for" in printed
         assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == ("refused", "loaded")
     own = [*WEIGHTS, f"{MODULES[1]}.key_scale"]  # of code that comes with the model
-    assert (
-        "problem" not in fp8kv("inspect", write(tmp_path, own, SCALES, auto_map={"AutoModel": "m.A"})).output
-    )
+    write(tmp_path, own, SCALES, auto_map={"AutoModel": "m.A"})
+    assert "problem" not in fp8kv("inspect", tmp_path).output
     (tmp_path / "m.safetensors").rename(tmp_path / SCALES_SHARD)
     assert f"'{WEIGHTS[0]}' is not a name that" in lines_of(fp8kv("verify", tmp_path))  # in ours
     (tmp_path / SCALES_SHARD).unlink()

@@ -259,12 +259,9 @@ def test_the_card_and_the_command_that_serves_it_are_of_what_is_written(model, t
     done = succeeded(calibrate(model, "--strategy", "attn_head", "-o", reduced, "--reduce", "max"))
     assert "--attention-backend" not in " ".join(done.stdout.split())
     calibrate(model, "-o", tmp_path / "tensor")  # the same scales, of which the same is said
-    first, second = (
-        json.loads((out / CALIBRATION_FILE).read_text()) for out in (reduced, tmp_path / "tensor")
-    )
-    assert [first[key] for key in ("layers", "clip_chance", "expected")] == [
-        second[key] for key in ("layers", "clip_chance", "expected")
-    ]
+    reports = [json.loads((out / CALIBRATION_FILE).read_text()) for out in (reduced, tmp_path / "tensor")]
+    for key in ("layers", "clip_chance", "expected"):
+        assert reports[0][key] == reports[1][key]
     ran("convert", source, "--to", "vllm", "--reduce", "max", "-o", converted)
     for out in (reduced, converted):
         card = (out / "README.md").read_text()

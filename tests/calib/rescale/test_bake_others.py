@@ -69,9 +69,8 @@ def test_scale_one_becomes_right_for_every_family_of_latents(model_type, tmp_pat
     assert torch.equal(logits, same)
     assert len(layers) == len(baked_layers) == len(amax(before)) > 0
     pairs = [*zip(layers, baked_layers, strict=True)]
-    factors = torch.tensor(
-        [[(y.abs().max() / x.abs().max()).item() for x, y in zip(*pair, strict=True)] for pair in pairs]
-    )
+    largest = torch.tensor([[[x.abs().max().item() for x in each] for each in pair] for pair in pairs])
+    factors = largest[:, 1] / largest[:, 0]
     for (olds, news), factor in zip(pairs, factors, strict=True):
         assert all(torch.equal(x * f, y) for x, y, f in zip(olds, news, factor, strict=True))
     assert factors.log2().frac().abs().max() == 0

@@ -65,10 +65,8 @@ def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(s
 
 def test_one_scale_for_all_heads_has_room_of_its_own(stats):
     heads = {"strategy": "attn_head", "headroom": "auto"}
-    reduced, whole = (
-        derive_scales(stats, Recipe(**options))
-        for options in (heads | {"export": {"reduce": "max"}}, {"headroom": "auto"})
-    )
+    reduced = derive_scales(stats, Recipe(**heads, export={"reduce": "max"}))
+    whole = derive_scales(stats, Recipe(headroom="auto"))
     assert reduced.strategy == "tensor"
     for name, layer in reduced.layers.items():
         assert torch.equal(layer.k, whole.layers[name].k)

@@ -35,10 +35,8 @@ K, V = (0.5, 0.25, 0.125, 0.75), (0.375,) * 4
 
 def engine(k=K, v=V, cache="fp8", count=2):
     """What layers of an engine store with."""
-    layers = [
-        EngineLayer(i, cache != "16 bits", {"k_scale": k}, {"v_scale": v}, cache=cache) for i in range(count)
-    ]
-    return stored_scales(layers)
+    one = EngineLayer(0, cache != "16 bits", {"k_scale": k}, {"v_scale": v}, cache=cache)
+    return stored_scales([replace(one, layer=i) for i in range(count)])
 
 
 def test_a_fingerprint_is_of_what_k_and_v_are_stored_with():
@@ -183,9 +181,8 @@ def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
     other = asyncio.run(routes["/v1/fp8kv/scales"]())["server"]
     assert {type(scales.server), type(other)} == {str}
     assert scales.server != other
-    assert [(x.layer, x.cache, x.k, x.v) for x in scales.layers] == [
-        (0, "fp8", [0.5, None], [0.25]), (1, "16 bits", [], []),
-    ]  # fmt: skip
+    layers = [(x.layer, x.cache, x.k, x.v) for x in scales.layers]
+    assert layers == [(0, "fp8", [0.5, None], [0.25]), (1, "16 bits", [], [])]
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):
@@ -251,12 +248,9 @@ def test_pushed_scales_reach_every_layer_or_are_named(core):
     assert one.calls[0] == ("set_scales", {"0": {"k": [0.5], "v": [0.5]}})
     with pytest.raises(ScalesNotDeliveredError, match="rank 0: K's copy _k_scale_float is at 1.0 in layer 3"):
         push_scales(core(*[state(problems=["K's copy _k_scale_float is at 1.0 in layer 3"])] * 2), scales)
-    for bad in (
-        {"model.layers.0.mlp.weight": torch.ones(1)},
-        {"model.layers.0.self_attn.k_scale": torch.zeros(1)},
-    ):
+    for name, bad in (("mlp.weight", torch.ones(1)), ("self_attn.k_scale", torch.zeros(1))):
         with pytest.raises(InputError, match="is not a KV-cache scale"):
-            push_scales(core(), bad)
+            push_scales(core(), {f"model.layers.0.{name}": bad})
     with pytest.raises(InputError, match="fp8kv installed where it runs"):
         push_scales(SimpleNamespace(), scales)
 

@@ -163,10 +163,8 @@ def test_a_backend_is_named_with_the_copies_that_it_reads():
 
 def test_repair_sets_every_copy_of_what_the_files_have():
     heads, fnuz = Attention("model.layers.0.self_attn.attn", k=(1.0, 1.0), v=(1.0, 1.0)), Place(2, fnuz=True)
-    scalar, in_16_bits = (
-        Attention("model.layers.1.self_attn.attn", v=(1.0,)),
-        Attention("layers.2.attn", "auto"),
-    )
+    scalar = Attention("model.layers.1.self_attn.attn", v=(1.0,))
+    in_16_bits = Attention("layers.2.attn", "auto")
     model, found = nn.ModuleList([heads, scalar, in_16_bits]), files([(0.1, 0.2, 0.3, 0.4)] * 3, [(0.5,)] * 3)
     fill_scales(model, layers_of_files(found), fnuz, 1)
     assert heads._k_scale.tolist() == pytest.approx([0.6, 0.8])
@@ -241,9 +239,8 @@ def test_switches_take_yes_and_no_and_nothing_else(monkeypatch):
             plugin.guard("vllm", lambda: [][1])
     for variable in ("FP8KV_REQUIRE_SCALES", "FP8KV_REPAIR_SCALES"):
         monkeypatch.setenv(variable, "enable")
-        with pytest.raises(
-            ValueError, match=f"^{variable} is 'enable', which is neither on .1, true, yes, on"
-        ):
+        said = f"^{variable} is 'enable', which is neither on .1, true, yes, on"
+        with pytest.raises(ValueError, match=said):
             plugin.register_vllm()
         monkeypatch.delenv(variable)
 

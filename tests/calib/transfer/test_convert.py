@@ -80,9 +80,8 @@ def command_line(command, source, statistics, out, to="vllm"):
 
 def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp_path):
     out = tmp_path / "out"
-    one_line_error(
-        fp8kv("convert", per_head, "--to", "tgi", "-o", out), "holds no query scales", "--without-q"
-    )
+    done = fp8kv("convert", per_head, "--to", "tgi", "-o", out)
+    one_line_error(done, "holds no query scales", "--without-q")
     for name in ("convert", "repair"):
         done = command_line(name, measured, measured, out, "fp8kv")
         one_line_error(done, "--to fp8kv holds the statistics of a calibration", "use fp8kv calibrate")
@@ -133,9 +132,8 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
     assert config_of(out)["kv_cache_dtype_skip_layers"] == [0, 2]
     assert "--kv-cache-dtype-skip-layers 0 2" in (out / "README.md").read_text()
     assert scales(out) == scales(measured)
-    assert (
-        "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin" in ran("verify", out).stdout
-    )
+    left = "the config leaves layers 0, 2 in 16 bits: so does vLLM with our plugin"
+    assert left in ran("verify", out).stdout
     assert json_of("verify", out)["layers_in_16_bits"] == [0, 2]
     in_fp8 = open_scales(out)(AutoModelForCausalLM.from_pretrained(model)).layers.values()
     assert [layer.layer_idx for layer in in_fp8] == [1]

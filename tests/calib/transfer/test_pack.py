@@ -370,12 +370,9 @@ def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path, monke
 
 def test_what_is_no_pack_or_too_large(hub, model, pack, tmp_path):
     half = {name: content for name, content in contents(pack).items() if name != STATS}
-    for name, held in {
-        "me/model": {"config.json": b"{}"},
-        "me/half": half,
-        "me/scales": contents(pack),
-    }.items():
-        hub.put(name, held)
+    hub.put("me/model", {"config.json": b"{}"})
+    hub.put("me/half", half)
+    hub.put("me/scales", contents(pack))
     for name, said in (
         ("me/gone", "is neither a directory nor a pack on the Hub"),
         ("me/model", "is not a whole pack: it has no fp8kv_pack.json"),

@@ -275,9 +275,8 @@ def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path,
     for text in ("often", "nan", "-1"):
         monkeypatch.setenv("FP8KV_WATCH_SECONDS", text)
         harvest.watch_engine(other := Core(), str(tmp_path / "other"))  # which goes on
-        assert (
-            f"FP8KV_WATCH_SECONDS is '{text}'; give the seconds between two writes, such as 10" in caplog.text
-        )
+        said = f"FP8KV_WATCH_SECONDS is '{text}'; give the seconds between two writes, such as 10"
+        assert said in caplog.text
         assert not hasattr(other, "fp8kv_watch")
     monkeypatch.delenv("FP8KV_WATCH_SECONDS")
     # of data parallelism; engines of a dense model have a size of 1, and one that stays
@@ -496,9 +495,8 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
         path.write_text(json.dumps(document))
         one_line_error(fp8kv("watch", tmp_path / "few"), words)
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
-    one_line_error(
-        fp8kv("watch", tmp_path, "--model", tmp_path / "no"), f"'{tmp_path / 'no'}' does not exist"
-    )
+    done = fp8kv("watch", tmp_path, "--model", tmp_path / "no")
+    one_line_error(done, f"'{tmp_path / 'no'}' does not exist")
     for model in ({"model": ""}, {}):  # no directory, and not the current one
         (tmp_path / "fp8kv_watch.json").write_text(json.dumps({"fp8kv_watch": 1, "engine": "vllm"} | model))
         one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes (model: ")

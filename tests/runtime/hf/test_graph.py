@@ -10,11 +10,7 @@ import pytest
 import torch
 from fake_quant import scales_for
 from families import PARALLEL, tiny_model
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
 from fp8kv_runtime.errors import AttentionError
@@ -24,7 +20,7 @@ from fp8kv_runtime.kernels.launch import Launcher
 LAUNCH = Launcher.__call__
 
 
-class Recording(TorchDispatchMode):
+class Recording(_python_dispatch.TorchDispatchMode):
     """What stands in for a CUDA graph: it does again what was done, on the same memory."""
 
     def __init__(self, monkeypatch):
@@ -39,7 +35,7 @@ class Recording(TorchDispatchMode):
         return self.calls[-1][3]
 
     def launch(self, launcher, target, grid, blocks, *arguments):
-        with _disable_current_modes():
+        with _python_dispatch._disable_current_modes():
             codes = blocks.codes.view(torch.uint8)
             self.before.setdefault(codes.data_ptr(), (codes, codes.clone()))
             LAUNCH(launcher, target, grid, blocks, *arguments)
@@ -133,7 +129,7 @@ def waits_for_the_gpu(x, own):
 
 
 def misses_its_mask(x, own):
-    if _get_current_dispatch_mode():  # while it is recorded, which is done without one
+    if _python_dispatch._get_current_dispatch_mode():  # while it is recorded, which is done without one
         raise AttributeError("'NoneType' object has no attribute 'shape'")
     return own(x)
 
