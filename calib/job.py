@@ -20,6 +20,7 @@ from calib.capture.draft import add_draft_layer, layers_read, read_by_drafter
 from calib.capture.loop import media_arguments
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import (
+    NOTHING_SAVED,
     SavedProgress,
     Share,
     compared_inputs,
@@ -269,7 +270,7 @@ def _measure(
         )
 
     notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
-    notes += ["--resume found no saved progress, and began at the start"] if starts_over else []
+    notes += [NOTHING_SAVED] if starts_over else []
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:

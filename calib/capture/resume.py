@@ -36,8 +36,10 @@ from calib.scales.summary import covered_share
 LOOKAHEAD = 4  # the scales must hold for this many times the tokens that were read
 LAYER_SHARE = 0.95  # and in this share of the layers
 FIRST_TOKENS, FIRST_SAMPLES = 8192, 16  # a few documents say little about others
+THREADS = "number of threads"  # a name of an input
 _GROWTH = 1.25  # tokens at a decision, over those at the one before
-_START_AGAIN = "leave --resume away to start again"
+START_AGAIN = "leave --resume away to start again"
+NOTHING_SAVED = "--resume found no saved progress, and began at the start"
 # parts of a recipe that no statistic depends on
 _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
 
@@ -54,7 +56,7 @@ def compared_inputs(
         "dataset": data.fingerprint,
         "number of processes": [world.rank, world.size],
         # a GPU's results do not depend on it
-        "number of threads": recipe.device == "cpu" and torch.get_num_threads(),
+        THREADS: recipe.device == "cpu" and torch.get_num_threads(),
     }
 
 
@@ -74,34 +76,44 @@ class SavedProgress:
         """
         if not self.path.exists():
             return None, 0
-        stats, progress = load_progress(self.path, _START_AGAIN)
-        earlier = progress.get("run", {})
-        for name, value in self.inputs.items():
-            if earlier.get(name) == value:
-                continue
-            numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
-            raise InputError(
-                f"'{self.path}' is of a run with another {name}{numbers if isinstance(value, int) else ''}, "
-                f"so --resume cannot go on; give the same command, or {_START_AGAIN}"
-            )
-        RESUMABLE.add(self.path)
+        stats, progress = load_progress(self.path, START_AGAIN)
+        check_same_run(self.path, progress.get("run", {}), self.inputs)
         return stats, int(progress["batches"])
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
         """Save `stats` of the first `batches` if the last time is long ago; refuse where it cannot."""
         if time.monotonic() - self._saved_at < self.every_seconds:
             return
-        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_stats(stats(), scratch, progress={"run": self.inputs, "batches": batches})
-            scratch.replace(self.path)
-            RESUMABLE.add(self.path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot save progress to '{self.path}': {error}") from None
-        finally:
-            scratch.unlink(missing_ok=True)
+        progress = {"run": self.inputs, "batches": batches}
+        replace_progress(self.path, lambda scratch: save_stats(stats(), scratch, progress=progress))
         self._saved_at = time.monotonic()
+
+
+def check_same_run(path: Path, earlier: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Refuse the progress in `path`, of a run with the inputs `earlier`, unless they are these `inputs`."""
+    for name, value in inputs.items():
+        if earlier.get(name) == value:
+            continue
+        numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
+        raise InputError(
+            f"'{path}' is of a run with another {name}{numbers if name == THREADS else ''}, "
+            f"so --resume cannot go on; give the same command, or {START_AGAIN}"
+        )
+    RESUMABLE.add(path)
+
+
+def replace_progress(path: Path, write: Callable[[Path], None]) -> None:
+    """Put what `write` writes to a scratch file in the place of the progress file `path`, in one step."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(scratch)
+        scratch.replace(path)
+        RESUMABLE.add(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot save progress to '{path}': {error}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def progress_file(output: Path, rank: int) -> Path:
@@ -140,7 +152,7 @@ class Share:
         if self.batches_read > len(self.batches):
             raise InputError(
                 f"the saved progress covers {self.batches_read} batches of {len(self.batches)}; "
-                f"it is damaged, so {_START_AGAIN}"
+                f"it is damaged, so {START_AGAIN}"
             )
         for batch in self.batches[: self.batches_read]:
             self.advance(batch.num_tokens)

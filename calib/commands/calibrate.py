@@ -102,7 +102,7 @@ def calibrate(
         "Keep one layer in memory at a time (`layerwise`). Default: auto, if weights do not fit."
     ),
     max_memory: str | None = flags.resources("Use at most this much memory, such as 8GiB.", metavar="SIZE"),
-    resume: bool = flags.resources("Continue where the same command was stopped.", "--resume", default=False),
+    resume: bool = flags.RESUME,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
     version: bool = flags.VERSION,
     *,

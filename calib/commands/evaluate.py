@@ -78,6 +78,7 @@ def evaluate(
         "`vllm_triton_fp8` is vLLM on NVIDIA and, from 0.33, on AMD."
     ),
     dtype: choices.DType | None = flags.DTYPE,
+    resume: bool = flags.RESUME,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
     version: bool = flags.VERSION,
     *,
@@ -94,7 +95,9 @@ def evaluate(
     resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
         print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
-    report, failures = run_evaluation(model, resolved, scales=scales or [], output=output, progress=progress)
+    report, failures = run_evaluation(
+        model, resolved, scales=scales or [], output=output, resume=resume, progress=progress
+    )
     return Answer(report.to_json(), () if quiet else report_blocks(report), failures)
 
 

@@ -50,22 +50,22 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     """Measure all variants; the reference is the first entry."""
     measured = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
     for token_ids in setup.progress.each("documents", text.documents, "documents"):
-        for name, divergence in compare_variants(setup, token_ids, variants).items():
+        compared = setup.saved.once(compare_variants, setup, token_ids, variants)
+        for name, divergence in compared.items():
             measured[name].documents.append(divergence)
     served = [variant for variant in variants if variant.is_loadable or variant.cache]
     for document in setup.progress.each("long documents", text.long_documents, "documents"):
-        for name, divergence in compare_variants(setup, document.token_ids, served, long=document).items():
+        compared = setup.saved.once(compare_variants, setup, document.token_ids, served, long=document)
+        for name, divergence in compared.items():
             measured[name].long_documents.append(divergence)
     documents = [(token_ids, None) for token_ids in text.layer_documents]
-    errors, measured[REFERENCE].values = read_layers(setup, documents, variants)
+    errors, measured[REFERENCE].values = setup.saved.once(read_layers, setup, documents, variants)
     for name, layers in errors.items():
         measured[name].layers = layers
     writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.is_whole_cache]
     for writer in setup.progress.each("text", writing, "variants"):
         setup.progress.detail(writer.variant.name)
-        with writer.variant.apply(setup):
-            writer.texts = _continue_greedily(setup, text.prompts, text.new_tokens)
-            writer.passkeys = _retrieve(setup, text.passkeys)
+        writer.texts, writer.passkeys = setup.saved.once(_write, setup, writer.variant, text)
         pairs = zip(measured[REFERENCE].texts, writer.texts, strict=True)
         writer.same_tokens = [_count_same(a, b) for a, b in pairs]
     return measured
@@ -110,6 +110,13 @@ def _read(
     with variant.apply(setup):
         logits: Tensor = setup.model(input_ids=ids, use_cache=True, **arguments).logits
     return logits[0]
+
+
+def _write(setup: Setup, variant: Variant, text: EvaluationText) -> tuple[list[list[int]], list[bool]]:
+    """Return greedy texts after all prompts, and which passkeys are retrieved."""
+    with variant.apply(setup):
+        texts = _continue_greedily(setup, text.prompts, text.new_tokens)
+        return texts, _retrieve(setup, text.passkeys)
 
 
 def _continue_greedily(setup: Setup, prompts: Sequence[Tensor], count: int) -> list[list[int]]:
@@ -220,7 +227,7 @@ def _mean_kl(
     total = [0.0] * len(variants)
     reads = [(document, rows) for document in documents for rows in chunks(len(variants), _AT_ONCE)]
     for token_ids, rows in setup.progress.each(stage, reads, "reads"):
-        divergences = compare_variants(setup, token_ids, variants[rows])
+        divergences = setup.saved.once(compare_variants, setup, token_ids, variants[rows])
         for i in range(len(variants))[rows]:
             total[i] += float(divergences[variants[i].name].kl.double().sum())
     tokens = sum(map(len, documents))

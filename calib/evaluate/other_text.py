@@ -134,11 +134,12 @@ def measure_other_texts(
     for text in texts:
         divergences: dict[str, list[Divergence]] = {}
         for piece in setup.progress.each(text.data.source, text.pieces, "documents"):
-            compared = compare_variants(setup, torch.tensor(piece.ids), variants, piece.media)
+            token_ids = torch.tensor(piece.ids)
+            compared = setup.saved.once(compare_variants, setup, token_ids, variants, piece.media)
             for name, divergence in compared.items():
                 divergences.setdefault(name, []).append(divergence)
         documents = [(torch.tensor(piece.ids), piece.media) for piece in text.pieces]
-        clipped, _ = read_layers(setup, documents, variants, with_errors=False)
+        clipped, _ = setup.saved.once(read_layers, setup, documents, variants, with_errors=False)
         measured.append(MeasuredElsewhere(text, divergences, clipped))
     return measured
 

@@ -1,12 +1,19 @@
 """The whole evaluation: calibrate on one part of the text, measure every variant on another."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
+from calib.capture.resume import THREADS, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader
 from calib.errors import InputError
@@ -21,14 +28,17 @@ from calib.evaluate.cache_variants import (
     select_types,
 )
 from calib.evaluate.held_out import add_own_samples, find_readers
+from calib.evaluate.layer_errors import Clipping, LayerError, LayerValues
 from calib.evaluate.measure import choose_searched, measure, search_layers, written_texts
 from calib.evaluate.other_text import check_other_texts, load_other_texts, measure_other_texts, other_datasets
 from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
 from calib.evaluate.report import BROKEN, Report, Suite, explain_not_finite
+from calib.evaluate.resume import UNSAVED, SavedResults, results_file
 from calib.evaluate.serve_commands import Offers
-from calib.evaluate.summarize import Evaluation, summarize
-from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
+from calib.evaluate.statistics import Divergence
+from calib.evaluate.summarize import Evaluation, machine_name, summarize
+from calib.evaluate.tasks import digest_tasks, find_tasks, run_tasks, task_variants
 from calib.evaluate.variants import (
     ONE_ATTENTION,
     Setup,
@@ -38,16 +48,27 @@ from calib.evaluate.variants import (
     select_variants,
 )
 from calib.evaluate.verdict import check_variant, failures
+from calib.files.fingerprint import fingerprint
+from calib.files.strict_json import json_text
 from calib.files.text import Condition, parse_condition
+from calib.formats.output import versions
 from calib.models.config import check_positions, load_config, takes_media
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.scales import LATENT_NOTE
+from calib.scales.scales import LATENT_NOTE, SharedAttention
+from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.summary import TEXT_ALONE
 from fp8kv_runtime.errors import AttentionError
+
+_RESULT_TYPES = (
+    *(Divergence, Clipping, LayerError, LayerValues),
+    *(KVStats, LayerStats, TensorStats, SharedAttention),
+)
+# parts of a recipe that no measurement depends on
+_FREE_TO_CHANGE: Any = {"export": True, "description": True, "save_minutes": True, "evaluation": {"fail_if"}}
 
 
 def evaluate(
@@ -57,14 +78,18 @@ def evaluate(
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
     wish: Wish | None = None,
+    saved: SavedResults = UNSAVED,
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
-    With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
+    With a `wish`, nothing is measured that cannot be served there. Results are kept in `saved`, or were.
+    `summarize` makes the report.
     """
     evaluation = open_inputs(model_name, recipe, scales, suite, wish)
-    _load_model_and_text(evaluation, progress)
+    _load_model_and_text(evaluation, progress, saved)
+    if saved.path is not None:
+        evaluation.warnings += saved.open(_compared_inputs(evaluation), _RESULT_TYPES)
     _calibrate(evaluation)
     _choose_variants(evaluation)
     _measure_variants(evaluation)
@@ -108,14 +133,14 @@ def open_inputs(
     )
 
 
-def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
+def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: SavedResults) -> None:
     """Load the model and the text; refuse a model, scales or cache types that cannot be measured."""
     recipe, suite, checkpoint = evaluation.recipe, evaluation.suite, evaluation.checkpoint
     settings, trust_code = recipe.evaluation, recipe.trust_remote_code
     progress.stage("load")
     source = partial(load_model, checkpoint, evaluation.config, recipe.dtype, recipe.device, trust_code)
     tokenizer = load_tokenizer(checkpoint, trust_code)
-    evaluation.setup = setup = Setup(source, tokenizer, settings.backend, progress, settings.attention)
+    evaluation.setup = setup = Setup(source, tokenizer, settings.backend, progress, settings.attention, saved)
     evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
     readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
     reader = MediaReader(checkpoint, evaluation.config, trust_code)
@@ -134,14 +159,45 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 
+def _compared_inputs(evaluation: Evaluation) -> dict[str, Any]:
+    """Return all that figures follow from, by its name in errors: a run goes on only with equal ones."""
+    checkpoint, device, text = evaluation.checkpoint, evaluation.setup.model.device.type, evaluation.text
+    settings = dict[str, Any]()
+    for key, value in evaluation.recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE).items():
+        section = value if isinstance(value, dict) else {"": value}
+        settings |= {f"setting '{key}.{name}'".replace(".'", "'"): x for name, x in section.items()}
+    other_texts = [
+        (x.data.fingerprint, [piece.ids for piece in x.pieces]) for x in evaluation.other_documents
+    ]
+    return {
+        **{f"version of {name}": number for name, number in versions().items()},
+        "machine": machine_name(device),
+        "model": fingerprint(checkpoint),
+        "state of the weight files": checkpoint.sizes_and_times(),
+        **settings,
+        "suite": asdict(evaluation.suite),
+        "set of scales in --scales": _digest({x.name: x.scales for x in evaluation.variants}),
+        "dataset": _digest([text.calibration.samples, text.documents, text.long_documents, text.passkeys]),
+        "dataset of --also": _digest(other_texts),
+        "task or text of a task": digest_tasks(evaluation.tasks),
+        THREADS: device == "cpu" and torch.get_num_threads(),
+    }
+
+
+def _digest(content: Any) -> str:
+    """Return the SHA-256 of tensors, records and plain values."""
+    text = json_text(content, default=lambda x: x.tolist() if isinstance(x, Tensor) else vars(x))
+    return sha256(text.encode()).hexdigest()
+
+
 def _calibrate(evaluation: Evaluation) -> None:
     """Measure the statistics that variants are made of."""
     setup, recipe, text = evaluation.setup, evaluation.recipe, evaluation.text.calibration
-    evaluation.stats = evaluation.random_stats = inputs.calibrate_on(
-        setup, text.samples, recipe, "the evaluation's own text"
+    evaluation.stats = evaluation.random_stats = setup.saved.once(
+        inputs.calibrate_on, setup, text.samples, recipe, "the evaluation's own text"
     )
     if "random" in _built_in_names(recipe.evaluation):
-        evaluation.random_stats = inputs.calibrate_on_random_tokens(setup, recipe)
+        evaluation.random_stats = setup.saved.once(inputs.calibrate_on_random_tokens, setup, recipe)
     advice = inputs.advise_length(evaluation.suite, recipe.data)
     evaluation.warnings += text.summary(recipe.data.skip_first).warnings(advice)
     evaluation.warnings += [LATENT_NOTE] * evaluation.stats.latent
@@ -241,17 +297,25 @@ def run_evaluation(
     *,
     scales: Sequence[Path] = (),
     output: Path | None = None,
+    resume: bool | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line for each failure.
 
     `scales` are directories to compare; the report goes to `output`; `progress` is told each step. Failures
-    are a broken model, conditions that are met, and a report that cannot be written.
+    are a broken model, conditions that are met, and a report that cannot be written. Unless `resume` is None,
+    results are saved beside `output` until it is there; with `resume` a run that was stopped goes on.
     """
+    if resume and output is None:
+        raise InputError("--resume needs -o: results are saved beside the report; give its directory")
     conditions = check_evaluation(recipe, scales)
+    place = None if output is None or resume is None else results_file(output)
+    saved = SavedResults(place, bool(resume), 60 * recipe.save_minutes)
     with report_place(output) as write:
-        report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
+        report = summarize(evaluate(model_name, recipe, scales=scales, saved=saved, progress=progress))
         problems = write(report)
+        if place is not None and not problems:
+            remove_progress(place)
     lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
     broken = [] if report.variants[REFERENCE].kl.is_finite else [BROKEN]
     return report, [*broken, *problems, *lines]

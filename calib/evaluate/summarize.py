@@ -218,7 +218,7 @@ def _conditions(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "version": SCHEMA,
         "versions": versions(),
-        "machine": _machine_name(setup.model.device.type),
+        "machine": machine_name(setup.model.device.type),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": evaluation.model_name,
         "suite": evaluation.suite,
@@ -241,7 +241,7 @@ def _conditions(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _machine_name(device: str) -> str:
+def machine_name(device: str) -> str:
     """Return the name of the GPU or CPU behind torch's `device`."""
     if device == "cuda":
         return torch.cuda.get_device_name()

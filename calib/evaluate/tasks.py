@@ -2,10 +2,12 @@
 
 import copy
 import difflib
+import hashlib
 import importlib.util
 import io
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
@@ -23,6 +25,7 @@ from calib.arguments import to_path
 from calib.data.hub_rows import is_unreachable
 from calib.errors import InputError, one_line
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
+from calib.files.strict_json import json_text
 from calib.models.load import check_token_ids
 
 # lm-eval's own: its few-shot examples are those of its command line
@@ -185,13 +188,24 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
         lm = HFLM(pretrained=setup.model, tokenizer=tokenizer, backend="causal", batch_size=_BATCH_SIZE)
         for variant in setup.progress.each("tasks", (UNCHANGED, *variants), "variants"):
             setup.progress.detail(variant.name)
-            with variant.apply(setup):
-                rows = _evaluate(lm, tasks, variant.name)
-            for task, row in rows.items():
-                if metrics := _metrics(row):
+            for task, metrics in setup.saved.once(_evaluate, setup, lm, tasks, variant).items():
+                if metrics:
                     figures.setdefault(task, {})[variant.name] = metrics
     harness = {"name": "lm-eval", "version": version("lm-eval"), "limit": tasks.limit}
     return {"tasks": figures, "harness": harness}
+
+
+def digest_tasks(tasks: Tasks) -> str:
+    """Return the SHA-256 of what models are asked: settings, documents and few-shot examples of each task."""
+    digest = hashlib.sha256()
+    for name, task in tasks.loaded["tasks"].items():
+        with _silence():
+            examples = task.fewshot_docs() if task.config.num_fewshot else ()
+            parts = [name, task.dump_config(), *task.eval_docs, *examples]
+        for part in parts:
+            # what stands for a function that has no source says where it lies in memory
+            digest.update(re.sub(" at 0x[0-9a-f]+", "", json_text(part, default=str)).encode())
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -205,22 +219,23 @@ def _checking_ids(setup: Setup) -> Iterator[None]:
         yield
 
 
-def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, dict[str, Any]]:
-    """Evaluate as `simple_evaluate` does, but for its report of the machine, which starts 14 programs."""
+def _evaluate(setup: Setup, lm: Any, tasks: Tasks, variant: Variant) -> dict[str, dict[str, Any]]:
+    """Return metrics by task as `simple_evaluate` does, whose report of the machine starts 14 programs."""
     import lm_eval
 
     set_seed(_SEED)
     for task in tasks.loaded["tasks"].values():
         task.set_fewshot_seed(_SEED)
     try:
-        results: dict[str, dict[str, dict[str, Any]]] = lm_eval.evaluate(
-            lm, tasks.loaded, limit=tasks.limit, bootstrap_iters=_RESAMPLES, log_samples=False
-        )
+        with variant.apply(setup):
+            results = lm_eval.evaluate(
+                lm, tasks.loaded, limit=tasks.limit, bootstrap_iters=_RESAMPLES, log_samples=False
+            )
     # AssertionError: how lm-eval checks lengths; ValueError: also our AttentionError
     except (AssertionError, ValueError) as error:
         reason = " ".join(str(error).split()) or f"{type(error).__name__}; --debug shows where"
-        raise InputError(f"lm-eval on the cache '{name}': {reason}") from error
-    return results["results"]
+        raise InputError(f"lm-eval on the cache '{variant.name}': {reason}") from error
+    return {task: _metrics(row) for task, row in results["results"].items()}
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:

@@ -15,6 +15,7 @@ from calib.caches.types import Layers
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.errors import InputError
 from calib.evaluate.attention_modes import scales_problem, simulate_attention
+from calib.evaluate.resume import UNSAVED, SavedResults
 from calib.progress import SILENT, Progress
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
@@ -41,6 +42,7 @@ class Setup:
     backend: Backend = "auto"
     progress: Progress = SILENT
     attention: AttentionMode = "exact"  # of FP8 caches
+    saved: SavedResults = UNSAVED
 
     @cached_property
     def model(self) -> PreTrainedModel:

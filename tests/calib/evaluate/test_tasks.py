@@ -24,7 +24,8 @@ from calib.evaluate import inputs, run
 from calib.evaluate.page.page import render_html
 from calib.evaluate.page.tables import task_table
 from calib.evaluate.report import Report, Suite, TaskFigure
-from calib.evaluate.tasks import find_tasks, run_tasks, task_variants
+from calib.evaluate.resume import SavedResults
+from calib.evaluate.tasks import digest_tasks, find_tasks, run_tasks, task_variants
 from calib.evaluate.variants import Setup, Variant
 
 pytestmark = pytest.mark.xdist_group("evaluate")
@@ -131,6 +132,28 @@ def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(setup, tas
     assert bare.pad_token is None
     assert setup.model.config == config
     assert "DISABLE_MULTIPROC" not in os.environ
+
+
+def test_figures_of_an_earlier_run_are_taken_and_other_questions_or_settings_are_told(
+    setup, task_files, tmp_path, monkeypatch
+):
+    file = task_files / "choice.yaml"
+    tasks = find_tasks([str(file)], limit=2)
+    first, again = SavedResults(tmp_path / "saved"), SavedResults(tmp_path / "saved", resume=True)
+    first.open({}, ())
+    figures = run_tasks(replace(setup, saved=first), tasks, [])
+    again.open({}, ())
+    monkeypatch.setattr(lm_eval, "evaluate", lambda *_, **__: pytest.fail("it was asked again"))
+    assert run_tasks(replace(setup, saved=again), tasks, []) == figures
+    assert digest_tasks(find_tasks([str(file)])) == digest_tasks(tasks)
+    other, rows = tmp_path / "choice.yaml", (task_files / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace("w", "w1", 1))
+    for old, new in (
+        ("num_fewshot: 2", "num_fewshot: 1"),
+        (str(task_files / "rows.jsonl"), str(tmp_path / "rows.jsonl")),
+    ):
+        other.write_text(file.read_text().replace(old, new))
+        assert digest_tasks(find_tasks([str(other)])) != digest_tasks(tasks)
 
 
 GOOD = "task: x\noutput_type: multiple_choice\ntest_split: test\ndataset_path: "

@@ -1,0 +1,103 @@
+"""`fp8kv eval --resume`: results of units of work on disk, so that an evaluation that was stopped goes on.
+
+The file lies beside the report under a hidden name, is replaced by a rename, and is gone once the report is
+there. Its first line is the SHA-256 of the rest: a line of JSON, the inputs that may not change, and results.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from calib.capture.resume import (
+    NOTHING_SAVED,
+    START_AGAIN,
+    check_same_run,
+    remove_progress,
+    replace_progress,
+)
+from calib.errors import InputError
+from calib.files.strict_json import json_text, read_bytes
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class SavedResults:
+    """Results of an evaluation so far; without a `path` nothing is kept."""
+
+    path: Path | None = None
+    resume: bool = False
+    every_seconds: float = 0.0
+    _inputs: dict[str, Any] = field(default_factory=dict)
+    _results: list[Any] = field(default_factory=list)
+    _count: int = 0  # of the results that were asked for; with equal inputs the order is the same
+    _saved_at: float = field(default_factory=time.monotonic)
+
+    def open(self, inputs: dict[str, Any], types: Sequence[type]) -> list[str]:
+        """Begin a run with such `inputs`, or go on with an earlier one; return warnings.
+
+        Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
+        inputs, and a damaged file.
+        """
+        assert self.path is not None
+        self._inputs = json.loads(json_text(inputs))
+        if not self.resume:
+            remove_progress(self.path)
+        elif not self.path.exists():
+            return [NOTHING_SAVED]
+        else:
+            self._results = self._load(self.path, types)
+        return []
+
+    def once(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kw: Arguments.kwargs
+    ) -> Result:
+        """Return the result of the next unit of `work`, which is done unless an earlier run has saved it."""
+        if self.path is None:
+            return work(*args, **kw)
+        self._count += 1
+        if self._count > len(self._results):
+            self._results.append(work(*args, **kw))
+            if time.monotonic() - self._saved_at >= self.every_seconds:
+                replace_progress(self.path, self._write)
+                self._saved_at = time.monotonic()
+        return cast("Result", self._results[self._count - 1])
+
+    def _load(self, path: Path, types: Sequence[type]) -> list[Any]:
+        digest, _, content = read_bytes(path).partition(b"\n")
+        if digest != _sha256(content):
+            raise InputError(
+                f"'{path}' is damaged (its values are not those that were written); {START_AGAIN}"
+            )
+        run, _, results = content.partition(b"\n")
+        check_same_run(path, json.loads(run), self._inputs)
+        with torch.serialization.safe_globals([*types]):  # nothing else is made of what a file says
+            return cast("list[Any]", torch.load(BytesIO(results), weights_only=True))
+
+    def _write(self, scratch: Path) -> None:
+        results = BytesIO()
+        torch.save(self._results, results)
+        content = json_text(self._inputs).encode() + b"\n" + results.getvalue()
+        scratch.write_bytes(_sha256(content) + b"\n" + content)
+
+
+UNSAVED = SavedResults()
+
+
+def results_file(report: Path) -> Path:
+    """Return the place of the results of an evaluation whose report will be the directory `report`."""
+    path = Path(os.path.realpath(report))
+    return path.with_name(f".{path.name}.evaluation.progress")
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
