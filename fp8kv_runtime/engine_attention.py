@@ -243,7 +243,8 @@ def _add_rows(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
         largest = (_code_power(x) * _code_power(y)).amax(-2)
         step = largest.maximum(_power(total)).mul_(_FRACTION).clamp_(min=2.0**-100)
         products = (x * y).div_(step[..., None, :]).trunc_().sum(-2)
-        total = _cut(products.add_((total / step).trunc_()).mul_(step))
+        sums = products.add_((total / step).trunc_()).mul_(step)
+        total = (sums.view(torch.int32) & _KEPT_BITS).view(torch.float32)
     return total
 
 
@@ -254,7 +255,3 @@ def _power(x: Tensor) -> Tensor:
 
 def _code_power(codes: Tensor) -> Tensor:
     return _power(codes.contiguous()).clamp(min=_SUBNORMAL).where(codes != 0, 0.0)
-
-
-def _cut(x: Tensor) -> Tensor:
-    return (x.view(torch.int32) & _KEPT_BITS).view(torch.float32)

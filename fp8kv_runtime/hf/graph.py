@@ -76,7 +76,7 @@ class RecordedSteps:
         ):
             return None
         return (
-            rows.cache.num_blocks, rows.num_rows, rows.is_padded, mask is None, _width(rows), options,
+            rows.cache.num_blocks, rows.num_rows, rows.is_padded, mask is None, rows.table_width, options,
             [(name, x.shape, x.dtype, x.device) for name, x in inputs.items()],
             [getattr(self._config, name, None) for name in ("output_hidden_states", "output_attentions")],
             str(self._config._attn_implementation),
@@ -105,7 +105,7 @@ class _Step:
             self._inputs = {name: torch.zeros_like(x) for name, x in _inputs(kwargs).items()}
             tables, lengths, starts = (
                 torch.zeros(size, dtype=torch.int32, device=device)
-                for size in ((*shape, _width(rows)), shape, shape)
+                for size in ((*shape, rows.table_width), shape, shape)
             )
             self._slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self._sequences = PagedSequences(tables, lengths, starts if rows.is_padded else None)
@@ -203,8 +203,3 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a step, without the mask."""
     return {name: x for name, x in kwargs.items() if isinstance(x, Tensor) and name != "attention_mask"}
-
-
-def _width(rows: CacheRows) -> int:
-    """Return how many blocks a row of the tables has room for: a power of two."""
-    return max(16, 1 << (rows.num_blocks - 1).bit_length())

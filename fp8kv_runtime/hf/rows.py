@@ -76,9 +76,9 @@ class CacheRows:
         return len(self._sequences)
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of a row."""
-        return len(self._sequences[0].block_ids)
+    def table_width(self) -> int:
+        """Blocks of a row that recorded tables have room for: a power of two."""
+        return max(16, 1 << (len(self._sequences[0].block_ids) - 1).bit_length())
 
     @property
     def is_step(self) -> bool:

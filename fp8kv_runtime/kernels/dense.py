@@ -10,7 +10,7 @@ says (Prompts): the weights have 16 bits, and the output is rounded before V's s
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,10 @@ def attend_densely(
     by_head, rows = query.transpose(0, 1)[None], out.transpose(0, 1)[None]  # [1, H, T, D]
     for prompt in prompts:
         tokens = slice(prompt.start, prompt.stop)
-        for heads in _chunks(blocks, prompt):
+        # as many KV heads at a time as fit the workspace, or one
+        size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
+        for first in range(0, blocks.num_kv_heads, size):
+            heads = slice(first, min(first + size, blocks.num_kv_heads))
             queries = slice(heads.start * group, heads.stop * group)
             # in one call, or in one for each KV head with a scale of its own
             of_calls = [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)]
@@ -159,13 +162,6 @@ def _run_side_by_side(
         for stream, end in streams:
             end.record(stream)
             current.wait_event(end)
-
-
-def _chunks(blocks: KVBlocks, prompt: Prompt) -> Iterator[slice]:
-    """Yield KV heads that fit the workspace, or one head."""
-    size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
-    for head in range(0, blocks.num_kv_heads, size):
-        yield slice(head, min(head + size, blocks.num_kv_heads))
 
 
 def _torch(query: Tensor, key: Tensor, value: Tensor) -> Attention:
