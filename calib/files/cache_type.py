@@ -7,7 +7,7 @@ for 16 numbers each. The value is calibrated; tools and engines differ by a fact
 import re
 from typing import Any, Literal, NamedTuple
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from calib.choices import FP8Name
 from calib.errors import InputError
@@ -92,11 +92,8 @@ def nvfp4_convention(directory: ModelDirectory) -> Convention | None:
 
 def parse_release(version: object) -> Version | None:
     """Return the numbers of a producer's version, 0.42.0 of `0.42.0rc1`; None if it has none."""
-    match = re.match(r"\d+\.\d+(?:\.\d+)?", str(version))
-    try:
-        return Version(match[0]) if match else None
-    except InvalidVersion:
-        return None
+    match = re.match(r"[0-9]{1,9}\.[0-9]{1,9}(?:\.[0-9]{1,9})?", str(version))
+    return Version(match[0]) if match else None
 
 
 def _type_words(directory: ModelDirectory) -> dict[str, str]:

@@ -285,6 +285,7 @@ def test_the_producer_names_and_other_words_of_the_config_tell(tmp_path):
         (by("modelopt", "0.41.0"), 2688),  # before its #790
         (by("modelopt", "0.42.0rc1"), 448),
         (by("modelopt", "new"), None),
+        (by("modelopt", "9" * 5000 + ".1"), None),  # more digits than Python reads
         (by("modelopt", None), None),
         (by("fp8kv", nvfp4_kv_divisor=448), 448),
         (by("fp8kv", nvfp4_kv_divisor=2688), 2688),
