@@ -74,6 +74,7 @@ class Chart(NamedTuple):
     legend: Sequence[Series] = ()
     frontier: Sequence[Point] = ()
     by_tokens: bool = False  # its axis: tokens that fit, not bytes
+    omitted: Sequence[str] = ()  # of which the number of tokens is not known
     layer: Layer | None = None
     row: LayerRow | None = None  # of the same layer, or of the worst
 
@@ -129,18 +130,23 @@ def _bytes_chart(report: Report) -> Chart | None:
     whole, answer = report.bytes_per_token["16bit"], report.recommended
     served = [x for x in (answer.chosen, *answer.alternatives) if x.tokens_per_gb] if answer else []
     memory = {cache.cache: cache.memory for cache in served}
-    by_bytes = {cache.bytes_per_token: cache.memory for cache in served}  # for scales of the user's
-    points = [
-        Point(_CUSTOM if row.kind == "given" else name, share, row.kl, name == report.subject)
-        for name, row in report.variants.items()
-        if row.bytes_per_token and row.kl.is_finite and row.kl.low > 0 and can_be_served(name, row)
-        and (share := memory.get(name, by_bytes.get(row.bytes_per_token)) if memory
-             else row.bytes_per_token / whole)
-    ]  # fmt: skip
+    by_bytes = {cache.bytes_per_token: cache.memory for cache in served}
+    points, omitted = list[Point](), list[str]()
+    for name, row in report.variants.items():
+        if not (row.bytes_per_token and row.kl.is_finite and row.kl.low > 0 and can_be_served(name, row)):
+            continue
+        is_custom = row.kind == "given"  # FP8 scales of the user's
+        share = row.bytes_per_token / whole
+        if memory:
+            share = memory.get(name, by_bytes.get(row.bytes_per_token, 0) if is_custom else 0)
+        if share:
+            points.append(Point(_CUSTOM if is_custom else name, share, row.kl, name == report.subject))
+        else:
+            omitted.append(name)
     if len({point.share for point in points}) < 2:
         return None
     svg = draw_kl_by_bytes(points, report.noise_floor, by_tokens=bool(memory))
-    return Chart(svg, frontier=frontier(points), by_tokens=bool(memory))
+    return Chart(svg, frontier=frontier(points), by_tokens=bool(memory), omitted=omitted)
 
 
 def draw_kl_by_bytes(points: Sequence[Point], floor: float, *, by_tokens: bool = False) -> str:

@@ -389,7 +389,12 @@ def test_what_does_not_differ_measurably_goes_to_the_simpler():
 def test_every_answer_can_be_served(caches_evaluation, caches_report, caches_directory):
     assert caches_report.recommended.chosen.cache in caches_report.advice[-1]
     assert caches_report.recommended.chosen.commands[-1] in caches_report.advice[-1]
-    assert ">tokens that fit, beside a 16-bit cache<" in charts(caches_report)["bytes"].svg
+    chart = charts(caches_report)["bytes"]
+    assert ">tokens that fit, beside a 16-bit cache<" in chart.svg
+    answer = caches_report.recommended
+    known = {x.cache for x in (answer.chosen, *answer.alternatives) if x.tokens_per_gb}
+    assert {point.name for point in chart.frontier} <= known
+    assert {name for name in caches_report.variants if name.startswith("lmdeploy")} <= {*chart.omitted}
     judgement = Judgement(caches_evaluation.measured, caches_report.variants, caches_report.noise_floor)
     trusting = replace(caches_evaluation.offers, trust_remote_code=True)
     for place in product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"]):
