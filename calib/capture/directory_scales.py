@@ -104,10 +104,10 @@ def to_scales(stored: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype
         for letter in "kvq":
             values = getattr(layer, letter)
             if not is_usable(values) and not (letter == "q" and values is None):
-                problem = [*values[:8]] if values else "missing"
+                problem = f"{[*values[:8]]}, which no K, V or Q needs" if values else "missing"
                 raise InputError(
-                    f"'{path}': the {letter}_scale of layer {layer.layer} is {problem}; a scale is finite "
-                    "and positive: mend it with fp8kv repair, or calibrate the model again"
+                    f"'{path}': the {letter}_scale of layer {layer.layer} is {problem}; "
+                    "mend it with fp8kv repair, or calibrate the model again"
                 )
         q = None if layer.q is None else torch.tensor(layer.q)
         scales[module] = LayerScales(layer.layer, torch.tensor(layer.k), torch.tensor(layer.v), q)

@@ -122,7 +122,7 @@ class StoredScales:
                 f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less an "
                 "offset, which engines do not subtract"
             )
-        return problems + self._scales_from_before_baking()
+        return problems + self._json_problems() + self._scales_from_before_baking()
 
     def modules(self) -> dict[int | None, str]:
         """Return the attention module of each layer; raise an InputError where one has several."""
@@ -187,6 +187,18 @@ class StoredScales:
             ):
                 return first_place, place
         return None
+
+    def _json_problems(self) -> list[str]:
+        """Report a kv_cache_scales.json for another type of model, or whose ranks are not 0, 1 and so on."""
+        if (json := self.directory.json) is None:
+            return []
+        types = [part.get("model_type") for part in (self.directory.config, self.directory.text_config)]
+        if json.model_type is not None and any(types) and json.model_type not in types:
+            named, own = str(json.model_type)[:80], types[0] or types[1]
+            return [f"{JSON_FILE} is for a '{named}', and config.json is that of a '{own}'"]
+        if set(json.ranks) != {*range(len(json.ranks))}:
+            return [f"{JSON_FILE} has scales of ranks {[*json.ranks][:8]}; ranks count from 0"]
+        return []
 
     def _scales_from_before_baking(self) -> list[str]:
         """Report scales of the model as it was before it was baked for FP8, which puts K's near 1."""

@@ -57,6 +57,17 @@ def test_json_has_one_scale_for_both(model, tmp_path):
     write_json(tmp_path, "float8_e4m3fn", ranks)
     layers = open_scales(tmp_path)(model).layers.values()
     assert [layer.k.item() for layer in layers] == [layer.v.item() for layer in layers] == [0.5, 0.75, 1.0]
+    write_json(tmp_path, "float8_e4m3fn", {"1": ranks["1"]})
+    refused(tmp_path, model, "has scales of ranks [1]; ranks count from 0")
+
+
+def test_json_of_another_type_of_model_is_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    write_json(tmp_path, "float8_e4m3fn", {"0": {"0": 0.5, "1": 0.25, "2": 1}})
+    assert open_scales(tmp_path)(model).layers
+    file = tmp_path / "kv_cache_scales.json"
+    file.write_text(file.read_text().replace("llama", "gemma"))
+    refused(tmp_path, model, "is for a 'gemma', and config.json is that of a 'llama'")
 
 
 def write(directory, layers=3, **scales):
@@ -88,9 +99,9 @@ def test_what_does_not_fit_gets_one_line(model, tmp_path):
         ({"kv_scale": 0.5, "layers": 1}, "it lacks layers 1, 2, and"),
         ({"kv_scale": 0.5, "layers": 4}, "of another model: it has a layer 3"),
         ({"kv_scale": float("nan")}, "k_scale of layer 0 is [nan]"),
-        ({"kv_scale": 0.0}, "is [0.0]; a scale is finite and positive"),
-        ({"kv_scale": torch.tensor(1e-50, dtype=torch.float64)}, "finite and positive"),
-        ({"kv_scale": torch.tensor(1e39, dtype=torch.float64)}, "finite and positive"),
+        ({"kv_scale": 0.0}, "is [0.0], which no K, V or Q needs; mend it"),
+        ({"kv_scale": torch.tensor(1e-50, dtype=torch.float64)}, "[1e-50], which no K, V or Q needs"),
+        ({"kv_scale": torch.tensor(1e39, dtype=torch.float64)}, "[1e+39], which no K, V or Q needs"),
         ({"kv_scale": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
         ({"weight": 0.5}, "holds no KV-cache scales"),
     ):
@@ -168,4 +179,4 @@ def test_what_is_served_is_taken_and_not_what_was_measured(saved_llama, model, t
     layers = open_scales(tmp_path / "out")(model).layers.values()
     assert {layer.k.item() for layer in layers} == {layer.v.item() for layer in layers} == {100.0}
     save_file({name: torch.zeros(1) for name in names}, path, {"format": "pt"})
-    refused(tmp_path / "out", model, "finite and positive")
+    refused(tmp_path / "out", model, "is [0.0], which no K, V or Q needs")
