@@ -46,10 +46,13 @@ class _Command(TyperCommand):
                 parser.add_option(parameter, [*({*_RANKS} - words)], parameter.name)
         return parser
 
-    def parse_args(self, *arguments: Any) -> list[str]:
-        """Leave out what pydantic puts before the words of an error."""
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse empty arguments; leave out what pydantic puts before the words of an error."""
+        if "" in args:
+            place = f"argument after {args[args.index('') - 1]}" if args[0] else "first argument"
+            raise typer.BadParameter(f"the {place} is empty: perhaps a variable is not set")
         try:
-            return super().parse_args(*arguments)
+            return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             error.message = error.message.removeprefix("Value error, ")
             raise

@@ -72,7 +72,7 @@ def hold_out(
     needed = documents if least is None else least
     if len(search.documents) < needed:
         raise InputError(search.refusal(data, own, needed))
-    return HeldOut(data, search.documents, search.warnings())
+    return HeldOut(data, search.documents, search.warnings(data.source))
 
 
 class _Search(NamedTuple):
@@ -86,16 +86,16 @@ class _Search(NamedTuple):
     def examined(self) -> int:
         return len(self.documents) + self.left_out.total() + self.short
 
-    def warnings(self) -> list[str]:
+    def warnings(self, source: str) -> list[str]:
         lines = [
-            f"{count} of {self.examined} documents were left out: {name} was calibrated on their "
-            "text, or on much of it"
+            f"{count} of {self.examined} documents of '{source}' are left out: {name} was calibrated on "
+            "their text, or on much of it"
             for name, count in self.left_out.items()
         ]
         if self.short:
             lines.append(
-                f"{self.short} of {self.examined} documents were left out: they are too short to "
-                "tell whether scales were calibrated on them"
+                f"{self.short} of {self.examined} documents of '{source}' are left out: they are too short "
+                "to tell whether scales were calibrated on them"
             )
         return lines
 

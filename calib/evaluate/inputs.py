@@ -164,7 +164,7 @@ def advise_length(suite: Suite, recipe: DataRecipe) -> str:
     """Name the flag that makes the samples to calibrate on long enough together."""
     length = recipe.skip_first + ceil(FEW_TOKENS / suite.calibration_samples)
     if recipe.seq_len < length:
-        return f"give --seq-len {length} or more (evaluation.seq_len of a recipe)"
+        return f"give --seq-len {length} or more"
     return f"choose a --dataset whose texts have {length} tokens or more"
 
 

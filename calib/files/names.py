@@ -55,6 +55,8 @@ _IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<re
 
 def way_back(file: str, *, is_missing: bool = False) -> str:
     """Return advice for a safetensors file that is missing or damaged: ours comes from no server."""
+    if file == STATS_FILE:
+        return "put it back, or calibrate the model again"
     if file != SCALES_SHARD:
         return "download it again"
     return f"put it back, or write it with fp8kv calibrate{' or repair' * is_missing}"

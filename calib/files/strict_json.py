@@ -77,7 +77,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f'{name} is not JSON; transformers writes {{"__float__": "{name}"}}')
+    raise ValueError(f'{name} is not JSON; a config has {{"__float__": "{name}"}} for it')
 
 
 def _finite(text: str) -> float:

@@ -55,7 +55,7 @@ def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model
     except OSError as error:
         raise InputError(f"cannot write '{out}': {error.strerror}; choose another {flag}") from None
     if is_taken and not is_ours:
-        raise InputError(f"output '{out}' was not written by fp8kv, and is left alone; choose another {flag}")
+        raise InputError(f"output '{out}' bears no mark of fp8kv, and is left alone; choose another {flag}")
     if is_taken and not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another {flag}")
 

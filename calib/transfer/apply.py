@@ -140,9 +140,12 @@ def _notes(
     if is_same and not has_experts:  # whose weights are in no digest
         return
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
+    # marks are kept in bfloat16, a step of which is 2**-8
+    error = likeness.largest_error
+    distance = f"differs by {error:.1%} at most" if error > 2**-8 else "is the same, to the 0.4% of bfloat16"
     yield (
         f"these scales were measured on {model}: what was sampled of the weights for K and V "
-        f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"
+        f"of '{checkpoint.path}' {distance}"
     )
     if unmarked:
         yield (

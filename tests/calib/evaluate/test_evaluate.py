@@ -376,7 +376,7 @@ def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(hel
     assert few == "an interval over 4 documents tells little: measure 8 or more"
     length = FEW_TOKENS // 4
     assert line.startswith("only 160 tokens were read, too few")  # by the evaluation itself
-    assert line.endswith(f"; give --seq-len {length} or more (evaluation.seq_len of a recipe)")
+    assert line.endswith(f"; give --seq-len {length} or more")
     warnings = json.loads(held_out("b.jsonl", "--seq-len", length).stdout)["warnings"]
     assert f"choose a --dataset whose texts have {length} tokens or more" in " ".join(warnings)
     write("mixed.jsonl", [*READ, *FRESH[:20]])

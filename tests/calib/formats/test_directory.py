@@ -145,18 +145,18 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
     check_output(out, source, overwrite=False)
     (out / "thesis.txt").write_text("x")
     for overwrite in (True, False):
-        refused(out, overwrite, "was not written by fp8kv, and is left alone; choose another -o")
+        refused(out, overwrite, "bears no mark of fp8kv, and is left alone; choose another -o")
     (out / "vllm").mkdir()
     (out / "vllm" / CALIBRATION_FILE).write_text("{}")
-    refused(out, True, "was not written by fp8kv")  # a directory of the user's, with an output of one format
+    refused(out, True, "bears no mark of fp8kv")  # a directory of the user's, with an output of one format
     (out / "thesis.txt").unlink()
     (out / "tgi").mkdir()
-    refused(out, True, "was not written by fp8kv")
+    refused(out, True, "bears no mark of fp8kv")
     (out / "tgi" / CALIBRATION_FILE).write_text("{}")
     (out / ".DS_Store").touch()
     check_output(out, source, overwrite=True)
     (out / "tgi").rename(out / "run1")
-    refused(out, True, "was not written by fp8kv")
+    refused(out, True, "bears no mark of fp8kv")
     (out / CALIBRATION_FILE).write_text("{}")
     refused(out, False, "exists; add --overwrite")
     check_output(out, source, overwrite=True)

@@ -151,7 +151,7 @@ def test_what_is_not_packed(model, measured, pack, tmp_path):
     no(measured, "exists; add --overwrite", at=pack)
     mine = tmp_path / "mine"
     (mine / "thesis").mkdir(parents=True)
-    no(measured, "was not written by fp8kv", at=mine, flags=("--overwrite",))
+    no(measured, "bears no mark of fp8kv", at=mine, flags=("--overwrite",))
     no(measured, "cannot write", at="/proc/pack")
     no(measured, "--private is for --push-to-hub", flags=("--private",))
     assert not (tmp_path / "no").exists()
