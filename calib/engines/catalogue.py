@@ -176,6 +176,7 @@ class Engine(Section):
     without_config: Stray = "ignored"  # scales in a checkpoint that has no quantization_config
     without_method: Method | None = None  # how such scales are read, if they are
     unknown: Stray = "ignored"  # scales whose module the model does not have
+    unknown_exceptions: tuple[str, ...] = ()  # architectures that do the other with misspelt scales
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
     # that the rules were read for; without these and `classes`, loading does not depend on the model's class
     architectures: tuple[str, ...] = ()

@@ -174,7 +174,8 @@ def _loaded_tensors(
 ) -> dict[Key, ScaleTensor]:
     """Return the tensors that reach attention layers, and note the others in `simulation.ignored`."""
     engine, tensors = simulation.engine, directory.tensors
-    if directory.misnamed and engine.unknown == "refused":
+    is_exception = architecture(directory.config) in engine.unknown_exceptions
+    if directory.misnamed and (engine.unknown == "refused") != is_exception:
         raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
     simulation.ignored += [(name, f"'{name}' is not the name of a scale") for name in directory.misnamed]
     if directory.json and not tensors:

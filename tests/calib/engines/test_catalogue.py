@@ -34,6 +34,7 @@ def test_every_rule_file_is_read_and_an_engine_or_version_without_is_one_line(tm
         kinds = {method.kind for method in (*rules.methods.values(), rules.without_method) if method}
         reads = rules.reads == "json" or kinds != {"none"}
         assert rules.classes or not reads or (rules.architectures and rules.until), name
+        assert {*rules.unknown_exceptions} <= (rules.classes.results.keys() if rules.classes else set())
         for backend in rules.backends.values():
             assert {*backend.write, *backend.read} <= rules.scale_copies.keys(), backend.source
     assert engines_page.PAGE.read_text() == engines_page.page(), "make pages"

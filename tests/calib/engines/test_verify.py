@@ -286,6 +286,9 @@ def test_names_that_are_no_scales_or_of_another_letter(tmp_path):
             printed = lines_of(fp8kv(command, tmp_path))
             assert f"problem: '{MODULES[1]}.{stray}' is not a name that an engine looks for" in printed
         assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == ("refused", "loaded")
+        for name, fates in {"GptOss": ("loaded", "1.0"), "Qwen3Next": ("refused", "refused")}.items():
+            write(tmp_path, WEIGHTS, [*SCALES, f"{MODULES[1]}.{stray}"], architectures=[f"{name}ForCausalLM"])
+            assert (said(tmp_path, "vllm"), said(tmp_path, "sglang")) == fates
     own = [*WEIGHTS, f"{MODULES[1]}.key_scale"]  # of code that comes with the model
     write(tmp_path, own, SCALES, auto_map={"AutoModel": "m.A"})
     assert "problem" not in fp8kv("inspect", tmp_path).output
