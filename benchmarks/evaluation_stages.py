@@ -29,7 +29,7 @@ from calib.recipe import load_recipe
 LIMIT = 1.3
 _BARE = "bare forward"
 _STEPS = {
-    "_open_inputs": "open",
+    "open_inputs": "open",
     "_load_model_and_text": "load",
     "_calibrate": "calibrate",
     "_choose_variants": "choose variants",

@@ -66,7 +66,7 @@ def open_evaluation(model: str) -> Evaluation:
     """Load model and text, and calibrate, as `fp8kv-eval` does."""
     settings = {"evaluation.caches": [CACHE], "evaluation.variants": [], "device": "cpu"}
     recipe = load_recipe(None, {"data.dataset": "builtin:python-docs", **settings})
-    evaluation = run._open_inputs(model, recipe, (), whole_text_only(SUITES["quick"]), None)
+    evaluation = run.open_inputs(model, recipe, (), whole_text_only(SUITES["quick"]), None)
     run._load_model_and_text(evaluation, SILENT)
     run._calibrate(evaluation)
     return evaluation

@@ -133,7 +133,7 @@ def open_inputs(
     )
 
 
-def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: SavedResults) -> None:
+def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: SavedResults = UNSAVED) -> None:
     """Load the model and the text; refuse a model, scales or cache types that cannot be measured."""
     recipe, suite, checkpoint = evaluation.recipe, evaluation.suite, evaluation.checkpoint
     settings, trust_code = recipe.evaluation, recipe.trust_remote_code
