@@ -83,7 +83,7 @@ def _run(*arguments: object) -> None:
 
 def _evaluate(model: str, suite: str, output: Path) -> tuple[float, dict[str, Any]]:
     started = time.perf_counter()
-    _run("eval", model, "--suite", suite, "-o", output)
+    _run("eval", model, "--suite", suite, "-o", output, "--overwrite")
     minutes = (time.perf_counter() - started) / 60
     return minutes, json.loads((output / "report.json").read_text())
 

@@ -137,7 +137,9 @@ def calibrate(
     if not as_json:
         print_blocks(blocks)
     scales, directory = [next(iter(result.directories.values()))], result.output / EVALUATION_DIRECTORY
-    report, failures = run_evaluation(model, resolved, scales=scales, output=directory, progress=progress)
+    report, failures = run_evaluation(
+        model, resolved, scales=scales, output=directory, overwrite=True, progress=progress
+    )
     document = {**result.to_json(), "evaluation": report.to_json()}
     return Answer(document, () if quiet else report_blocks(report), failures)
 

@@ -82,6 +82,7 @@ def evaluate(
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
     version: bool = flags.VERSION,
     *,
+    overwrite: bool,
     quiet: bool,
     progress: Progress,
 ) -> Answer:
@@ -96,7 +97,12 @@ def evaluate(
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
         print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(
-        model, resolved, scales=scales or [], output=output, resume=resume, progress=progress
+        *(model, resolved),
+        scales=scales or [],
+        output=output,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
     )
     return Answer(report.to_json(), () if quiet else report_blocks(report), failures)
 

@@ -297,21 +297,23 @@ def run_evaluation(
     *,
     scales: Sequence[Path] = (),
     output: Path | None = None,
+    overwrite: bool = False,
     resume: bool | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line for each failure.
 
-    `scales` are directories to compare; the report goes to `output`; `progress` is told each step. Failures
-    are a broken model, conditions that are met, and a report that cannot be written. Unless `resume` is None,
-    results are saved beside `output` until it is there; with `resume` a run that was stopped goes on.
+    `scales` are directories to compare; the report goes to `output`, with `overwrite` in place of an earlier
+    one; `progress` is told each step. Failures are a broken model, conditions that are met, and a report that
+    cannot be written. Unless `resume` is None, results are saved beside `output` until it is there; with
+    `resume` a run that was stopped goes on.
     """
     if resume and output is None:
         raise InputError("--resume needs -o: results are saved beside the report; give its directory")
     conditions = check_evaluation(recipe, scales)
     place = None if output is None or resume is None else results_file(output)
     saved = SavedResults(place, bool(resume), 60 * recipe.save_minutes)
-    with report_place(output) as write:
+    with report_place(output, overwrite=overwrite) as write:
         report = summarize(evaluate(model_name, recipe, scales=scales, saved=saved, progress=progress))
         problems = write(report)
         if place is not None and not problems:

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from calib.caches.per_token_head import int8_per_token_head
 from calib.caches.rounding import rounding
+from calib.errors import InputError
 from calib.files.names import SCALES_SHARD
-from calib.generate import Generation, GenerationResult
+from calib.generate import Generation, GenerationOptions, GenerationResult, generate_text
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import swap_attention
 from fp8kv_runtime.hf.layers import Fp8CacheLayer
@@ -94,7 +95,6 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
     mistral = save_model(tiny_model("mistral"), tmp_path / "mistral")
     own = f"'{calibrated}' is of another model: its config says model_type llama, that of '{mistral}' mistral"
     for arguments, said in (
-        ((calibrated, ""), "the prompt is empty"),
         ((calibrated, " "), "makes no token of this prompt"),
         ((model, PROMPT), "given with --scales DIR, and 1.0 with --scales none"),
         ((model, PROMPT, "--scales", tmp_path / "no"), f"'{tmp_path / 'no'}' is not a directory"),
@@ -113,6 +113,8 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((calibrated, "w3 " * 248), "prompt + --max-new-tokens 257 is longer than the model's 256 positions"),
     ):
         one_line_error(generate(*arguments), said)
+    with pytest.raises(InputError, match="the prompt is empty"):
+        generate_text(str(calibrated), "", options=GenerationOptions(8), overrides={})
 
 
 def test_scale_one_needs_no_calibration_and_a_head_of_another_size_is_refused(model, tmp_path):

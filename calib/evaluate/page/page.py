@@ -135,9 +135,7 @@ def _group(name: str, row: Row, whole: int) -> tuple[int, str]:
 
 
 @contextmanager
-def report_place(
-    directory: Path | None, *, overwrite: bool = True
-) -> Iterator[Callable[[Report], list[str]]]:
+def report_place(directory: Path | None, *, overwrite: bool) -> Iterator[Callable[[Report], list[str]]]:
     """Claim the directory of a report, if there shall be one; yield what writes it and says why it could not.
 
     InputError for a file, a directory that holds something else, or a report without `overwrite`, one that
