@@ -10,13 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, Valida
 from calib import choices
 from calib.arguments import check_arguments, to_path
 from calib.caches.types import CacheName
-from calib.errors import InputError, did_you_mean, one_line
+from calib.errors import InputError, did_you_mean
 from calib.files.text import parse_condition, parse_size
 from calib.strict_yaml import StrictModel, explain, read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
-# settings that older calibrations name, with the values at which they did not change scales
-_TAKEN_OUT = {"clip_chance": "1e-06", "scale_rounding": "none"}
 Headroom = Annotated[float, Field(ge=1 / 16, le=16, allow_inf_nan=False)]
 
 
@@ -251,25 +249,9 @@ def _read_recipe(source: str) -> dict[str, Any]:
     document = read_yaml(text, f"recipe '{source}'")
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
-        if isinstance(document, dict):
-            _drop_taken_out(document, source)
     if not isinstance(document, dict):
         raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document
-
-
-def _drop_taken_out(document: dict[str, Any], source: str) -> None:
-    """Drop settings that are gone; InputError for one whose value changed scales."""
-    for key, harmless in _TAKEN_OUT.items():
-        value = document.pop(key, harmless)
-        if str(value) != harmless:
-            raise InputError(
-                f"'{source}' was made with {key} {one_line(value, 40)}, a setting that was taken out; "
-                "calibrate the model again"
-            )
-    evaluation = document.get("evaluation")
-    if isinstance(evaluation, dict):  # of a search that is gone; it never changed scales
-        evaluation.pop("bits_budget", None)
 
 
 def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
