@@ -1,7 +1,7 @@
 """`fp8kv verify` and `fp8kv watch`: the scales that engines load, and whether they fit their traffic."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
@@ -125,12 +125,15 @@ def _compare_server(
     from calib.evaluate.served.logprobs import compare_served
 
     comparison = compare_served(url, directory, weights, served_name, keys)
-    plugin = _ask_plugin(url, directory)
-    is_good = comparison.nearer == "scales" and not (plugin and plugin.problems)
-    lines = [*_server_lines(comparison, weights), *(_plugin_lines({url: plugin}) if plugin else ())]
+    plugin, is_compared = _ask_plugin(url, directory)
+    has_problems = bool(plugin and plugin.problems)
+    # where scales change next to nothing, only the engine itself can say that it uses them
+    is_proven = is_compared and not has_problems and comparison.is_like_both
+    is_good = is_proven or comparison.nearer == "scales"
+    lines = [*_server_lines(comparison, weights, is_proven=is_proven), *_plugin_lines({url: plugin})]
     facts = plugin and {**plugin.model_dump(), "note": _OLDER if plugin.layers is None else None}
     answer = {**asdict(comparison), "plugin": facts}
-    return Answer(answer, lines, is_good=is_good)
+    return Answer(answer, lines, is_good=is_good and not has_problems)
 
 
 def _compare_servers(urls: list[str], directory: Path) -> Answer:
@@ -159,8 +162,8 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
     return Answer(answer, lines, is_good=is_same and not has_problems)
 
 
-def _ask_plugin(url: str, directory: Path) -> "ServedScales | None":
-    """Return what our plugin in a server says; None where it has none."""
+def _ask_plugin(url: str, directory: Path) -> "tuple[ServedScales | None, bool]":
+    """Return what our plugin in a server says, None without one, and whether files were compared with all."""
     from calib.engines.loaded_scales import read_engine_scales
     from calib.evaluate.served.client import Server
 
@@ -168,12 +171,15 @@ def _ask_plugin(url: str, directory: Path) -> "ServedScales | None":
     with suppress(NoModelError, NoScalesError):  # a pack, or format fp8kv, which no engine loads
         files = read_engine_scales(directory)
     with suppress(InputError):
-        return Server(url).scales(files)
-    return None
+        plugin = Server(url).scales(files)
+        return plugin, bool(files and plugin.layers) and plugin.in_use == plugin.total
+    return None, False
 
 
-def _plugin_lines(servers: "dict[str, ServedScales]") -> Iterator[str]:
+def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]:
     for url, scales in servers.items():
+        if scales is None:
+            continue
         counts = f"{scales.in_use} of {scales.total} KV scales in use"
         yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
         yield from (f"problem: {url}: {problem}" for problem in scales.problems)
@@ -181,10 +187,12 @@ def _plugin_lines(servers: "dict[str, ServedScales]") -> Iterator[str]:
             yield f"note: {url}: {_OLDER}"
 
 
-def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
+def _server_lines(comparison: "ServerComparison", model: str, *, is_proven: bool) -> Iterator[str]:
     nearer = comparison.nearer
     tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
-    if nearer == "cannot tell":
+    if is_proven:
+        yield "the server uses the scales, says its plugin; logprobs cannot tell, and differ little at 1.0"
+    elif nearer == "cannot tell":
         yield "cannot tell whether the server uses the scales"
     elif nearer == "neither":
         yield f"the server does not answer like '{model}', with the scales or at 1.0"
@@ -204,7 +212,7 @@ def _server_lines(comparison: "ServerComparison", model: str) -> Iterator[str]:
         has_root = comparison.root not in (None, comparison.served)
         root = f" from {comparison.root!r:.200}" if has_root else ""
         yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
-    elif nearer == "cannot tell" and not comparison.needs_scales:
+    elif nearer == "cannot tell" and not is_proven and not comparison.needs_scales:
         yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"

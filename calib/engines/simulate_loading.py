@@ -23,7 +23,7 @@ from calib.engines.quantization_config import choose_method, excluded_by, method
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
 from calib.files.config import LAYER_KEYS, can_be_split, text_config
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import JSON_FILE, layer_of
+from calib.files.names import JSON_FILE, layer_of, way_back
 from calib.files.scale_files import ScalesJson, ScaleTensor
 
 Key = tuple[str, str]  # attention module, and the letters that a scale is of
@@ -122,7 +122,8 @@ def _check_split(directory: ModelDirectory, place: Place) -> None:
 def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
     engine = simulation.engine
     if engine.reads == "index" and (missing := directory.missing):
-        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
+        advice = way_back(missing[0], is_missing=True)
+        raise Refused(f"the index names {missing[0]}, which is missing; {advice}")
     nvfp4 = is_for_nvfp4(directory)
     simulation.flag = engine.nvfp4.flag if nvfp4 and engine.nvfp4 else engine.flag
     method = choose_method(directory, engine)

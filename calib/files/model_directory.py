@@ -332,7 +332,7 @@ def _weight_files(path: Path, index: dict[str, str] | None, needs_scales: bool) 
         advice = way_back(missing[0], is_missing=True)
         if (path / CALIBRATION_FILE).exists() and missing[0] != SCALES_SHARD:
             advice = (
-                "put the source's weight files beside these, as --weights none has left them out, "
+                "put the source's weight files beside these (--weights none leaves them out), "
                 "or give the source"
             )
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")

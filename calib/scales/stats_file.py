@@ -154,7 +154,7 @@ def _check_unchanged(calibration: Calibration) -> None:
         names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise InputError(
             f"'{calibration.path}': scales were changed ({names}), and are not what the statistics beside "
-            f"them give; put them back, or give '{calibration.path / STATS_FILE}' alone, as to fp8kv apply"
+            f"them give; fp8kv apply '{calibration.path / STATS_FILE}' MODEL writes the measured ones"
         )
 
 

@@ -169,9 +169,8 @@ class Server:
 
     def watched(self) -> Watched:
         """Start the clock. Return what the plugin in the server has seen in its cache."""
-        advice = "serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and FP8KV_WATCH=DIR"
-        advice += ", and wait until it has read some text"
-        return self._ask_plugin("watch", Watched, f"does not watch its cache; {advice}")
+        advice = "send it a request, or serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and FP8KV_WATCH=DIR"
+        return self._ask_plugin("watch", Watched, f"has read no text, or does not watch its cache; {advice}")
 
     def _ask_plugin(self, path: str, answer_type: type[_Expected], advice: str) -> _Expected:
         self._start = time.monotonic()

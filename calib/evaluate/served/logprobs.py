@@ -57,6 +57,12 @@ class ServerComparison:
         """True where our two runs differ by more than noise."""
         return are_apart(self.apart, self.noise, self.rounding)
 
+    @property
+    def is_like_both(self) -> bool:
+        """True where our two runs differ by no more than noise, and the server by little more from them."""
+        is_steady = self.noise <= _OTHER_MODEL and isfinite(self.to_scales + self.to_ones)
+        return is_steady and self.nearer == "cannot tell" and not self.needs_scales
+
 
 def compare_served(
     url: str, directory: Path, model_name: str, served_name: str | None, overrides: dict[str, Any]

@@ -127,10 +127,18 @@ def test_what_an_older_plugin_says_of_the_scales_counts(twin, directory):
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
     made, twin, directory
 ):
-    done = verify(serving(made, "plain", "16 bits"), made / "plain-fp8kv")
+    plain = serving(made, "plain", "16 bits")
+    done = verify(plain, made / "plain-fp8kv")
     assert done.exit_code == 1
     assert done.stdout.startswith("cannot tell")
     assert f"fp8kv stress {made / 'plain-fp8kv'} -o twin" in done.stdout
+    good = in_force(made / "plain-fp8kv")
+    for said, status in ((good, 0), (good | {"in_use": 5}, 1), (in_force(directory), 1)):
+        plain.in_force = said
+        done = verify(plain, made / "plain-fp8kv")
+        assert (done.exit_code, done.stdout.startswith("the server uses the scales")) == (status, not status)
+    plain.in_force, plain.noise = good, 2.0
+    assert verify(plain, made / "plain-fp8kv").exit_code == 1
     twin.noise = 2.0
     found = facts(verify(twin, directory, "--json"))
     assert found["nearer"] == "cannot tell"
