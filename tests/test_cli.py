@@ -101,7 +101,10 @@ def test_a_model_or_a_dataset_that_cannot_be_reached(tiny_directory):
         (["--targets", "qkv", "--format", "json"], "holds no query scales"),
     ):
         one_line_error(fp8kv("calibrate", tiny_directory, *SMALL, *flags), said)
-    for arguments, said in ((("strip", "gone", "-o", ""), "after -o is empty"), (("verify", ""), "is empty")):
+    for arguments, said in (
+        (("strip", "gone", "--output="), "after --output is empty"),
+        (("verify", ""), "is empty"),
+    ):
         done = fp8kv(*arguments)
         assert (done.exit_code, said in done.stderr) == (2, True)
     assert isinstance(calibrate("./gone", "--debug").exception, InputError)

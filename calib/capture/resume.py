@@ -25,7 +25,7 @@ from calib.capture.loop import calibrate
 from calib.capture.processes import World
 from calib.data import Batch, CalibrationData
 from calib.errors import InputError
-from calib.files.fingerprint import fingerprint
+from calib.files.fingerprint import fingerprint, settings_digest
 from calib.files.model_directory import ModelDirectory
 from calib.progress import RESUMABLE
 from calib.recipe import Recipe
@@ -50,6 +50,7 @@ def compared_inputs(
     """Return the inputs of the statistics, by their names in errors: a run resumes only with equal ones."""
     return {
         "model": [*map(fingerprint, checkpoints)],
+        "file beside the weights": [*map(settings_digest, checkpoints)],
         # values that the fingerprint did not sample
         "state of the weight files": [checkpoint.sizes_and_times() for checkpoint in checkpoints],
         "recipe": recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
@@ -94,10 +95,11 @@ def check_same_run(path: Path, earlier: dict[str, Any], inputs: dict[str, Any]) 
     for name, value in inputs.items():
         if earlier.get(name) == value:
             continue
-        numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
+        both = f"{earlier.get(name, 'not recorded')}, now {value}"
+        figures = f" ({both}{'; see OMP_NUM_THREADS' * (name == THREADS)})" if len(both) < 50 else ""
         raise InputError(
-            f"'{path}' is of a run with another {name}{numbers if name == THREADS else ''}, "
-            f"so --resume cannot go on; give the same command, or {START_AGAIN}"
+            f"'{path}' is of a run with another {name}{figures}, so --resume cannot go on; give the same "
+            f"command, or {START_AGAIN}"
         )
     RESUMABLE.add(path)
 

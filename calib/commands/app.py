@@ -48,8 +48,10 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse empty arguments; leave out what pydantic puts before the words of an error."""
-        if "" in args:
-            place = f"argument after {args[args.index('') - 1]}" if args[0] else "first argument"
+        empty = next((i for i, x in enumerate(args) if not x or (x[:2] == "--" and x[-1] == "=")), None)
+        if empty is not None:
+            flag = args[empty].removesuffix("=") or (args[empty - 1] if empty else "")
+            place = f"argument after {flag}" if flag else "first argument"
             raise typer.BadParameter(f"the {place} is empty: perhaps a variable is not set")
         try:
             return super().parse_args(ctx, args)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -24,7 +25,7 @@ from calib.capture.resume import (
     replace_progress,
 )
 from calib.errors import InputError
-from calib.files.strict_json import json_text, read_bytes
+from calib.files.strict_json import json_text, parse_object, read_bytes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -74,14 +75,19 @@ class SavedResults:
 
     def _load(self, path: Path, types: Sequence[type]) -> list[Any]:
         digest, _, content = read_bytes(path).partition(b"\n")
+        damaged = f"'{path}' is damaged (its values are not those that were written); {START_AGAIN}"
         if digest != _sha256(content):
-            raise InputError(
-                f"'{path}' is damaged (its values are not those that were written); {START_AGAIN}"
-            )
+            raise InputError(damaged)
         run, _, results = content.partition(b"\n")
-        check_same_run(path, json.loads(run), self._inputs)
-        with torch.serialization.safe_globals([*types]):  # nothing else is made of what a file says
-            return cast("list[Any]", torch.load(BytesIO(results), weights_only=True))
+        check_same_run(path, parse_object(run, f"'{path}'"), self._inputs)
+        try:
+            with torch.serialization.safe_globals([*types]):  # nothing else is made of what a file says
+                saved = torch.load(BytesIO(results), weights_only=True)
+        except (UnpicklingError, RuntimeError, ValueError) as error:
+            raise InputError(damaged) from error
+        if not isinstance(saved, list):
+            raise InputError(damaged)
+        return saved
 
     def _write(self, scratch: Path) -> None:
         results = BytesIO()

@@ -48,7 +48,7 @@ from calib.evaluate.variants import (
     select_variants,
 )
 from calib.evaluate.verdict import check_variant, failures
-from calib.files.fingerprint import fingerprint
+from calib.files.fingerprint import fingerprint, settings_digest
 from calib.files.strict_json import json_text
 from calib.files.text import Condition, parse_condition
 from calib.formats.output import versions
@@ -68,6 +68,8 @@ _RESULT_TYPES = (
     *(KVStats, LayerStats, TensorStats, SharedAttention),
 )
 # parts of a recipe that no measurement depends on
+# besides those that a report names
+_LIBRARIES = ("lm_eval", "numpy", "tokenizers", "triton")
 _FREE_TO_CHANGE: Any = {"export": True, "description": True, "save_minutes": True, "evaluation": {"fail_if"}}
 
 
@@ -89,7 +91,7 @@ def evaluate(
     evaluation = open_inputs(model_name, recipe, scales, suite, wish)
     _load_model_and_text(evaluation, progress, saved)
     if saved.path is not None:
-        evaluation.warnings += saved.open(_compared_inputs(evaluation), _RESULT_TYPES)
+        evaluation.warnings += saved.open(_inputs(evaluation), _RESULT_TYPES)
     _calibrate(evaluation)
     _choose_variants(evaluation)
     _measure_variants(evaluation)
@@ -159,7 +161,7 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: Save
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 
-def _compared_inputs(evaluation: Evaluation) -> dict[str, Any]:
+def _inputs(evaluation: Evaluation) -> dict[str, Any]:
     """Return all that figures follow from, by its name in errors: a run goes on only with equal ones."""
     checkpoint, device, text = evaluation.checkpoint, evaluation.setup.model.device.type, evaluation.text
     settings = dict[str, Any]()
@@ -170,9 +172,10 @@ def _compared_inputs(evaluation: Evaluation) -> dict[str, Any]:
         (x.data.fingerprint, [piece.ids for piece in x.pieces]) for x in evaluation.other_documents
     ]
     return {
-        **{f"version of {name}": number for name, number in versions().items()},
+        **{f"version of {name}": number for name, number in versions(_LIBRARIES).items()},
         "machine": machine_name(device),
         "model": fingerprint(checkpoint),
+        "file beside the weights": settings_digest(checkpoint),
         "state of the weight files": checkpoint.sizes_and_times(),
         **settings,
         "suite": asdict(evaluation.suite),
@@ -312,8 +315,10 @@ def run_evaluation(
         raise InputError("--resume needs -o: results are saved beside the report; give its directory")
     conditions = check_evaluation(recipe, scales)
     place = None if output is None or resume is None else results_file(output)
+    # one that was killed as it wrote its report may have left a part of it
+    is_cut_short = bool(resume) and place is not None and place.exists()
     saved = SavedResults(place, bool(resume), 60 * recipe.save_minutes)
-    with report_place(output, overwrite=overwrite) as write:
+    with report_place(output, overwrite=overwrite or is_cut_short) as write:
         report = summarize(evaluate(model_name, recipe, scales=scales, saved=saved, progress=progress))
         problems = write(report)
         if place is not None and not problems:

@@ -12,6 +12,7 @@ from calib.files.names import BAKE_FILE, BAKE_KEY, SINGLE_FILE, is_of_cache
 from calib.files.safetensors_header import Entry
 from calib.files.strict_json import json_text, read_bytes, read_optional
 
+_SETTINGS = {".json", ".py", ".txt", ".model", ".tiktoken", ".jinja"}
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 _SAMPLE_BYTES = 256
@@ -48,6 +49,18 @@ def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
         "checkpoint": fingerprint(checkpoint),
         "weights": weights_digest(checkpoint, beyond_attention=True),
     }
+
+
+def settings_digest(directory: ModelDirectory) -> str:
+    """Return the sha256 of names and bytes of all files beside the weights that a run may read.
+
+    These are settings, tokenizers, templates, and code that comes with the model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.path.iterdir()):
+        if path.suffix in _SETTINGS and path.is_file():
+            digest.update(f"{path.name} {hashlib.sha256(read_bytes(path)).hexdigest()} ".encode())
+    return digest.hexdigest()
 
 
 def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False) -> str:

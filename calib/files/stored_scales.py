@@ -190,7 +190,8 @@ class StoredScales:
 
     def _json_problems(self) -> list[str]:
         """Report a kv_cache_scales.json for another type of model, or whose ranks are not 0, 1 and so on."""
-        if (json := self.directory.json) is None:
+        json = self.directory.json
+        if json is None or self.directory.tensors:  # which come first
             return []
         types = [part.get("model_type") for part in (self.directory.config, self.directory.text_config)]
         if json.model_type is not None and any(types) and json.model_type not in types:

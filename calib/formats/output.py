@@ -230,10 +230,10 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that a result depends on, of those installed."""
+def versions(packages: Sequence[str] = ()) -> dict[str, str]:
+    """Return versions of Python, of what every result depends on, and of `packages`; of those installed."""
     numbers = {"python": platform.python_version(), "fp8kv": __version__}
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *packages):
         with suppress(PackageNotFoundError):  # beside an engine, some are not
             numbers[name] = version(name)
     return numbers

@@ -268,7 +268,7 @@ class KVStats:
         joined = self.merge(later.replace_tensors(tensors, later.counts()))
         has_media = any(place[2] == "modalities" for place in tensors)  # beside one text pictures may differ
         records = {*filter(None, self.records)} & {*filter(None, later.records)}
-        if (records and not has_media) or _are_equal(self, later):
+        if (records and not has_media) or are_equal(self, later):
             raise InputError("these statistics are of one text, which counts once; join those of other text")
         return joined
 
@@ -334,7 +334,8 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
     return scales.reduce_max() if is_reduced else scales
 
 
-def _are_equal(one: KVStats, two: KVStats) -> bool:
+def are_equal(one: KVStats, two: KVStats) -> bool:
+    """Return whether two statistics have the same counts and the same tensors, bit for bit."""
     own, added = one.tensors(), two.tensors()
     is_equal = own.keys() == added.keys() and one.counts() == two.counts()
     return is_equal and all(torch.equal(x, added[place]) for place, x in own.items())

@@ -22,7 +22,7 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
-from calib.scales.stats import KVStats, derive_scales
+from calib.scales.stats import KVStats, are_equal, derive_scales
 from calib.scales.stats_file import Calibration, load_stats, open_calibration, save_stats
 from calib.scales.summary import warnings_for
 
@@ -88,7 +88,11 @@ def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bo
         raise InputError(f"these statistics are of different models: {', '.join(sorted(models))}")
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
-    stats = reduce(KVStats.join, map(load_stats, directories))
+    runs = {path: load_stats(path) for path in directories}
+    for (path, one), (other, two) in combinations(runs.items(), 2):
+        if are_equal(one, two):
+            raise InputError(f"'{path}' and '{other}' hold the same statistics; merge each once")
+    stats = reduce(KVStats.join, runs.values())
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)
     return stats

@@ -121,7 +121,7 @@ def append_config(target: Target, head_dim: int) -> Config:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is at least `number`, as Triton's function of this name."""
+    """Return the least power of two that is at least `number`, of 1 and more; Triton may not be there."""
     return 1 << (number - 1).bit_length()
 
 

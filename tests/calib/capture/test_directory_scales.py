@@ -68,6 +68,9 @@ def test_json_of_another_type_of_model_is_refused(model, tmp_path):
     file = tmp_path / "kv_cache_scales.json"
     file.write_text(file.read_text().replace("llama", "gemma"))
     refused(tmp_path, model, "is for a 'gemma', and config.json is that of a 'llama'")
+    write(tmp_path, k_scale=0.5, v_scale=0.5)  # tensors come first, and no engine reads the file beside them
+    file.write_text(re.sub(r": (0.25|1)([,}])", r": 0.5\2", file.read_text()))
+    assert {layer.k.item() for layer in open_scales(tmp_path)(model).layers.values()} == {0.5}
 
 
 def write(directory, layers=3, **scales):

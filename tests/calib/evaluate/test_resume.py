@@ -77,7 +77,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
         one_line_error(fp8kv(*command, "-o", out, "--resume", *flags), said)
         assert (saved.exists(), out.exists()) == (True, False)
 
-    refused("of a run with another setting 'data.seed', so --resume cannot go on; give the same", "--seed", 7)
+    refused("of a run with another setting 'data.seed' (42, now 7), so --resume cannot go on", "--seed", 7)
     refused("another setting 'evaluation.attention'", "--attention", "fa3")
     scale_file = scales / "kv_cache_scales.json"
     text = scale_file.read_text()
@@ -85,8 +85,13 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
     refused("another set of scales in --scales")
     scale_file.write_text(text)
     with monkeypatch.context() as patch:
-        patch.setattr("calib.evaluate.run.versions", lambda: {"torch": "1.0"})
-        refused("another version of torch")
+        patch.setattr("calib.evaluate.run.versions", lambda _: {"torch": "1.0"})
+        refused("another version of torch (2.")
+    settings = small_directory / "generation_config.json"
+    text = settings.read_text()
+    settings.write_text(text.replace("{", '{"repetition_penalty": 5.0, ', 1))
+    refused("another file beside the weights, so")
+    settings.write_text(text)
     weights = small_directory / "model.safetensors"
     before = weights.stat().st_mtime_ns
     os.utime(weights, ns=(before, before + 1))

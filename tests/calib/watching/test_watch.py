@@ -203,9 +203,13 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
     # the statistics of two engines are one's
     one, two = tmp_path / "watch", shutil.copytree(tmp_path / "watch", tmp_path / "two")
     one_line_error(fp8kv("merge", one, one, "-o", tmp_path / "both"), "each of them once")
-    one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "both"), "of one text, which counts once")
+    same = f"'{one}' and '{two}' hold the same statistics; merge each once"
+    one_line_error(fp8kv("merge", one, two, "-o", tmp_path / "both"), same)
     halves = {place: x / 2 for place, x in stats.tensors().items()}
     save_stats(stats.replace_tensors(halves, stats.counts()), two / "fp8kv_stats.safetensors")
+    again = shutil.copytree(one, tmp_path / "again")
+    same = same.replace(f"{two}", f"{again}")
+    one_line_error(fp8kv("merge", one, two, again, "-o", tmp_path / "both"), same)
     done = fp8kv("merge", one, two, "-o", tmp_path / "of both")
     assert f"statistics of {2 * part.tokens:,} tokens; new scales: fp8kv repair DIR --stats '" in done.stdout
     edit_json(two / "fp8kv_watch.json", model="here")
