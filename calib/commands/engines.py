@@ -313,13 +313,14 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
 def _fit_row(fit: "Fit") -> tuple[str, ...]:
     return (
         f"{fit.layer}{' (draft)' * fit.is_draft}",
-        *(_show_share(fit.least[x], fit.used[x]) if x in fit.used else "-" for x in "kv"),
+        *("about " * (x in fit.estimated) + _show_share(fit, x) if x in fit.used else "-" for x in "kv"),
         " and ".join(x.upper() for x in fit.clipped) or "-",
     )
 
 
-def _show_share(least: float, most: float) -> str:
+def _show_share(fit: "Fit", letter: str) -> str:
     """Format the share that is used, or the least and the largest of several scales."""
+    least, most = fit.least[letter], fit.used[letter]
     low, high = (f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most))
     return high if least >= most * 0.99 or low == high else f"{low} to {high}"
 

@@ -92,8 +92,10 @@ def evaluate(
     from calib.models.sources import find_model
     from calib.recipe import load_recipe
 
-    defaults = {} if recipe else {"data.dataset": _DATASET}
-    resolved = load_recipe(recipe, {**defaults, **flags.recipe_keys(context.params, ("data", "evaluation"))})
+    keys = flags.recipe_keys(context.params, ("data", "evaluation"))
+    resolved = load_recipe(recipe, keys)
+    if "dataset" not in resolved.data.model_fields_set:
+        resolved = load_recipe(recipe, {"data.dataset": _DATASET, **keys})
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
         print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(

@@ -49,6 +49,7 @@ class MeasuredAmax(NamedTuple):
     headroom: float  # of the scales that the calibration made
     warnings: list[str]  # that too little text was read
     thresholds: Amax  # where an observer other than absmax clips, on purpose
+    estimated: frozenset[Scale] = frozenset()  # absmax of what a watched cache clipped
 
 
 class Limits(NamedTuple):
@@ -67,6 +68,7 @@ class Fit:
     least: dict[str, float]  # the same at the scale with the smallest share
     zero: list[str]  # which of K, V and Q become all zeros at one of the scales
     is_draft: bool = False  # of a layer that drafts tokens (MTP)
+    estimated: Sequence[str] = ()  # of K and V those whose absmax is an estimate
 
     @property
     def clipped(self) -> list[str]:
@@ -114,12 +116,13 @@ def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> Me
         }
     headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
     warnings = text_warnings(stats.text, stats.tokens)
-    if estimated := sorted(layer.layer_idx for layer in stats.layers.values() if layer.estimated):
+    estimated = {(layer.layer_idx, letter) for layer in stats.layers.values() for letter in layer.estimated}
+    if estimated:
         warnings.append(
-            f"the cache that was watched clipped {show_layers(estimated)}: what is beyond its range is "
-            "estimated; watch the new scales too"
+            f"the cache that was watched clipped {show_layers(sorted({i for i, _ in estimated}))}: what is "
+            "beyond its range is estimated; watch the new scales too"
         )
-    return MeasuredAmax(amax, headroom, warnings, thresholds)
+    return MeasuredAmax(amax, headroom, warnings, thresholds, frozenset(estimated))
 
 
 def measured_convention(
@@ -162,7 +165,10 @@ def judge(
 ) -> tuple[list[Fit], list[Finding]]:
     """Return how each layer's scales fit measured absmax, and how that contradicts them."""
     amax, largest, indices = measured.amax, limits.largest, [layer.layer for layer in layers]
-    fits = compare(layers, amax, limits)
+    fits = [
+        replace(fit, estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated])
+        for fit in compare(layers, amax, limits)
+    ]
     findings = _compare_head_counts(layers, amax)
     mistake = _find_mistake(layers, amax, largest)
     if mistake:
@@ -270,6 +276,7 @@ def _judge_clipping(
     text = (
         f"{count} layer{'s clip' if count > 1 else ' clips'} what was measured, layer {layer} the most: "
         f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold"
+        f"{', by an estimate' * (worst in measured.estimated)}"
     )
     if wrong:
         return Finding(text, frozenset(wrong))

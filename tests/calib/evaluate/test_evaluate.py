@@ -97,6 +97,13 @@ def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
 
 @pytest.mark.usefixtures("small_suite")
 def test_mistakes_get_one_line_before_the_model_is_loaded(small_directory, tmp_path, monkeypatch):
+    def stop(_, recipe, **__):
+        raise InputError(f"reads {recipe.data.dataset}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("calib.evaluate.run.run_evaluation", stop)
+        (tmp_path / "r.yaml").write_text("save_minutes: 1")
+        one_line_error(fp8kv("eval", small_directory, "--recipe", tmp_path / "r.yaml"), "builtin:python-docs")
     monkeypatch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()

@@ -292,6 +292,9 @@ def test_traffic_of_a_cache_that_clipped_is_of_the_model_whose_scales_were_too_s
     save_stats(replace(stats, layers=layers), traffic / STATS_FILE)
     done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / "out")
     assert ("as a cache clipped every layer; see that it is of this model" in done.stderr) == (clipped == 3)
+    rows = ran("verify", measured, "--against", traffic).stdout.partition("Measured absmax")[2].splitlines()
+    counts = [line.count("about ") for line in rows if re.match(r"│ +\d", line)]
+    assert counts == [2] * clipped + [0] * (3 - clipped)
 
 
 @pytest.fixture(scope="module")
