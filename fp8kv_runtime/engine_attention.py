@@ -109,7 +109,7 @@ def vllm_triton_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions, *,
     dtype: torch.dtype | None = torch.bfloat16, fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> Tensor:  # fmt: skip
-    """Attend as vLLM's Triton kernel does to an FP8 cache, with the tensors of `fa3_attention`, [B, H, T, D].
+    """Attend as vLLM's Triton kernel does to an FP8 cache, query [B, H, T, D], key and value [B, K, N, D].
 
     `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are

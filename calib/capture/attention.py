@@ -25,8 +25,8 @@ from calib.models.load import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.hf import EngineQuery, cache_of, is_latent, swap_attention
 
-# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or a latent [B, 1, T, R] and a
-# k_pe [B, 1, T, P]
+# query [B, H, T, D], key and value [B, K * kv_repeat, T, D]: post-RoPE, post-QK-norm; or a latent
+# [B, 1, T, R] and a k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]  # of a module's name, and QKV [B, heads, T, D]
 

@@ -107,7 +107,7 @@ class RunningLayer:
         self.k, self.v, self.q = RunningTensor(fields), RunningTensor(fields), RunningTensor(query_fields)
 
     def update(self, query: Tensor, key: Tensor, value: Tensor, tokens: CountedTokens) -> None:
-        """Add the `tokens` of query [B, H, T, D], key and value [B, K, T, D]."""
+        """Add the `tokens` of query [B, H, T, D], key and value [B, K * kv_repeat, T, D]."""
         repeat, tokens = self.module.kv_repeat, tokens.to(key.device)
         self.q.update(_token_rows(query, tokens.rows), tokens)
         self.k.update(_token_rows(key, tokens.rows)[:, ::repeat], tokens)

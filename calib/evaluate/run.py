@@ -15,7 +15,7 @@ from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
 from calib.capture.resume import THREADS, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
-from calib.data import MediaReader
+from calib.data import MediaReader, resolve_batch_size
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
@@ -154,6 +154,14 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: Save
     is_text = not any(text.data.media for text in evaluation.other_documents)
     other_warnings += [TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
     model = setup.model
+    size = resolve_batch_size(recipe.data, model.device.type)
+    resolved = {
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "offload": "none",
+    }
+    data = recipe.data.model_copy(update={"batch_size": size})
+    evaluation.recipe = recipe.model_copy(update={**resolved, "data": data})
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, [*evaluation.layers.shapes.values()])
     check_fp8_cache(model)

@@ -305,7 +305,8 @@ def _check_mask_once(
 def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> None:
     """Check that a model's mask, [B, N] or [B, 1, T, N], is the one the kernels apply, see `is_applied`.
 
-    It differs for packed sequences, images or right padding: an AttentionError.
+    `starts`, [B], are the first tokens that are not padding. The mask differs for packed sequences, images
+    or right padding: an AttentionError.
     """
     if not bool(is_applied(mask, num_tokens, starts, window)):
         raise AttentionError(_OTHER_MASK)

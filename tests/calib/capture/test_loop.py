@@ -126,8 +126,12 @@ def test_nothing_behind_the_last_k_and_v_is_computed_and_training_modes_come_bac
     # the largest first, the others in any order
     assert (seen[0], sorted(seen)) == (48, [7, 11, 23, 48])
     assert [module.training for module in model.modules()] == modes
-    with pytest.raises(InputError, match="no token was read"):
-        calibrate(model, [], RECIPE, attention=mapped)
+
+    def stop(*_):
+        raise InputError("stopped inside the loop")
+
+    with pytest.raises(InputError, match="stopped inside the loop"):
+        calibrate(model, batches(), RECIPE, attention=mapped, on_batch=stop)
     assert [module.training for module in model.modules()] == modes
 
 

@@ -279,6 +279,8 @@ def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe
     recipe = Recipe.model_validate(small_report["recipe"])
     assert (recipe.data.seed, recipe.evaluation) == (small_recipe.data.seed, small_recipe.evaluation)
     assert recipe.data.seq_len == small_report["suite"]["seq_len"]
+    resolved = (recipe.device, recipe.dtype, recipe.offload, recipe.data.batch_size)
+    assert resolved == ("cpu", "float32", "none", 1)
     written = json.dumps(small_report)
     assert json.dumps(Report.model_validate_json(written).to_json()) == written
     assert {"layers", "strategy", "passkey"}.isdisjoint(small_report["variants"]["bf16"])
