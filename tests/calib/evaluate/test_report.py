@@ -14,6 +14,7 @@ from runpy import run_path
 import matplotlib
 import pytest
 
+from calib.data.batches import CPU_TOKENS_PER_BATCH
 from calib.evaluate import report as report_module
 from calib.evaluate.page import page as files
 from calib.evaluate.page.charts import Point, charts, frontier
@@ -280,7 +281,7 @@ def test_conditions_are_recorded_and_read_back_as_they_were_written(small_recipe
     assert (recipe.data.seed, recipe.evaluation) == (small_recipe.data.seed, small_recipe.evaluation)
     assert recipe.data.seq_len == small_report["suite"]["seq_len"]
     resolved = (recipe.device, recipe.dtype, recipe.offload, recipe.data.batch_size)
-    assert resolved == ("cpu", "float32", "none", 1)
+    assert resolved == ("cpu", "float32", "none", CPU_TOKENS_PER_BATCH // recipe.data.seq_len)
     written = json.dumps(small_report)
     assert json.dumps(Report.model_validate_json(written).to_json()) == written
     assert {"layers", "strategy", "passkey"}.isdisjoint(small_report["variants"]["bf16"])
