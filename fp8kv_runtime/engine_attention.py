@@ -111,9 +111,9 @@ def vllm_triton_attention(
 ) -> Tensor:  # fmt: skip
     """Attend as vLLM's Triton kernel does to an FP8 cache, query [B, H, T, D], key and value [B, K, N, D].
 
-    `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
-    rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are
-    codes of 256 times the weight, in E4M3FNUZ of 128 times.
+    `visible` broadcasts to [B, H, T, N]. `dtype` is the queries' 16-bit type, to which K and V times their
+    scale, and weights, are rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and
+    weights are codes of 256 times the weight, in E4M3FNUZ of 128 times.
     """
     round_weights: Callable[[Tensor], Tensor]
     if dtype is None:

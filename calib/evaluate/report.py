@@ -378,7 +378,7 @@ class Report(ReportHead):
     created: str  # UTC, ISO 8601
     suite: Suite
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
-    recipe: dict[str, Any] | None = None  # all settings, as resolved; None: of an older version
+    recipe: dict[str, Any] | None = None  # as resolved, but a headroom `auto`; None: of an older version
     noise_floor: NullableFloat
     variants: dict[str, Row]
     layers: list[Layer]

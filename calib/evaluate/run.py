@@ -161,7 +161,8 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: Save
         "offload": "none",
     }
     data = recipe.data.model_copy(update={"batch_size": size})
-    evaluation.recipe = recipe.model_copy(update={**resolved, "data": data})
+    own = settings.model_copy(update={"backend": setup.resolved_backend})
+    evaluation.recipe = recipe.model_copy(update={**resolved, "data": data, "evaluation": own})
     evaluation.layers = cached_layers(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, [*evaluation.layers.shapes.values()])
     check_fp8_cache(model)

@@ -27,7 +27,7 @@ class Divergence(NamedTuple):
 
     kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
-    nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
+    nll: Tensor  # [T] or [T - 1] float64, of the tokens that came next under the variant, in nats
     margins: Tensor = torch.empty(0, dtype=torch.float64)  # [questions] float64, of a long document, in nats
 
 

@@ -52,7 +52,7 @@ class AbsMax:
     """The largest magnitude seen, over all batches."""
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Reduce `amax` [H, D] to the strategy's groups by max, as `group_amax`."""
+        """Reduce `amax` [H, D] to the strategy's groups by max; the histogram [H, NUM_BINS] is not needed."""
         return group_amax(amax, strategy)
 
 

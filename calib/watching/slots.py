@@ -132,7 +132,7 @@ class BlockMap:
         self.cuts_off = fp8 is not None and bool((write(numbers * 0 + above_1) == 1).all())
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Return K and V of `slots` [T] out of a layer's `cache`: [T, 2, K, D], FP8 codes as uint8."""
+        """Return K and V of `slots` [T]: [T, 2, K, D], FP8 codes as uint8; for `cache` see `layer_cache`."""
         slots = slots.to(cache.device)
         _, heads, count, size = self.shape
         values = cache.untyped_storage().nbytes() // cache.element_size()

@@ -140,7 +140,7 @@ def query_is_whole(dtype: torch.dtype, blocks: BlocksLayout) -> bool:
 
 
 def attention_config(kernel: str, target: Target, query: Tensor, blocks: KVBlocks) -> Config:
-    """Return the config of "decode" or "extend" for queries [T, H, D]."""
+    """Return the config of "decode" or "extend" for queries [T, H, D], or decode's [S, H, D]."""
     names = (gpu_name(query.device), target.name, target.backend)
     bits, whole = 8 * blocks.codes.itemsize, query_is_whole(query.dtype, blocks.layout)
     return find_config(kernel, names, bits, blocks.layout.head_dim, whole)
