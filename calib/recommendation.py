@@ -20,10 +20,9 @@ from calib.errors import Fp8kvError, InputError, one_line
 from calib.evaluate.held_out import hold_out
 from calib.evaluate.inputs import sample_loader
 from calib.evaluate.measure import compare_variants
-from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
 from calib.evaluate.report import Figure, Recommendation, ServedCache, Written
-from calib.evaluate.run import evaluate
+from calib.evaluate.run import evaluate, saved_report
 from calib.evaluate.serve_commands import format_for
 from calib.evaluate.statistics import estimate, to_numpy
 from calib.evaluate.summarize import Evaluation, summarize
@@ -54,30 +53,32 @@ def run_recommendation(
     write: Path | None = None,
     output: Path | None = None,
     overwrite: bool = False,
+    resume: bool | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Recommendation, list[str], Written | None, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one.
 
-    `write` is the directory that shall serve it, `output` that of the report. Returns the choice, warnings,
-    what was written, and sentences on what went wrong after the choice.
+    `write` is the directory that shall serve it, `output` that of the report; unless `resume` is None,
+    results are saved beside that, and with `resume` a run that was stopped goes on. Returns the choice,
+    warnings, what was written, and sentences on what went wrong after the choice.
     """
     settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     own = recipe.model_copy(update={"evaluation": settings})
     if write is not None:
         _check_places(find_model(model_name), write, output, overwrite=overwrite)
         wish = replace(wish, is_written=True)
-    with report_place(output, overwrite=overwrite) as write_report:
-        evaluation = evaluate(model_name, own, wish=wish, progress=progress)
+    with saved_report(output, own, overwrite=overwrite, resume=resume) as (saved, write_report):
+        evaluation = evaluate(model_name, own, wish=wish, saved=saved, progress=progress)
         report = summarize(evaluation)
         problems = write_report(report)
-    answer, written = report.recommended, None
-    assert answer is not None
-    if write is not None:
-        try:
-            written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
-            problems += written.problems
-        except (Fp8kvError, OSError) as error:
-            problems.append(one_line(error))
+        answer, written = report.recommended, None
+        assert answer is not None
+        if write is not None:
+            try:
+                written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
+                problems += written.problems
+            except (Fp8kvError, OSError) as error:
+                problems.append(one_line(error))
     return answer, report.warnings, written, problems
 
 

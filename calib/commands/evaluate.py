@@ -154,6 +154,7 @@ def recommend(
     output: Path | None = flags.output(
         "Write a report with a picture to this directory. Default: none.", "-o", "--output", metavar="DIR"
     ),
+    resume: bool = flags.RESUME,
     *,
     overwrite: bool,
     progress: Progress,
@@ -167,7 +168,7 @@ def recommend(
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
     advice, warnings, written, problems = run_recommendation(
-        model, recipe, wish, write=write, output=output, overwrite=overwrite, progress=progress
+        model, recipe, wish, write=write, output=output, overwrite=overwrite, resume=resume, progress=progress
     )
     document = {**advice.model_dump(by_alias=True), "warnings": warnings}
     if written is not None:

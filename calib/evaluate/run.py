@@ -1,6 +1,7 @@
 """The whole evaluation: calibrate on one part of the text, measure every variant on another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -188,6 +189,9 @@ def _inputs(evaluation: Evaluation) -> dict[str, Any]:
         "state of the weight files": checkpoint.sizes_and_times(),
         **settings,
         "suite": asdict(evaluation.suite),
+        "command": "recommend" if evaluation.wish else "eval",
+        "--engine": evaluation.wish and evaluation.wish.engine,
+        "--gpu": evaluation.wish and evaluation.wish.gpu,
         "set of scales in --scales": _digest({x.name: x.scales for x in evaluation.variants}),
         "dataset": _digest([text.calibration.samples, text.documents, text.long_documents, text.passkeys]),
         "dataset of --also": _digest(other_texts),
@@ -320,18 +324,35 @@ def run_evaluation(
     cannot be written. Unless `resume` is None, results are saved beside `output` until it is there; with
     `resume` a run that was stopped goes on.
     """
-    if resume and output is None:
-        raise InputError("--resume needs -o: results are saved beside the report; give its directory")
     conditions = check_evaluation(recipe, scales)
-    place = None if output is None or resume is None else results_file(output)
-    # one that was killed as it wrote its report may have left a part of it
-    is_cut_short = bool(resume) and place is not None and place.exists()
-    saved = SavedResults(place, bool(resume), 60 * recipe.save_minutes)
-    with report_place(output, overwrite=overwrite or is_cut_short) as write:
+    with saved_report(output, recipe, overwrite=overwrite, resume=resume) as (saved, write):
         report = summarize(evaluate(model_name, recipe, scales=scales, saved=saved, progress=progress))
         problems = write(report)
-        if place is not None and not problems:
-            remove_progress(place)
     lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
     broken = [] if report.variants[REFERENCE].kl.is_finite else [BROKEN]
     return report, [*broken, *problems, *lines]
+
+
+@contextmanager
+def saved_report(
+    output: Path | None, recipe: Recipe, *, overwrite: bool, resume: bool | None
+) -> Iterator[tuple[SavedResults, Callable[[Report], list[str]]]]:
+    """Yield where results are saved, and what writes the report; after both, results are removed.
+
+    Nothing is saved without an `output`, nor with `resume=None`. InputError as from `report_place`.
+    """
+    if resume and output is None:
+        raise InputError("--resume needs -o: results are saved beside the report; give its directory")
+    place = None if output is None or resume is None else results_file(output)
+    # one that was killed as it wrote its report may have left a part of it
+    is_cut_short = bool(resume) and place is not None and place.exists()
+    problems = list[str]()
+    with report_place(output, overwrite=overwrite or is_cut_short) as write_report:
+
+        def write(report: Report) -> list[str]:
+            problems.extend(write_report(report))
+            return [*problems]
+
+        yield SavedResults(place, bool(resume), 60 * recipe.save_minutes), write
+        if place is not None and not problems:
+            remove_progress(place)

@@ -24,6 +24,7 @@ def run_until_killed(units, *arguments):
         once, new = SavedResults.once, []
 
         def once_and_die(saved, work, *arguments, **options):
+            saved.every_seconds = 0
             result = once(saved, lambda: (new.append(1), work(*arguments, **options))[1])
             if len(new) == units:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +47,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
     small_directory, tmp_path, monkeypatch
 ):
     recipe, scales, out = tmp_path / "r.yaml", tmp_path / "scales", tmp_path / "out"
-    recipe.write_text("{save_minutes: 0, data: {dataset: random}}")
+    recipe.write_text("{data: {dataset: random}}")
     ran(
         "calibrate",
         small_directory,
@@ -115,3 +116,18 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
     over = ran(*command, "-o", tmp_path / "over", "--resume")
     assert "--resume found no saved progress, and began at the start" in " ".join(over.stderr.split())
     one_line_error(fp8kv(*command, "--resume"), "--resume needs -o: results are saved beside the report")
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_a_killed_recommendation_goes_on_with_another_budget_but_not_for_another_engine(
+    small_directory, tmp_path
+):
+    out, served = tmp_path / "out", tmp_path / "served"
+    command = ("recommend", small_directory, "--dataset", "random", "--samples", 8, "--write", served)
+    assert run_until_killed(3, *command, "-o", out) == -signal.SIGKILL
+    resumed = (*command, "-o", out, "--resume")
+    one_line_error(fp8kv(*resumed, "--engine", "sglang"), "another --engine (None, now sglang), so")
+    ran(*resumed, "--budget-kl", 1)
+    ran(*command, "-o", tmp_path / "whole", "--budget-kl", 1, "--overwrite")
+    assert report(out) == report(tmp_path / "whole")
+    assert not (tmp_path / ".out.evaluation.progress").exists()
