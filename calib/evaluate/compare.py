@@ -1,21 +1,23 @@
 """Two evaluation reports side by side."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from calib.choices import REFERENCE
 from calib.errors import InputError, first_problem
-from calib.evaluate.report import REPORT_FILE, SCHEMA, ComparedFigures, NullableFloat, ReportHead
+from calib.evaluate.report import REPORT_FILE, SCHEMA, Report, Row
+from calib.files.strict_json import read_bytes, read_object
 
-_DOCUMENT = TypeAdapter(dict[str, Any])
 _HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
 _NOT_COMPARABLE = "the figures are not comparable"
 _NOISE = "small differences may come from that"
 _OTHER_SUITE = "so does what was measured"
+_FIGURES = {"kl", "ppl_change", "top1", "measurable", "same_tokens", "passkey"}
 # what, where it is in a report, and what follows if it differs
 _CONDITIONS = (
     ("the model", "model", _NOT_COMPARABLE),
@@ -31,20 +33,12 @@ _CONDITIONS = (
 )  # fmt: skip
 
 
-class ComparedReport(ReportHead):
-    """A `report.json` of any version of schema 1, as far as it is compared."""
-
-    suite: dict[str, Any] = Field({})
-    noise_floor: NullableFloat  # that `measurable` rests on
-    variants: dict[str, ComparedFigures] = Field(min_length=1)
-
-
 class Pair(NamedTuple):
     """Figures of one variant in two reports."""
 
     name: str
-    a: ComparedFigures
-    b: ComparedFigures
+    a: Row
+    b: Row
 
     @property
     def kl_ratio(self) -> float | None:
@@ -82,8 +76,8 @@ class Comparison(NamedTuple):
             "b": str(self.b),
             "variants": {
                 pair.name: {
-                    "a": pair.a.model_dump(),
-                    "b": pair.b.model_dump(),
+                    "a": pair.a.model_dump(include=_FIGURES),
+                    "b": pair.b.model_dump(include=_FIGURES),
                     "kl_ratio": pair.kl_ratio,
                     "no_measurable_difference": pair.is_same,
                 }
@@ -109,17 +103,12 @@ def compare_reports(a: Path, b: Path) -> Comparison:
     )
 
 
-def load_report(path: Path) -> ComparedReport:
+def load_report(path: Path) -> Report:
     """Read a report; refuse one that is damaged or of another schema."""
     file = path / REPORT_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise InputError(f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}")
-    try:
-        document = _DOCUMENT.validate_json(file.read_bytes())
-    except OSError as error:
-        raise InputError(f"cannot read '{file}': {error.strerror or error}; {_HOW_MADE}") from None
-    except ValidationError as error:
-        raise InputError(f"'{file}' is not a report: {first_problem(error)}; {_HOW_MADE}") from None
+    document = read_object(file)
     if "schema" not in document:
         raise InputError(f"'{file}' is not a report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")
     if document["schema"] != SCHEMA:
@@ -128,16 +117,16 @@ def load_report(path: Path) -> ComparedReport:
             "evaluate again with it"
         )
     try:
-        return ComparedReport.model_validate(document, strict=True)
+        return Report.model_validate_json(read_bytes(file), strict=True)
     except ValidationError as error:
         raise InputError(f"'{file}' is damaged: {first_problem(error)}; evaluate again") from None
 
 
-def _differences(a: ComparedReport, b: ComparedReport) -> Iterator[str]:
+def _differences(a: Report, b: Report) -> Iterator[str]:
     """Yield one line for each condition that differs."""
     conditions = [(what, attrgetter(at)(a), attrgetter(at)(b), so) for what, at, so in _CONDITIONS]
-    for key in sorted(a.suite.keys() | b.suite.keys()):
-        conditions.append((f"the suite's {key}", a.suite.get(key), b.suite.get(key), _OTHER_SUITE))
+    for key, size in asdict(a.suite).items():
+        conditions.append((f"the suite's {key}", size, getattr(b.suite, key), _OTHER_SUITE))
     for what, one, other, consequence in conditions:
         if one != other:
             yield f"{what} differs: {one} in A, {other} in B; {consequence}"

@@ -20,7 +20,7 @@ Tensors = Literal["k", "v"]
 Differs = Literal["higher", "lower", "no measurable difference", "not finite"]
 
 
-# null in JSON, which cannot say what is not finite; earlier reports have NaN there
+# null in JSON, which cannot say what is not finite
 NullableFloat = Annotated[
     float,
     BeforeValidator(lambda value: nan if value is None else value),
@@ -131,7 +131,7 @@ class CacheFigures(ReportPart):
     kl: Figure
     bytes_per_token: int
     share: float  # of the bytes in 16 bits
-    tokens_per_gb: int | None = None  # that fit, by the engine's allocator; None: not known
+    tokens_per_gb: int | None  # that fit, by the engine's allocator; None: not known
     memory: float  # for as many tokens, a share of 16 bits'; by bytes where tokens are not known
 
 
@@ -159,7 +159,7 @@ class Recommendation(ReportPart):
     budget_bytes: float | None
     engine: str | None  # None: any
     gpu: str | None
-    request_tokens: int | None = None  # of the requests that `tokens_per_gb` counts
+    request_tokens: int | None  # of the requests that `tokens_per_gb` counts
     chosen: ServedCache
     alternatives: list[Alternative] = Field(alias="passed")
     not_served: dict[str, str]  # variant, or type that is not simulated: why
@@ -202,7 +202,7 @@ class PositionBin(Figure):
     start: int = Field(alias="from")
     to: int
     tokens: int
-    top1: Figure | None = None  # None: of an older version
+    top1: Figure
 
 
 class LongRow(ReportPart):
@@ -232,21 +232,18 @@ class Extremes(ReportPart):
     max: float
 
 
-class LayerRow(ReportPart):
+class LayerRow(ClippedLayer):
     """Errors that one variant makes in one layer; shares are of each KV head."""
 
-    layer_idx: int
     rel_rms_layer: Figure  # of the attention output, over all heads
     rel_rms: list[NullableFloat]  # of each query head
-    saturated: dict[Tensors, list[float]]
     underflowed: dict[Tensors, list[float]]
     range_used: dict[Tensors, list[NullableFloat]]
     scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
-    exceedance: Exceedance | None = None  # tokens with a saturated value
 
 
-class ComparedFigures(ReportPart):
-    """The figures of one cache that reports of every version have."""
+class Row(ReportPart):
+    """All figures of one cache; those that were not measured are absent."""
 
     kl: Figure
     ppl_change: Figure
@@ -254,11 +251,6 @@ class ComparedFigures(ReportPart):
     measurable: bool  # whether `kl.low` is above the noise floor
     same_tokens: Figure | None = None
     passkey: Figure | None = None
-
-
-class Row(ComparedFigures):
-    """All figures of one cache; those that were not measured are absent."""
-
     description: str = Field(alias="what")
     kind: Literal["reference", "control", "fp8", "given", "cache"]
     cache: str | None = None  # its type, where that is not static FP8
@@ -338,49 +330,37 @@ class Harness(ReportPart):
     limit: int | None
 
 
-class TextFacts(ReportPart):
-    """The text that was measured on, as reports of every version describe it."""
+class Data(ReportPart):
+    """The text that was measured on."""
 
     source: str
     fingerprint: str
     calibration_tokens: int
     documents: int
     tokens: int
-
-
-class Data(TextFacts):
-    """The text that was measured on."""
-
     layer_documents: int  # how many of the documents the per-layer figures are from
     new_tokens: int
-    long_documents: int = 0
-    long_tokens: int = 0  # in all of them
+    long_documents: int
+    long_tokens: int  # in all of them
 
 
-class ReportHead(ReportPart):
-    """The conditions that reports of every version name."""
+class Report(ReportPart):
+    """An evaluation: see docs/reference/report.md."""
 
     version: Literal[1] = Field(alias="schema")
     model: str
     backend: str
-    attention: str = "exact"  # whose rounding FP8 caches were given
+    attention: AttentionMode  # whose rounding FP8 caches were given
     dtype: str
-    data: TextFacts
-
-
-class Report(ReportHead):
-    """An evaluation: see docs/reference/report.md."""
-
-    attention: AttentionMode = "exact"
     data: Data
     versions: dict[str, str]
     machine: str
     created: str  # UTC, ISO 8601
     suite: Suite
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
-    recipe: dict[str, Any] | None = None  # as resolved, but a headroom `auto`; None: of an older version
+    recipe: dict[str, Any]  # as resolved, but a headroom `auto`
     noise_floor: NullableFloat
-    variants: dict[str, Row]
+    variants: dict[str, Row] = Field(min_length=1)
     layers: list[Layer]
     texts: Texts
     verdict: str
@@ -388,8 +368,8 @@ class Report(ReportHead):
     advised: str | None
     advice: list[str]
     search: Search | None
-    recommended: Recommendation | None = None
-    other_texts: list[OtherText] = Field([])
+    recommended: Recommendation | None
+    other_texts: list[OtherText]
     tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
     harness: Harness | None = None
     warnings: list[str]

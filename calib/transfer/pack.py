@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from calib.errors import InputError
-from calib.evaluate.report import REPORT_FILE, Extremes, Report, Row
+from calib.evaluate.compare import load_report
+from calib.evaluate.report import REPORT_FILE, Extremes, Row
 from calib.files.atomic import atomic_directory
 from calib.files.names import CALIBRATION_FILE, CARD_FILE, EVALUATION_DIRECTORY, JSON_FILE, STATS_FILE
 from calib.files.pack import PACKED, Pack, write_manifest
-from calib.files.strict_json import read_object
 from calib.formats import FORMATS
 from calib.formats.card import front_matter, render_card
 from calib.formats.directory import check_output, write_json
@@ -128,16 +127,11 @@ def _figures_beside(
 
 def _read_figures(report: Path, layers: Sequence[LayerSummary]) -> dict[str, Any]:
     """Read what a report says of scales that have these `layers`; an InputError where it has none of them."""
-    file = report / REPORT_FILE if report.is_dir() else report
-    document = read_object(file)
-    try:
-        evaluation = Report.model_validate(document)
-    except ValidationError:
-        raise InputError(f"'{file}' is not a report of this version of fp8kv-eval") from None
+    evaluation = load_report(report)
     variants = evaluation.variants
     row = next((row for row in variants.values() if _has_scales(row, layers)), None)
     if row is None:
-        problem = f"'{file}' has no figures of these scales"
+        problem = f"'{report}' has no figures of these scales"
         raise InputError(f"{problem}; measure them: fp8kv-eval MODEL --scales OUTPUT -o REPORT")
     rows = {"these scales": row} | ({"scale 1.0": variants["none"]} if "none" in variants else {})
     return {

@@ -134,7 +134,7 @@ def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:
     clipped = Cell()
     if row.clipped:
         clipped = Cell(f"{row.clipped.share:.2%}", show_interval(row.clipped.low, row.clipped.high, "{:.2%}"))
-    layers = {layer.layer_idx: layer.exceedance for layer in row.layers if layer.exceedance}
+    layers = {layer.layer_idx: layer.exceedance for layer in row.layers}
     return figure_cell(row.kl), Cell(differs), clipped, _worst_head(layers)
 
 

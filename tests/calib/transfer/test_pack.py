@@ -208,7 +208,7 @@ def test_figures_of_other_scales(evaluated, model, tmp_path):
     other, out = calibrated(model, tmp_path / "other", "--headroom", "2"), tmp_path / "pack"
     for report, said in (
         (evaluated, "has no figures of these scales; measure them: fp8kv-eval"),
-        (other / "config.json", "is not a report of this version of fp8kv-eval"),
+        (other / "config.json", "is not a report of fp8kv-eval: it has no `schema`; give what"),
     ):
         one_line_error(fp8kv("pack", other, "-o", out, "--report", report), said)
     # beside the calibration they are a warning
