@@ -104,18 +104,22 @@ def compare(
     return report
 
 
-def compare_stored(stored: Stored, files: Mapping[int, StoredLayer], place: Place) -> ScalesInForce:
-    """Compare what a whole model stores with, of all ranks, with the scales in the files.
+def compare_stored(stored: Stored, files: Mapping[int, StoredLayer], place: Place) -> list[int]:
+    """Return the layers that a whole model, of all ranks, does not store with the scales in the files.
 
-    A rank that stores with one value for all of its heads has the largest of theirs.
+    A rank that stores with one value for all of its heads has the largest of theirs. Layers in 16 bits are
+    not compared unless all are.
     """
-    layers, files = [], dict(files)
+    layers, files = files.keys() - stored.keys(), dict(files)
+    is_fp8 = any(k or v for _, k, v in stored.values())
     for index, (cache, k, v) in stored.items():
-        layers.append(EngineLayer(index, bool(k or v), {"": k}, {"": v}, cache=cache))
+        layer = EngineLayer(index, bool(k or v), {"": k}, {"": v}, cache=cache)
         if file := files.get(index):
             k, v = _largest(file.values("k"), len(k)), _largest(file.values("v"), len(v))
             files[index] = replace(file, k=k, v=v)
-    return compare(layers, files, place)
+        if compare([layer], files, place, stages=2, is_fp8=is_fp8).problems:
+            layers.add(index)
+    return sorted(layers)
 
 
 def _largest(values: Values, count: int) -> Values:

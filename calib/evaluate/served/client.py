@@ -22,6 +22,7 @@ from calib.engines.outcome import Place
 from calib.errors import InputError
 from calib.evaluate.served.watch_report import Watched
 from calib.files.stored_scales import StoredScales, Values
+from calib.files.text import show_layers
 
 try:  # the Hub library's own HTTP library
     from huggingface_hub.utils import httpx
@@ -83,14 +84,16 @@ class ServedScales(_Answer):
     layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: as well
 
     def differences(self, scales: StoredScales) -> list[str]:
-        """Say in which layers a server stores with other scales than a directory's, as far as is said."""
+        """Say in which layers a server does not use a directory's scales, as far as its plugin says."""
         if self.layers is None:
             return []
         stored: dict[int, tuple[str, Values, Values]] = {}
         for layer in self.layers:
             k, v = (tuple(nan if x is None else x for x in values) for values in (layer.k, layer.v))
             stored[layer.layer] = layer.cache, k, v
-        return compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=bool(self.fnuz))).problems
+        wrong = compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=bool(self.fnuz)))
+        where = f"does not use the scales of '{scales.directory.path}' in {show_layers(wrong)}"
+        return [f"it {where}; if it was started on another directory, give that"] if wrong else []
 
 
 class _ModelList(_Answer):
@@ -162,9 +165,9 @@ class Server:
         """Start the clock. Return what the server's plugin says of its scales, and how `files` differ."""
         advice = "serve with vLLM 0.32 or newer and VLLM_PLUGINS=fp8kv, with fp8kv installed there"
         scales = self._ask_plugin("scales", ServedScales, f"does not say which scales it uses; {advice}")
-        if files:
-            name = files.directory.path
-            scales.problems += [f"beside '{name}', {problem}" for problem in scales.differences(files)]
+        # what the plugin calls the files are those that the server was started on
+        scales.problems = [problem.replace("the files", "the server's files") for problem in scales.problems]
+        scales.problems += scales.differences(files) if files else []
         return scales
 
     def watched(self) -> Watched:

@@ -94,11 +94,16 @@ def test_a_text_says_which_and_by_how_much(made, twin, directory):
 
 def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
     assert calibrate(made / "twin", "-o", tmp_path / "out", "--format", "fp8kv").exit_code == 0
-    twin.in_force = in_force(made / "plain-fp8kv") | {"problems": ["rank 0: K is bad"]}
+    # of a server that was started on a model without scales
+    said = "rank 0: K has no scale in {} and is at 1.0 in layers 0, 1, 2"
+    twin.in_force = in_force(made / "plain-fp8kv") | {"problems": [said.format("the files")]}
     # no engine loads format fp8kv, so its scales are not compared with those that a plugin names
-    directory, own = made / "twin-fp8kv", ["rank 0: K is bad"]
-    beside = [f"beside '{directory}', {x} is not the file's in layers 0, 1, 2" for x in "KV"]
-    for scales, problems in ((tmp_path / "out", own), (directory, own + beside)):
+    directory, own = made / "twin-fp8kv", [said.format("the server's files")]
+    differs = f"it does not use the scales of '{directory}' in layers 0, 1, 2; if it was started on another"
+    for scales, problems in (
+        (tmp_path / "out", own),
+        (directory, [*own, f"{differs} directory, give that"]),
+    ):
         done = verify(twin, scales, "--model", made / "twin", "--json")
         found = facts(done)
         assert (found["nearer"], found["plugin"]["problems"], done.exit_code) == ("scales", problems, 1)
@@ -286,9 +291,9 @@ def test_nodes_that_store_with_other_scales_are_told_apart(fake, made, directory
             (good, good, 0, f"store with the scales of '{directory}': each reads the other's KV"),
             (good, good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
             (good, good | {"problems": ["rank 1: K is bad"]}, 1, f"problem: {decode}: rank 1: K is bad"),
-            (good, good | nan, 1, f"problem: {decode}: beside '{directory}', V is not the file's in layer 0"),
+            (good, good | nan, 1, f"problem: {decode}: it does not use the scales of '{directory}' in layer 0"),
             (in_force(made / "plain-fp8kv"), in_force(made / "plain-fp8kv"), 1, both),
-            (good | {"layers": rest}, good, 1, "the files have scales for layer 0, which the engine lacks"),
+            (good | {"layers": rest}, good, 1, f"{prefill}: it does not use the scales of '{directory}' in layer 0"),
             (good | {"server": "7"}, good | {"server": "7"}, 2, f"{prefill} and {decode} are one server"),
             (good | {"server": "7"}, good | {"server": "8"}, 0, "each reads the other's KV"),
             (good, None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
