@@ -1,6 +1,7 @@
 """`fp8kv inspect` and `fp8kv compare`: scales of a directory, of two; two evaluations."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from calib.files.stored_scales import StoredLayer, StoredScales, Values
     from calib.scales.places import LayerPlaces
 
-_PLACE_HEADINGS = (
-    "layer", "K at 0", "at 1, 2", "after", "/ 448 without 0", "V at 0", "at 1, 2", "after",
-    "/ 448 without 0",
-)  # fmt: skip
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 _REPORT_HEADINGS = (
     *("cache", "KL A", "KL B", "B / A"),
@@ -50,7 +47,8 @@ def inspect(
         from calib.scales.plot import plot_scales
 
         plot_scales(scales, plot, places)
-    nvfp4, first = nvfp4_convention(scales.directory), [layer.first_tokens() for layer in places]
+    limit = _fp8_limit(scales)
+    nvfp4, first = nvfp4_convention(scales.directory), [layer.first_tokens(limit) for layer in places]
     document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first, "baked": baked}
     lines = [f"baked for {baked}: its weights hold the factors, so it needs no scales"] if baked else []
     return Answer(document, chain(lines, _scales_blocks(directory, scales, places, problem)))
@@ -86,6 +84,15 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | N
         return scales, [], str(error)
 
 
+def _fp8_limit(scales: "StoredScales") -> float:
+    """Return where the FP8 type of the scales ends; E4M3, where files name NVFP4 or several types."""
+    from calib.files.cache_type import FP8_MAX
+
+    with suppress(InputError):
+        return FP8_MAX[scales.fp8_dtype]
+    return FP8_MAX["e4m3fn"]
+
+
 def _scales_blocks(
     path: Path, scales: "StoredScales", places: list["LayerPlaces"], problem: str | None
 ) -> Iterator[Block]:
@@ -94,12 +101,13 @@ def _scales_blocks(
         rows = [_layer_row(x, scales) for x in (*scales.layers, *scales.drafts)]
         yield TextTable(str(path), _HEADINGS, rows)
     if places:
-        title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
-        rows = []
+        limit, rows = _fp8_limit(scales), []
+        title = f"amax by position in the sample; without position 0, divided by {limit:g} (no headroom)"
+        columns = ("at 1, 2", "after", f"/ {limit:g} without 0")
         for layer in places:
-            amax = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
+            amax = [*layer.k.first_tokens(limit).values(), *layer.v.first_tokens(limit).values()]
             rows.append((str(layer.layer), *("-" if value is None else f"{value:.4g}" for value in amax)))
-        yield TextTable(title, _PLACE_HEADINGS, rows)
+        yield TextTable(title, ("layer", "K at 0", *columns, "V at 0", *columns), rows)
     yield from (f"problem: {text}" for text in (*scales.problems, *([problem] if problem else [])))
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from calib.errors import InputError, first_problem
-from calib.files.cache_type import FP8_MAX
 from calib.files.names import STATS_FILE
 from calib.files.safetensors_header import Entry, read_header, read_metadata, read_values
 from calib.files.strict_json import parse_object
@@ -79,15 +78,15 @@ class TensorPlaces:
         heads = self.positions if per_head else [_largest(self.positions)]
         return max((x[0] / max(x[1:]) for x in heads if any(x[1:])), default=1.0)
 
-    def first_tokens(self) -> dict[str, float | None]:
+    def first_tokens(self, limit: float) -> dict[str, float | None]:
         """Return the largest at the first positions and at all others; None without a token there.
 
-        `scale_without_first` is what E4M3 would need without the first token of each sample, with no
-        headroom and unrounded.
+        `scale_without_first` is what an FP8 type that ends at `limit` would need without the first token of
+        each sample, with no headroom and unrounded.
         """
         first, second, *later = _largest(self.positions)
         figures = {"position_0": first, "positions_1_2": second, "rest": max(later)}
-        figures["scale_without_first"] = max(second, *later) / FP8_MAX["e4m3fn"]
+        figures["scale_without_first"] = max(second, *later) / limit
         return {name: figure or None for name, figure in figures.items()}
 
 
@@ -100,9 +99,9 @@ class LayerPlaces:
     k: TensorPlaces
     v: TensorPlaces
 
-    def first_tokens(self) -> dict[str, Any]:
+    def first_tokens(self, limit: float) -> dict[str, Any]:
         """Return the object that `fp8kv inspect --json` prints of the layer."""
-        return {"layer": self.layer, "k": self.k.first_tokens(), "v": self.v.first_tokens()}
+        return {"layer": self.layer, "k": self.k.first_tokens(limit), "v": self.v.first_tokens(limit)}
 
 
 def read_places(directory: Path) -> list[LayerPlaces]:

@@ -347,6 +347,13 @@ def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
     assert "amax by position in the sample" in printed
     row = [f"{figure:.4g}" for figure in found[0]["k"].values()]
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
+    config = json.loads((shutil.copytree(measured, tmp_path / "fnuz") / "config.json").read_text())
+    dtype = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
+    (tmp_path / "fnuz" / "config.json").write_text(json.dumps(config | dtype))
+    scale = json_of("inspect", tmp_path / "fnuz")["first_tokens"][0]["k"]["scale_without_first"]
+    assert scale * 240 == pytest.approx(found[0]["k"]["scale_without_first"] * 448)
+    assert "/ 448 without 0" in printed
+    assert "/ 240 without 0" in fp8kv("inspect", tmp_path / "fnuz").stdout
     plain = shutil.copytree(measured, tmp_path / "plain", ignore=shutil.ignore_patterns(STATS))
     assert (panels(measured, tmp_path / "2.svg"), panels(plain, tmp_path / "1.svg")) == (2, 1)
     # growth is drawn as a share of the last, with the median
