@@ -27,6 +27,7 @@ from calib.data import Batch, CalibrationData
 from calib.errors import InputError
 from calib.files.fingerprint import fingerprint, settings_digest
 from calib.files.model_directory import ModelDirectory
+from calib.formats.output import versions
 from calib.progress import RESUMABLE
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats, derive_scales
@@ -49,6 +50,7 @@ def compared_inputs(
 ) -> dict[str, Any]:
     """Return the inputs of the statistics, by their names in errors: a run resumes only with equal ones."""
     return {
+        **package_versions(),
         "model": [*map(fingerprint, checkpoints)],
         "file beside the weights": [*map(settings_digest, checkpoints)],
         # values that the fingerprint did not sample
@@ -59,6 +61,11 @@ def compared_inputs(
         # a GPU's results do not depend on it
         THREADS: recipe.device == "cpu" and torch.get_num_threads(),
     }
+
+
+def package_versions(names: Sequence[str] = ()) -> dict[str, str]:
+    """Return the versions of the packages that compute, and of those with `names`, by their names in errors."""
+    return {f"version of {name}": number for name, number in versions(names).items()}
 
 
 @dataclass

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -39,24 +40,34 @@ class SavedResults:
     resume: bool = False
     every_seconds: float = 0.0
     _inputs: dict[str, Any] = field(default_factory=dict)
+    _earlier: dict[str, Any] = field(default_factory=dict)  # inputs
     _results: list[Any] = field(default_factory=list)
     _count: int = 0  # of the results that were asked for; with equal inputs the order is the same
     _saved_at: float = field(default_factory=time.monotonic)
 
-    def open(self, inputs: dict[str, Any], types: Sequence[type]) -> list[str]:
-        """Begin a run with such `inputs`, or go on with an earlier one; return warnings.
+    def open(self, inputs: dict[str, Any], types: Sequence[type]) -> None:
+        """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
 
         Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
-        inputs, and a damaged file.
+        inputs, and a damaged file, if this run is to go on with them.
         """
         assert self.path is not None
         self._inputs = json.loads(json_text(inputs))
+        if self.path.exists():
+            with suppress(*[InputError] * (not self.resume)):
+                self._earlier, self._results = self._load(self.path, types)
+
+    def begin(self, inputs: dict[str, Any]) -> list[str]:
+        """Begin a run that has these `inputs` besides, or go on with the earlier one; return warnings."""
+        assert self.path is not None
+        self._inputs |= json.loads(json_text(inputs))
         if not self.resume:
             remove_progress(self.path)
-        elif not self.path.exists():
+            self._results = []
+        elif not self._earlier:
             return [NOTHING_SAVED]
         else:
-            self._results = self._load(self.path, types)
+            check_same_run(self.path, self._earlier, self._inputs)
         return []
 
     def once(
@@ -73,13 +84,14 @@ class SavedResults:
                 self._saved_at = time.monotonic()
         return cast("Result", self._results[self._count - 1])
 
-    def _load(self, path: Path, types: Sequence[type]) -> list[Any]:
+    def _load(self, path: Path, types: Sequence[type]) -> tuple[dict[str, Any], list[Any]]:
         digest, _, content = read_bytes(path).partition(b"\n")
         damaged = f"'{path}' is damaged (its values are not those that were written); {START_AGAIN}"
         if digest != _sha256(content):
             raise InputError(damaged)
         run, _, results = content.partition(b"\n")
-        check_same_run(path, parse_object(run, f"'{path}'"), self._inputs)
+        inputs = parse_object(run, f"'{path}'")
+        check_same_run(path, inputs, self._inputs)
         try:
             with torch.serialization.safe_globals([*types]):  # nothing else is made of what a file says
                 saved = torch.load(BytesIO(results), weights_only=True)
@@ -87,13 +99,16 @@ class SavedResults:
             raise InputError(damaged) from error
         if not isinstance(saved, list):
             raise InputError(damaged)
-        return saved
+        return inputs, saved
 
     def _write(self, scratch: Path) -> None:
-        results = BytesIO()
-        torch.save(self._results, results)
-        content = json_text(self._inputs).encode() + b"\n" + results.getvalue()
-        scratch.write_bytes(_sha256(content) + b"\n" + content)
+        buffer = BytesIO()
+        buffer.write(json_text(self._inputs).encode() + b"\n")
+        torch.save(self._results, buffer)
+        content = buffer.getbuffer()  # no copy
+        with scratch.open("wb") as file:
+            file.write(_sha256(content) + b"\n")
+            file.write(content)
 
 
 UNSAVED = SavedResults()
@@ -105,5 +120,5 @@ def results_file(report: Path) -> Path:
     return path.with_name(f".{path.name}.evaluation.progress")
 
 
-def _sha256(content: bytes) -> bytes:
+def _sha256(content: bytes | memoryview) -> bytes:
     return hashlib.sha256(content).hexdigest().encode()

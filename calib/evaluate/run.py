@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
-from calib.capture.resume import THREADS, remove_progress
+from calib.capture.resume import THREADS, package_versions, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader, resolve_batch_size
 from calib.errors import InputError
@@ -52,7 +52,6 @@ from calib.evaluate.verdict import check_variant, failures
 from calib.files.fingerprint import fingerprint, settings_digest
 from calib.files.strict_json import json_text
 from calib.files.text import Condition, parse_condition
-from calib.formats.output import versions
 from calib.models.config import check_positions, load_config, takes_media
 from calib.models.load import load_model, load_tokenizer
 from calib.models.quantized.weights import quantization_notes
@@ -68,10 +67,14 @@ _RESULT_TYPES = (
     *(Divergence, Clipping, LayerError, LayerValues),
     *(KVStats, LayerStats, TensorStats, SharedAttention),
 )
-# parts of a recipe that no measurement depends on
 # besides those that a report names
 _LIBRARIES = ("lm_eval", "numpy", "tokenizers", "triton")
+# parts of a recipe that no measurement depends on
 _FREE_TO_CHANGE: Any = {"export": True, "description": True, "save_minutes": True, "evaluation": {"fail_if"}}
+# and those that are resolved when the model is loaded
+_RESOLVED: Any = {
+    "device": True, "dtype": True, "offload": True, "data": {"batch_size"}, "evaluation": {"backend"}
+}  # fmt: skip
 
 
 def evaluate(
@@ -90,9 +93,11 @@ def evaluate(
     `summarize` makes the report.
     """
     evaluation = open_inputs(model_name, recipe, scales, suite, wish)
+    if saved.path is not None:
+        saved.open(_inputs_of_files(evaluation), _RESULT_TYPES)
     _load_model_and_text(evaluation, progress, saved)
     if saved.path is not None:
-        evaluation.warnings += saved.open(_inputs(evaluation), _RESULT_TYPES)
+        evaluation.warnings += saved.begin(_inputs_in_memory(evaluation))
     _calibrate(evaluation)
     _choose_variants(evaluation)
     _measure_variants(evaluation)
@@ -171,33 +176,49 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: Save
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 
-def _inputs(evaluation: Evaluation) -> dict[str, Any]:
-    """Return all that figures follow from, by its name in errors: a run goes on only with equal ones."""
-    checkpoint, device, text = evaluation.checkpoint, evaluation.setup.model.device.type, evaluation.text
-    settings = dict[str, Any]()
-    for key, value in evaluation.recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE).items():
-        section = value if isinstance(value, dict) else {"": value}
-        settings |= {f"setting '{key}.{name}'".replace(".'", "'"): x for name, x in section.items()}
-    other_texts = [
-        (x.data.fingerprint, [piece.ids for piece in x.pieces]) for x in evaluation.other_documents
-    ]
+def _inputs_of_files(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what figures follow from and is known before the model is loaded, by its name in errors.
+
+    A run goes on only with equal inputs, these and `_inputs_in_memory`.
+    """
+    checkpoint, later = evaluation.checkpoint, _RESOLVED | {"evaluation": {"fail_if", "backend"}}
     return {
-        **{f"version of {name}": number for name, number in versions(_LIBRARIES).items()},
-        "machine": machine_name(device),
+        **package_versions(_LIBRARIES),
         "model": fingerprint(checkpoint),
         "file beside the weights": settings_digest(checkpoint),
         "state of the weight files": checkpoint.sizes_and_times(),
-        **settings,
+        **_settings(evaluation.recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE | later)),
         "suite": asdict(evaluation.suite),
         "command": "recommend" if evaluation.wish else "eval",
         "--engine": evaluation.wish and evaluation.wish.engine,
         "--gpu": evaluation.wish and evaluation.wish.gpu,
+        "task or text of a task": digest_tasks(evaluation.tasks),
+    }
+
+
+def _inputs_in_memory(evaluation: Evaluation) -> dict[str, Any]:
+    """Return what else figures follow from, by its name in errors."""
+    device, text = evaluation.setup.model.device.type, evaluation.text
+    other_texts = [
+        (x.data.fingerprint, [piece.ids for piece in x.pieces]) for x in evaluation.other_documents
+    ]
+    return {
+        "machine": machine_name(device),
+        **_settings(evaluation.recipe.model_dump(mode="json", include=_RESOLVED)),
         "set of scales in --scales": _digest({x.name: x.scales for x in evaluation.variants}),
         "dataset": _digest([text.calibration.samples, text.documents, text.long_documents, text.passkeys]),
         "dataset of --also": _digest(other_texts),
-        "task or text of a task": digest_tasks(evaluation.tasks),
         THREADS: device == "cpu" and torch.get_num_threads(),
     }
+
+
+def _settings(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe, or of a part of it, by their names in errors."""
+    settings = dict[str, Any]()
+    for key, value in document.items():
+        section = value if isinstance(value, dict) else {"": value}
+        settings |= {f"setting '{key}.{name}'".replace(".'", "'"): x for name, x in section.items()}
+    return settings
 
 
 def _digest(content: Any) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -78,15 +79,28 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
         one_line_error(fp8kv(*command, "-o", out, "--resume", *flags), said)
         assert (saved.exists(), out.exists()) == (True, False)
 
-    refused("of a run with another setting 'data.seed' (42, now 7), so --resume cannot go on", "--seed", 7)
-    refused("another setting 'evaluation.attention'", "--attention", "fa3")
+    with monkeypatch.context() as patch:  # before text or model are loaded
+        patch.setattr("calib.evaluate.run._load_model_and_text", lambda *_: pytest.fail("loaded"))
+        refused(
+            "of a run with another setting 'data.seed' (42, now 7), so --resume cannot go on", "--seed", 7
+        )
+        refused("another setting 'evaluation.attention'", "--attention", "fa3")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "calib.evaluate.run._load_model_and_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        goes_on = "progress is saved: the same command with --resume goes on"
+        for said, *flags in ((goes_on, "--resume"), (goes_on,), ("nothing was written", "--seed", 7)):
+            one_line_error(fp8kv(*command, "-o", out, *flags), f"terminated; {said}")
+            assert saved.exists()
+    refused("another setting 'dtype' (float32, now bfloat16)", "--dtype", "bfloat16")
     scale_file = scales / "kv_cache_scales.json"
     text = scale_file.read_text()
     scale_file.write_text(re.sub(r"(\d\.\d\d)\d", r"\g<1>9", text))
     refused("another set of scales in --scales")
     scale_file.write_text(text)
     with monkeypatch.context() as patch:
-        patch.setattr("calib.evaluate.run.versions", lambda _: {"torch": "1.0"})
+        patch.setattr("calib.capture.resume.versions", lambda _: {"torch": "1.0"})
         refused("another version of torch (2.")
     settings = small_directory / "generation_config.json"
     text = settings.read_text()
@@ -131,3 +145,14 @@ def test_a_killed_recommendation_goes_on_with_another_budget_but_not_for_another
     ran(*command, "-o", tmp_path / "whole", "--budget-kl", 1, "--overwrite")
     assert report(out) == report(tmp_path / "whole")
     assert not (tmp_path / ".out.evaluation.progress").exists()
+
+
+def test_results_are_once_in_memory_while_they_are_saved(tmp_path):
+    saved = SavedResults(tmp_path / "results")
+    saved.open({}, [])
+    saved.begin({})
+    tracemalloc.start()
+    saved.once(lambda: torch.zeros(2**20))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 2**22 < saved.path.stat().st_size < peak < 1.5 * 2**22
