@@ -19,6 +19,7 @@ from calib.rescale.bake import baked_factors
 from calib.rescale.weight_changes import LayerFactors
 from calib.scales.stats import KVStats
 
+_EDGES = "vLLM leaves the first and the last two layers in 16 bits"
 # static FP8: the variants that `fp8` stands for
 STATIC = ("none", "tensor", "attn_head")
 
@@ -57,6 +58,8 @@ def select_types(names: Sequence[str], layers: Layers) -> tuple[list[CacheType],
         try:
             cache_type(name).model_bytes(layers)
             types.append(cache_type(name))
+            if cache_type(name).edges(layers) == layers.shapes.keys():
+                warnings.append(f"{name} quantises nothing here: {_EDGES}, which are all that this model has")
         except InputError as error:
             if name in names:
                 raise InputError(f"{error}; leave it out of --caches") from None

@@ -135,6 +135,13 @@ def test_names_are_the_types_that_head_sizes_allow_and_those_that_can_be_gated()
         assert all(str(dims) in warning for warning in warnings)
 
 
+def test_a_type_that_leaves_every_layer_of_a_small_model_in_16_bits_says_so():
+    names = ["turboquant_k8v4", "ultraquant_4bit", "nvfp4"]
+    said = [warning.split(" quantises nothing")[0] for warning in select_types(names, of_layers(64, 4))[1]]
+    assert said == names[:2]
+    assert select_types(names, of_layers(64, 5))[1] == []
+
+
 def test_what_bake_refuses_has_no_baked_rows(tmp_path):
     directory = save_model(tiny_model("olmo", clip_qkv=0.5), tmp_path / "olmo")
     evaluation = evaluate(str(directory), caches_recipe("none"), suite=SMALL)
