@@ -34,6 +34,8 @@ from calib.scales.stats import derive_scales
 from calib.scales.stats_file import Calibration, open_calibration
 from calib.transfer.hub import find_calibration
 
+_MARK_STEP = 2**-8  # of bfloat16, in which marks are kept
+
 
 def apply(
     calibration: str,
@@ -140,9 +142,9 @@ def _notes(
     if is_same and not has_experts:  # whose weights are in no digest
         return
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
-    # marks are kept in bfloat16, a step of which is 2**-8
-    error = likeness.largest_error
-    distance = f"differs by {error:.1%} at most" if error > 2**-8 else "is the same, to the 0.4% of bfloat16"
+    distance = f"differs by {likeness.largest_error:.1%} at most"
+    if likeness.largest_error <= _MARK_STEP:
+        distance = f"is the same, to the {_MARK_STEP:.1%} of bfloat16"
     yield (
         f"these scales were measured on {model}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' {distance}"
