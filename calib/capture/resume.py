@@ -64,7 +64,7 @@ def compared_inputs(
 
 
 def package_versions(names: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of the packages that compute, and of those with `names`, by their names in errors."""
+    """Return versions of what every result depends on, and of packages `names`, by their names in errors."""
     return {f"version of {name}": number for name, number in versions(names).items()}
 
 

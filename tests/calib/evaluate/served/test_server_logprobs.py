@@ -285,15 +285,16 @@ def test_nodes_that_store_with_other_scales_are_told_apart(fake, made, directory
     other, good = FakeServer(), in_force(directory)
     first, *rest = good["layers"]
     nan = {"layers": [first | {"v": [None]}, *rest]}
+    unused = f"it does not use the scales of '{directory}' in layer 0; if it was started on another"
     both = "the servers store with the same scales: each reads the other's KV blocks rightly"
     with running(fake) as prefill, running(other) as decode:
         for own, theirs, status, said in (
             (good, good, 0, f"store with the scales of '{directory}': each reads the other's KV"),
             (good, good | {"fingerprint": "cd" * 16}, 1, "KV blocks of one are wrong in the other"),
             (good, good | {"problems": ["rank 1: K is bad"]}, 1, f"problem: {decode}: rank 1: K is bad"),
-            (good, good | nan, 1, f"problem: {decode}: it does not use the scales of '{directory}' in layer 0"),
+            (good, good | nan, 1, f"problem: {decode}: {unused}"),
             (in_force(made / "plain-fp8kv"), in_force(made / "plain-fp8kv"), 1, both),
-            (good | {"layers": rest}, good, 1, f"{prefill}: it does not use the scales of '{directory}' in layer 0"),
+            (good | {"layers": rest}, good, 1, f"problem: {prefill}: {unused}"),
             (good | {"server": "7"}, good | {"server": "7"}, 2, f"{prefill} and {decode} are one server"),
             (good | {"server": "7"}, good | {"server": "8"}, 0, "each reads the other's KV"),
             (good, None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
