@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from calib.arguments import to_path
@@ -234,6 +235,13 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) ->
     )
 
 
+def _refuse_nan(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the logits [1, V] as they are; an InputError if one is NaN."""
+    if scores.isnan().any():
+        raise InputError("the model's logits hold NaN, which is not text; check its weights and --dtype")
+    return scores
+
+
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -261,6 +269,7 @@ def _generate(
             do_sample=bool(sampling),
             **sampling,
             streamer=streamer,
+            logits_processor=[_refuse_nan],
             return_dict_in_generate=True,
         )
         seconds = time.perf_counter() - start

@@ -189,7 +189,7 @@ def singles(batch: Batch) -> list[Batch]:
 def blame(place: str | None, batch: Batch) -> CalibrationError:
     """Make the error for NaN or Inf; names the sample, or the batch if no sample alone shows it."""
     samples = list(batch.sample_ids)
-    where = f"sample {samples[0]}" if place else f"samples {samples}, only when batched"
+    where = f"sample {samples[0]} of those read" if place else f"samples {samples}, only when batched"
     return CalibrationError(
         f"{place or 'a layer'} holds NaN or Inf in {where}; "
         "check the weights, and where they are float16, use --dtype bfloat16 or float32"

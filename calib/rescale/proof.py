@@ -37,6 +37,11 @@ class Observation:
         """Return the largest magnitude of k or v in all layers."""
         return max(pair["kv".index(part)].abs().amax().item() for pair in self.kv.values())
 
+    @property
+    def is_finite(self) -> bool:
+        """Return whether nothing is NaN or infinite."""
+        return all(x.isfinite().all() for x in (self.logits, *(x for pair in self.kv.values() for x in pair)))
+
 
 def load_exact(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a model in float32, where a power of two changes exponents and nothing else."""
@@ -107,6 +112,10 @@ def prove(
     refusal: str,
 ) -> None:
     """Compare bit for bit; a difference is an UnsupportedModelError that begins with `refusal`."""
+    if not before.is_finite:
+        raise UnsupportedModelError(
+            f"{refusal}: NaN or Inf in the model's own K, V or logits; check its weights. Nothing was written"
+        )
     problems = []
     owners = {reader: owner for owner, module in modules.items() for reader in module.readers}
     for name, pair in before.kv.items():

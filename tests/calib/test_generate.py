@@ -119,6 +119,9 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
 
 def test_scale_one_needs_no_calibration_and_a_head_of_another_size_is_refused(model, tmp_path):
     assert len(as_json(model, PROMPT, "--scales", "none")["fp8"]["token_ids"]) == 9
+    broken = copy(model, tmp_path / "broken", lambda tensors: tensors["lm_head.weight"][0].fill_(torch.nan))
+    for flags in (("--scales", "none"), ("--cache", "int8_per_token_head", "--temperature", 1)):
+        one_line_error(generate(broken, PROMPT, *flags), "the model's logits hold NaN, which is not text")
     odd = save_model(tiny_model("llama", head_dim=24), tmp_path / "odd")
     one_line_error(generate(odd, PROMPT, "--cache", "nvfp4"), "nvfp4: head size 24 is not a multiple of 16")
 

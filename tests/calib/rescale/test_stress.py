@@ -10,7 +10,7 @@ import torch
 from apply_cases import config_of
 from baking import seen_amax
 from command_line import fp8kv, json_of, one_line_error, succeeded
-from families import FAMILIES, LATENT, SHARED_KV, save_model, tiny_model
+from families import FAMILIES, LATENT, SHARED_KV, edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
 
 from calib.errors import InputError, UnsupportedModelError
@@ -154,6 +154,9 @@ def test_what_cannot_be_proved_is_refused(tmp_path):
         source = bf16_directory(tmp_path / model_type / "source", model_type, **options)
         one_line_error(stress(source, source.with_name("twin")), reason)
         assert [path.name for path in source.parent.iterdir()] == ["source"]
+    source = bf16_directory(tmp_path / "source", "llama")
+    edit_tensors(source, lambda tensors: tensors["lm_head.weight"][0].fill_(torch.nan))
+    one_line_error(stress(source, tmp_path / "twin"), "NaN or Inf in the model's own K, V or logits")
 
 
 def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
