@@ -65,10 +65,13 @@ def watch_steps(runner: type[Any]) -> None:
         return result
 
 
-def watch(worker: Any) -> None:
-    """Begin to count in a worker, whose engine has made its caches and warmed up."""
+def watch(worker: Any) -> bool | None:
+    """Begin to count in a worker, whose engine has made its caches and warmed up.
 
-    def begin() -> None:
+    Return whether it counts a sample, as of an FP8 cache; None: it cannot count.
+    """
+
+    def begin() -> bool:
         harvest = worker.model_runner.fp8kv_harvest = Harvest(worker.model_runner)
 
         def forget_and_discard(discard: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +81,9 @@ def watch(worker: Any) -> None:
         for name in ("sleep", "discard"):  # their cache
             if hasattr(worker, name):
                 wrap(worker, name)(forget_and_discard)
+        return harvest.is_fp8
 
-    _try(worker.model_runner, begin)
+    return _try(worker.model_runner, begin)  # type: ignore[no-any-return]
 
 
 def count(worker: Any) -> WorkerCounts | None:
@@ -136,7 +140,7 @@ class Harvest:
     def _begin(self) -> None:
         """Begin with the scales of now: codes stand for other values than before."""
         self._stored = stored_scales([*vllm_worker.all_layers(self._runner)])
-        self._is_fp8 = any(self._fp8_types.values())
+        self.is_fp8 = any(self._fp8_types.values())
         self._since, self.tokens = _now(), 0  # that steps wrote
         self.counts: dict[int, CacheCounts] = {}
         self._maps: dict[Any, BlockMap] = {}
@@ -154,20 +158,20 @@ class Harvest:
         """
         self.tokens += step.total_num_scheduled_tokens
         self.slots.note(step, with_slots=time.monotonic() >= self._next_note)
-        if self.slots.tokens >= (MOST_COUNTED if self._is_fp8 else MOST_WRITTEN):
+        if self.slots.tokens >= (MOST_COUNTED if self.is_fp8 else MOST_WRITTEN):
             self.read()
 
     def read(self) -> None:
         """Count what the noted slots hold, of an FP8 cache a part, and forget them."""
         start, slots = time.monotonic(), self.slots.take()
         for group, of_group in zip(self._groups, slots, strict=True):
-            if self._is_fp8 and len(of_group) > MOST_COUNTED:
+            if self.is_fp8 and len(of_group) > MOST_COUNTED:
                 of_group = of_group[torch.randperm(len(of_group), generator=self._random)[:MOST_COUNTED]]
             for part in torch.split(of_group, MOST_COUNTED):
                 for index, module in group if len(part) else ():
                     counts = CacheCounts.of(self._map(index, module).read(layer_cache(module), part))
                     self.counts[index] = self.counts[index].add(counts) if index in self.counts else counts
-        if self._is_fp8:
+        if self.is_fp8:
             self._next_note = time.monotonic() + (time.monotonic() - start) / _SHARE
 
     def _map(self, index: int, module: Any) -> BlockMap:
@@ -217,7 +221,10 @@ def watch_engine(core: Any, directory: str) -> None:
     """Let all workers of an engine count, and its core write what they have counted."""
     with errors_to(partial(_warn, "the cache is not watched")):
         files = core.fp8kv_watch = WatchFiles(core, Path(directory))
-        core.model_executor.collective_rpc(watch)
+        answers = core.model_executor.collective_rpc(watch)
+        if None not in answers:
+            part = f"a sample, in {_SHARE:.2%} of the time" if any(answers) else "every token"
+            _logger.info(f"fp8kv: the cache is watched ({part}); statistics go to {files.directory}")
 
         @wrap(core, "post_step")
         def write_after(after: Any, *args: Any, **kwargs: Any) -> Any:

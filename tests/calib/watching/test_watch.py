@@ -243,6 +243,20 @@ def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, 
     assert read_watched(tmp_path).tokens == runner.fp8kv_harvest.tokens > tokens
 
 
+def test_the_log_says_how_much_of_the_cache_is_watched_and_where(engine, tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "vllm.fp8kv")
+    monkeypatch.setattr(harvest, "_SHARE", 0.0025)
+    for dtype, part in ((torch.uint8, "a sample, in 0.25% of the time"), (torch.bfloat16, "every token")):
+        runner, directory = engine(dtype), tmp_path / str(dtype)
+        for said in (f"watched ({part}); statistics go to {directory}", "not watched: AttributeError"):
+            core, core.collective_rpc = Core(runner), lambda method: [method(runner.worker)]
+            harvest.watch_engine(core, str(directory))
+            assert [text.startswith(f"fp8kv: the cache is {said}") for text in caplog.messages] == [True]
+            core.fp8kv_watch._lock.release()
+            caplog.clear()
+            runner.kv_cache_config = None
+
+
 def test_an_engine_goes_on_where_nothing_can_be_read_or_written(engine, tmp_path, caplog, monkeypatch):
     first, directory = engine(), tmp_path / "watch"
     harvest.watch_engine(core := Core(first), str(directory))
