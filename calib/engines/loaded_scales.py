@@ -55,6 +55,7 @@ class ScalesInForce:
     # of the whole model, by layer: its cache, and the scales of K and V that it is stored with
     stored: list[tuple[int, str, Values, Values]] = field(default_factory=list)
     fnuz: bool = False  # and they are doubled, for an FP8 type that ends at 240
+    server: str = ""  # a random number of the engine's core, by which one that has two addresses is known
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, which `ScalesInForce` takes again."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
-from uuid import uuid4
 
 from calib.engines.loaded_scales import ScalesInForce
 from calib.files.names import WATCH_FILE
@@ -35,8 +34,6 @@ class ScalesEndpoint:
         """Add the routes, which answer 503 where workers do not, and 404 where nothing is watched."""
         from fastapi import HTTPException  # type: ignore[import-not-found]
 
-        server = uuid4().hex  # by which one that has two addresses is known
-
         def refuse(error: Exception) -> NoReturn:
             raise HTTPException(503, str(error)) from error
 
@@ -45,7 +42,7 @@ class ScalesEndpoint:
                 report = await self._ask()
             facts = {"fingerprint": report.fingerprint, "problems": report.problems, "fnuz": report.fnuz}
             layers = [_show_layer(*layer) for layer in report.stored]
-            return {**_numbers(report), **facts, "server": server, "layers": layers}
+            return {**_numbers(report), **facts, "server": report.server, "layers": layers}
 
         async def watch() -> Any:
             with errors_to(_note):  # an engine that is idle has not written its last seconds

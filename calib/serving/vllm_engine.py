@@ -12,6 +12,7 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 from calib.engines.loaded_scales import ScalesInForce, fingerprint, join_ranks
 from calib.errors import InputError
@@ -128,6 +129,7 @@ def whole_model(core: Any) -> ScalesInForce:
     ranks, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     stored = join_ranks([state.stored for state in states], ranks, heads)
     whole.fingerprint, whole.fnuz = fingerprint(stored), states[0].fnuz
+    whole.server = vars(core).setdefault("fp8kv_server", uuid4().hex)
     whole.stored = [(index, *scales) for index, scales in stored.items() if index < vllm_worker.DRAFT]
     # the only worker logged this when it loaded the model
     if [str(state.report) for state in states] == [states[0].logged]:

@@ -80,7 +80,7 @@ class ServedScales(_Answer):
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
     fnuz: bool | None = None  # None: an older plugin
-    server: str | None = Field(None, exclude=True)  # a random number of the process
+    server: str | None = Field(None, exclude=True)  # a random number of its engine
     layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: as well
 
     def differences(self, scales: StoredScales) -> list[str]:
