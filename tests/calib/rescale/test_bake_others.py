@@ -23,7 +23,7 @@ from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.rescale import factors, pipeline
 from calib.rescale.bake import baked_factors
 from calib.rescale.factors import nearest_powers, uniform_factors
-from calib.rescale.proof import load_exact, observe
+from calib.rescale.proof import apply_changes, load_exact, observe
 from calib.rescale.stored_weights import edited_scales
 from calib.rescale.weight_changes import WeightChange, cached_attention, is_held, list_changes
 from calib.scales.stats_file import load_stats
@@ -446,6 +446,16 @@ def test_a_rounding_that_scores_would_notice_is_not_held():
     assert nearest_powers(table, torch.tensor([0, 1]))[0] == float("inf")
     table[16] = True
     assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
+
+
+def test_norms_are_as_before_after_an_error():
+    model = tiny_model("gemma3_text")
+    norm = "model.layers.0.input_layernorm"
+    change = WeightChange(norm, "weight", torch.tensor(2.0), adds_one=True)
+    with pytest.raises(KeyError), apply_changes(model, [change]):
+        assert model.get_submodule(norm)._forward_hooks
+        raise KeyError
+    assert not model.get_submodule(norm)._forward_hooks
 
 
 def test_a_rounded_norm_that_is_written_otherwise_is_seen(small_gemma, tmp_path, monkeypatch):

@@ -91,8 +91,10 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     assert not out.exists()
     convert(per_head, "tgi", out, "--without-q", "--reduce", "max")
     assert scales(out) == [(i, (max(k),), (max(v),), None) for i, k, v, _ in scales(per_head)]
-    out = convert(per_head, "aphrodite", tmp_path / "aphrodite")
-    assert scales(out) == scales(per_head)
+    assert {q for *_, q in scales(convert(per_head, "vllm", tmp_path / "kv", "--without-q"))} == {None}
+    for to in ("vllm", "aphrodite"):
+        out = convert(per_head, to, tmp_path / to)
+        assert scales(out) == scales(per_head)
     assert config_of(out)["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
     larger = [max(*k, *v) for _, k, v, _ in scales(measured)]
     out = convert(measured, "json", tmp_path / "json")
