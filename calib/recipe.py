@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
@@ -249,6 +250,9 @@ def _read_recipe(source: str) -> dict[str, Any]:
     document = read_yaml(text, f"recipe '{source}'")
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
+    elif isinstance(document, dict) and "recipe" in document:
+        way = f"save that part, `jq .recipe {quote(source)} > recipe.json`, and give recipe.json"
+        raise InputError(f"'{source}' is not a recipe, but a report that holds one under 'recipe': {way}")
     if not isinstance(document, dict):
         raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document

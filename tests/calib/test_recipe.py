@@ -96,6 +96,9 @@ def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):
     recipe, saved = load_recipe("attn_head-mse", {"data.samples": 5}), tmp_path / "fp8kv_calibration.json"
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
+    report = saved.rename(tmp_path / "report.json")
+    with pytest.raises(InputError, match=f"holds one under 'recipe': save .* `jq .recipe {report} > recipe"):
+        load_recipe(str(report))
     for source, message in (("attn-head-mse", "did you mean 'attn_head-mse'"), ("x.yml", "recipe 'x.yml'")):
         with pytest.raises(InputError, match=message):
             load_recipe(source)

@@ -249,7 +249,7 @@ def test_the_log_says_how_much_of_the_cache_is_watched_and_where(engine, tmp_pat
     for dtype, part in ((torch.uint8, "a sample, in 0.25% of the time"), (torch.bfloat16, "every token")):
         runner, directory = engine(dtype), tmp_path / str(dtype)
         for said in (f"watched ({part}); statistics go to {directory}", "not watched: AttributeError"):
-            core, core.collective_rpc = Core(runner), lambda method: [method(runner.worker)]
+            core, core.collective_rpc = Core(runner), lambda method, worker=runner.worker: [method(worker)]
             harvest.watch_engine(core, str(directory))
             assert [text.startswith(f"fp8kv: the cache is {said}") for text in caplog.messages] == [True]
             core.fp8kv_watch._lock.release()
