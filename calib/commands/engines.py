@@ -130,7 +130,8 @@ def _compare_server(
     # where scales change next to nothing, only the engine itself can say that it uses them
     is_proven = is_compared and not has_problems and comparison.is_like_both
     is_good = is_proven or comparison.nearer == "scales"
-    lines = [*_server_lines(comparison, weights, is_proven=is_proven), *_plugin_lines({url: plugin})]
+    word = False if has_problems else is_proven or None
+    lines = [*_server_lines(comparison, weights, plugin_word=word), *_plugin_lines({url: plugin})]
     facts = plugin and {**plugin.model_dump(), "note": _OLDER if plugin.layers is None else None}
     answer = {**asdict(comparison), "plugin": facts}
     return Answer(answer, lines, is_good=is_good and not has_problems)
@@ -187,11 +188,14 @@ def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]
             yield f"note: {url}: {_OLDER}"
 
 
-def _server_lines(comparison: "ServerComparison", model: str, *, is_proven: bool) -> Iterator[str]:
+def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bool | None) -> Iterator[str]:
+    """Word a comparison; by its plugin the server uses the scales, or does not, or it is not known: None."""
     nearer = comparison.nearer
     tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
-    if is_proven:
+    if plugin_word:
         yield "the server uses the scales, says its plugin; logprobs cannot tell, and differ little at 1.0"
+    elif nearer == "cannot tell" and plugin_word is False:
+        yield "the server does not use all of the scales, says its plugin; logprobs cannot tell"
     elif nearer == "cannot tell":
         yield "cannot tell whether the server uses the scales"
     elif nearer == "neither":
@@ -212,7 +216,7 @@ def _server_lines(comparison: "ServerComparison", model: str, *, is_proven: bool
         has_root = comparison.root not in (None, comparison.served)
         root = f" from {comparison.root!r:.200}" if has_root else ""
         yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
-    elif nearer == "cannot tell" and not is_proven and not comparison.needs_scales:
+    elif nearer == "cannot tell" and plugin_word is None and not comparison.needs_scales:
         yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"

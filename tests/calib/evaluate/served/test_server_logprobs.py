@@ -138,10 +138,15 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
     assert done.stdout.startswith("cannot tell")
     assert f"fp8kv stress {made / 'plain-fp8kv'} -o twin" in done.stdout
     good = in_force(made / "plain-fp8kv")
-    for said, status in ((good, 0), (good | {"in_use": 5}, 1), (in_force(directory), 1)):
+    for said, first, status in (
+        (good, "the server uses the scales", 0),
+        (good | {"in_use": 5}, "cannot tell", 1),
+        (in_force(directory), "the server does not use all of the scales", 1),
+    ):
         plain.in_force = said
         done = verify(plain, made / "plain-fp8kv")
-        assert (done.exit_code, done.stdout.startswith("the server uses the scales")) == (status, not status)
+        assert (done.exit_code, done.stdout.startswith(first)) == (status, True)
+        assert ("-o twin" in done.stdout) == (first == "cannot tell")
     plain.in_force, plain.noise = good, 2.0
     assert verify(plain, made / "plain-fp8kv").exit_code == 1
     twin.noise = 2.0
