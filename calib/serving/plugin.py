@@ -152,7 +152,7 @@ def errors_to(report: Callable[[Exception], object]) -> Iterator[None]:
     """Give an error of the block to `report`, and go on: a check must not end a server that works."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  the only base of vLLM's EngineDeadError and others
+    except Exception as error:  # noqa: BLE001  vLLM raises Exception itself for a call that failed
         report(error)
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,6 +220,7 @@ def test_layers_of_sglang():
         (lambda: ScalesInForce(2, 2), "INFO", "2 of 2 KV scales in use"),
         (lambda: ScalesInForce(1, 2, problems=["bad"]), "WARNING", "1 of 2 KV scales in use, FP8 cache; bad"),
         (lambda: [][1], "WARNING", "with the files': IndexError: list index"),
+        (Mock(side_effect=Exception("as vLLM's core raises")), "WARNING", "Exception: as vLLM's core"),
     ],
 )
 def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level, words, caplog, monkeypatch):
