@@ -113,7 +113,7 @@ def grouped(amax: Tensor, strategy: str) -> Tensor:
 
 
 def splits(text: Text, counts: tuple[int, ...]) -> Iterator[tuple[str, int, Tensor, Tensor]]:
-    """Strategy, tokens calibrated on, values in an order, and the document of each token."""
+    """Strategy, tokens calibrated on, values [layers, groups, tokens] in an order, document of each token."""
     for seed in range(ORDERS):
         amax, documents = text.shuffled(seed)
         for strategy, count in product(STRATEGIES, counts):

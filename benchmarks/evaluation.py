@@ -124,7 +124,7 @@ def _recomputed(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], KVStats]:
-    """Model, variants, held-out documents and calibration statistics of the quick suite."""
+    """Model, variants, held-out documents [T] int64 and calibration statistics of the quick suite."""
     suite = SUITES["quick"]
     directory = builtin_model(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -43,7 +43,7 @@ Scales = dict[str, Tensor]
 
 
 def batches(rows: Tensor = ROWS) -> list[Tensor]:
-    """Return a batch for every row, so that all ways read the same ones."""
+    """Return a batch [1, T] for every row of [B, T], so that all ways read the same ones."""
     return [row[None].to(DEVICE) for row in rows]
 
 
@@ -157,7 +157,7 @@ def run(*arguments: object) -> None:
 
 @torch.inference_mode()
 def weight_of(module: torch.nn.Module) -> Tensor:
-    """Return what a module multiplies by, from what it makes of the unit vectors."""
+    """Return what a module multiplies by, [outputs, inputs], from what it makes of the unit vectors."""
     return module(torch.eye(module.in_features, dtype=torch.float16, device=DEVICE)).T
 
 

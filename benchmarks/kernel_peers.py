@@ -46,7 +46,7 @@ def contiguous(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def sdpa(case: Case, inputs: Inputs, key: Tensor, value: Tensor, backend: SDPBackend) -> Attention:
-    """One backend of torch's own attention."""
+    """One backend of torch's own attention to K and V [S, K, N, D]."""
     query = _by_head(case, inputs)
     mask = causal_lower_right(case.new, key.shape[2]) if case.new > 1 else None
 
@@ -62,7 +62,7 @@ def flex(
     case: Case, inputs: Inputs, key: Tensor, value: Tensor,
     compiled: Callable[..., Callable[..., Tensor]],
 ) -> Attention:  # fmt: skip
-    """FlexAttention as `compiled` makes it."""
+    """FlexAttention to K and V [S, K, N, D], as `compiled` makes it."""
     query = _by_head(case, inputs)
     mask = None
     if case.new > 1:

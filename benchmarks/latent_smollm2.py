@@ -184,7 +184,10 @@ def query_rows(q: Tensor, config: LlamaConfig) -> Tensor:
 
 
 def key_rows(k: Tensor, config: LlamaConfig) -> Tensor:
-    """Rows of all KV heads, the first halves before the second ones: those are rotated together."""
+    """Rows of all KV heads, the first halves before the second ones: those are rotated together.
+
+    [KV heads * head_dim, hidden] before and after.
+    """
     return k.view(config.num_key_value_heads, 2, -1, k.shape[1]).transpose(0, 1).reshape(k.shape)
 
 

@@ -36,7 +36,7 @@ class Writes:
         self.codes, self.amax = dict[str, Tensor](), dict[str, Tensor]()  # [2 * H, 256]; [2, H, D]
 
     def note(self, impl: object, layer: torch.nn.Module, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        """Write, and count it."""
+        """Write K and V [T, K, D], and count it."""
         self.write(impl, layer, k, v, *rest)
         (cache, slots), name = rest, layer.layer_name.removesuffix(".attn")
         if cache.data_ptr() != layer.kv_cache.data_ptr():
@@ -116,6 +116,6 @@ class Engine:
 
 
 def by_name(scales: KVScales) -> dict[str, Tensor]:
-    """Name scales as engines load them."""
+    """Name scales, [1] or [K], as engines load them."""
     pairs = product(scales.layers.items(), "kv")
     return {f"{name}.{letter}_scale": getattr(layer, letter) for (name, layer), letter in pairs}

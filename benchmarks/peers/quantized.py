@@ -43,7 +43,7 @@ def keep(
     how: str,
     experts: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy an output; `weights` are float32, by module, and `how` names the code they are from.
+    """Copy an output; `weights` [rows, columns] are float32, by module; `how` names the code they are from.
 
     `experts` are by the names of their tensors.
     """
@@ -62,7 +62,7 @@ def keep(
 
 
 def smallest(weight: Tensor) -> Tensor:
-    """Narrow values to 16 bits where these hold them, else keep float32."""
+    """Narrow values, of any shape, to 16 bits where these hold them, else keep float32."""
     assert weight.isfinite().all()
     weight = weight.detach().float().contiguous()
     for dtype in (torch.bfloat16, torch.float16):

@@ -86,7 +86,7 @@ def texts() -> list[str]:
 def true_amax(model: LlamaForCausalLM, rows: Tensor | None = None) -> Amax:
     """Largest |K|, |V| and |Q| that reach attention, after RoPE, per head, over `token_ids()`.
 
-    `rows` are other token ids, of one length.
+    `rows` [B, T] are other token ids.
     """
     found: dict[str, dict[str, Tensor]] = {}
     names = {module: name for name, module in model.named_modules()}

@@ -111,7 +111,7 @@ def _write(case: str, recipe: list[Modifier]) -> None:
 
 
 def dequantized(parts: dict[str, Tensor], output: Path) -> Tensor:
-    """Decode the weight that stored `parts` stand for, in float32."""
+    """Decode the weight [rows, columns] that stored `parts` stand for, in float32."""
     says = json.loads((output / "config.json").read_text())["quantization_config"]
     (group,) = says["config_groups"].values()
     scheme = QuantizationScheme(**group)
