@@ -94,8 +94,8 @@ class SkippedRows:
         """Return warnings of these rows, and of `count` samples where more were asked for."""
         warnings = []
         if self.unusable:
-            count = len(self.unusable)
-            line = "1 row was skipped: it holds" if count == 1 else f"{count} rows were skipped: they hold"
+            rows = len(self.unusable)
+            line = "1 row was skipped: it holds" if rows == 1 else f"{rows} rows were skipped: they hold"
             warnings.append(f"{line} no text that can be read (such as {self.unusable[0]})")
         if self.refusals:
             line = f"{len(self.refusals)} chats were skipped because the tokenizer's chat template"

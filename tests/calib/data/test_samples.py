@@ -141,6 +141,8 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer):
         assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
         assert "a.jsonl, line 2: " in warning
         assert reason in warning
+    _, (_, few), _ = tokenize([{"text": "a"}, row, "b"], tokenizer, recipe_of(samples=3))
+    assert few.startswith("3 samples were asked for and dataset 'd' has 2; all 2 ")
 
 
 EMPTY = r"^dataset 'd' is empty: no row holds any text; use "
