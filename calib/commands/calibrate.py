@@ -56,9 +56,7 @@ def calibrate(
     evaluate: bool = flags.option(
         "Then measure what the scales change, as the recipe's `evaluation` says.", "--evaluate", default=False
     ),
-    set_: list[str] | None = flags.option(
-        "Set any key of the recipe, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE"
-    ),
+    set_: list[str] | None = flags.SET,
     until: float | None = flags.data(
         "Stop early, once four times the text is expected to raise the largest magnitudes by less than this "
         "share, such as 0.05."
@@ -116,9 +114,7 @@ def calibrate(
     from calib.job import run as run_job
     from calib.recipe import load_recipe
 
-    resolved = load_recipe(
-        recipe, {**flags.recipe_keys(context.params), **flags.parse_assignments(set_ or [])}
-    )
+    resolved = load_recipe(recipe, flags.recipe_keys(context.params))
     if evaluate:
         _check_evaluation(model, resolved, output, in_place=in_place)
     result = run_job(

@@ -47,6 +47,7 @@ IMAGES = option(
     metavar="COLUMN",
 )
 AUDIO = option("Read the sound in this column too, with a model that takes sound.", metavar="COLUMN")
+SET = option("Set any key of the recipe, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE")
 SEED = data("Choose the text at random with this seed. Default: 42.")
 TRUST_REMOTE_CODE = resources(
     "Run Python code that comes with the model.", "--trust-remote-code", default=False
@@ -106,7 +107,8 @@ def recipe_keys(parameters: dict[str, Any], sections: tuple[str, ...] = ("data",
                 _, is_of_value, problem = str(error).partition(separator)
                 if is_of_value:
                     raise InputError(f"{flag} {problem}") from None
-    return {keys[name]: value for name, value in values.items()}
+    assigned = parse_assignments(parameters.get("set_") or [])
+    return {keys[name]: value for name, value in values.items()} | assigned
 
 
 def _split(names: str) -> list[str]:

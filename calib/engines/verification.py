@@ -86,7 +86,7 @@ def verify_directory(
     scales = read_scales(path, strict=False, or_baked=True)
     bake = {} if scales.layers else read_bake(scales.directory)
     nvfp4, layers = nvfp4_convention(scales.directory), scales.layers
-    problems, warnings, fits = [*(scales.problems or _own_problems(path))], list[str](), list[Fit]()
+    problems, warnings, fits = [*scales.problems, *_own_problems(path)], list[str](), list[Fit]()
     if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problems.append(
             "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "

@@ -47,8 +47,7 @@ def report(directory):
 def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
     small_directory, tmp_path, monkeypatch
 ):
-    recipe, scales, out = tmp_path / "r.yaml", tmp_path / "scales", tmp_path / "out"
-    recipe.write_text("{data: {dataset: random}}")
+    scales, out = tmp_path / "scales", tmp_path / "out"
     ran(
         "calibrate",
         small_directory,
@@ -69,7 +68,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
         "--also",
         "builtin:python-docs",
     )
-    more = ("--scales", scales, "--search", 1e-9, "--recipe", recipe, "--device", "cpu")
+    more = ("--scales", scales, "--search", 1e-9, "--set", "data.dataset=random", "--device", "cpu")
     command, saved = ("eval", small_directory, *measured, *more), tmp_path / ".out.evaluation.progress"
     ran(*command, "-o", tmp_path / "whole")
     assert not (tmp_path / ".whole.evaluation.progress").exists()
@@ -137,7 +136,16 @@ def test_a_killed_recommendation_goes_on_with_another_budget_but_not_for_another
     small_directory, tmp_path
 ):
     out, served = tmp_path / "out", tmp_path / "served"
-    command = ("recommend", small_directory, "--dataset", "random", "--samples", 8, "--write", served)
+    command = (
+        "recommend",
+        small_directory,
+        "--set",
+        "data.dataset=random",
+        "--samples",
+        8,
+        "--write",
+        served,
+    )
     assert run_until_killed(3, *command, "-o", out) == -signal.SIGKILL
     resumed = (*command, "-o", out, "--resume")
     one_line_error(fp8kv(*resumed, "--engine", "sglang"), "another --engine (None, now sglang), so")

@@ -156,6 +156,12 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         done = fp8kv("verify", directory, "--engine", "vllm")
         assert (done.exit_code, done.stdout.count("problem: ")) == (problems, problems)
         assert (" ".join(because.split()[1:]) in " ".join(done.stdout.split())) == bool(problems)
+    broken = apply_cases.damage(
+        changed, tmp_path / "broken", {"model.layers.0.self_attn.v_scale": float("nan")}
+    )
+    problems = " ".join(fp8kv("verify", broken, "--engine", "vllm").stdout.split())
+    assert "problem: V scales are NaN in layer 0" in problems
+    assert "scales were changed (v_scale of layer 0, k_scale of layer 1)" in problems
     rounded = shutil.copytree(own, tmp_path / "rounded")
     bits = {name: x.bfloat16() for name, x in load_file(rounded / "model-fp8kv-scales.safetensors").items()}
     edit_tensors(rounded, lambda tensors: tensors.update(bits), "model-fp8kv-scales.safetensors")
