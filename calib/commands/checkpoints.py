@@ -49,9 +49,6 @@ def apply(
     strategy: choices.Strategy | None = flags.option(
         "Choose which values share a scale. Default: as calibrated."
     ),
-    base: str | None = flags.option(
-        "Name the model that was calibrated, where an older output does not.", metavar="MODEL"
-    ),
     *,
     overwrite: bool,
     progress: Progress,
@@ -65,7 +62,7 @@ def apply(
     from calib.transfer.apply import apply as apply_scales
 
     result = apply_scales(
-        calibration, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+        calibration, model, output, in_place=in_place, format=format, strategy=strategy,
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
     return Answer(result.to_json(), result_blocks(result))

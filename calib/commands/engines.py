@@ -32,7 +32,6 @@ _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 _WATCH_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "expected", "zeros")
 _SHOWN = 12  # rows, of the worst layers
-_OLDER = "its plugin is older and does not say which scales its layers store with"
 # flags without and with --served
 _SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
@@ -132,8 +131,7 @@ def _compare_server(
     is_good = is_proven or comparison.nearer == "scales"
     word = False if has_problems else is_proven or None
     lines = [*_server_lines(comparison, weights, plugin_word=word), *_plugin_lines({url: plugin})]
-    facts = plugin and {**plugin.model_dump(), "note": _OLDER if plugin.layers is None else None}
-    answer = {**asdict(comparison), "plugin": facts}
+    answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
     return Answer(answer, lines, is_good=is_good and not has_problems)
 
 
@@ -145,9 +143,7 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
     servers = {url: server.scales(files) for url, server in open_servers(urls).items()}
     addresses: dict[str, str] = {}
     for url, scales in servers.items():
-        if scales.layers is None:
-            raise InputError(f"{url}: {_OLDER}; install a newer fp8kv there")
-        first = addresses.setdefault(scales.server or url, url)
+        first = addresses.setdefault(scales.server, url)
         if first != url:
             raise InputError(f"--served {first} and {url} are one server; give each server once")
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
@@ -171,7 +167,7 @@ def _ask_plugin(url: str, directory: Path) -> "tuple[ServedScales | None, bool]"
     files = None
     with suppress(NoModelError, NoScalesError):  # a pack, or format fp8kv, which no engine loads
         files = read_engine_scales(directory)
-    with suppress(InputError):
+    with suppress(InputError):  # without a plugin; a damaged answer is an error
         plugin = Server(url).scales(files)
         return plugin, bool(files and plugin.layers) and plugin.in_use == plugin.total
     return None, False
@@ -184,8 +180,6 @@ def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]
         counts = f"{scales.in_use} of {scales.total} KV scales in use"
         yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
         yield from (f"problem: {url}: {problem}" for problem in scales.problems)
-        if scales.layers is None:
-            yield f"note: {url}: {_OLDER}"
 
 
 def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bool | None) -> Iterator[str]:

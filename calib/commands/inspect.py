@@ -47,8 +47,8 @@ def inspect(
         from calib.scales.plot import plot_scales
 
         plot_scales(scales, plot, places)
-    limit = _fp8_limit(scales)
-    nvfp4, first = nvfp4_convention(scales.directory), [layer.first_tokens(limit) for layer in places]
+    nvfp4, limit = nvfp4_convention(scales.directory), _fp8_limit(scales)
+    first = [{"layer": x.layer, "k": x.k.first_tokens(limit), "v": x.v.first_tokens(limit)} for x in places]
     document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first, "baked": baked}
     lines = [f"baked for {baked}: its weights hold the factors, so it needs no scales"] if baked else []
     return Answer(document, chain(lines, _scales_blocks(directory, scales, places, problem)))

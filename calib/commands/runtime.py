@@ -72,8 +72,7 @@ def generate(
 def _generation_lines(result: "GenerationResult") -> Iterator[str]:
     """Yield speed and cache sizes, which follow the text."""
     fp8, plain = result.fp8, result.plain
-    name = "FP8" if result.block_size else result.cache
-    blocks = f" in blocks of {result.block_size}" if result.block_size else ""
+    name, blocks = ("FP8", f" in blocks of {result.block_size}") if result.block_size else (result.cache, "")
     if (in_blocks := result.bytes_per_token_in_blocks or 0) > result.bytes_per_token:
         blocks += f" ({in_blocks:,} bytes a token: smaller heads are filled up)"
     ratio = result.bytes_per_token / result.bytes_per_token_16bit

@@ -96,12 +96,10 @@ def _fitting_support(
     """Find all that engines have for a cache there, or say in a sentence why they have nothing."""
     if not (every := find_support(cache)):
         return f"no engine serves {cache} yet"
-    own = [pair for pair in every if engine in (None, pair.engine.name)]
-    if not own:
+    if not (own := [pair for pair in every if engine in (None, pair.engine.name)]):
         return f"{engine} does not have {cache}, which is in {_engines(every)}"
     kinds = {shape.attention for shape in shapes}
-    holding = [pair for pair in own if kinds <= {*pair.way.attention}]
-    if not holding:
+    if not (holding := [pair for pair in own if kinds <= {*pair.way.attention}]):
         served = ", ".join(sorted({kind for pair in own for kind in pair.way.attention}))
         return f"{cache} is served for {served} ({_engines(own)}), not for {' and '.join(sorted(kinds))}"
     proven = [pair for pair in holding if pair.way.models is None or model_type in (None, *pair.way.models)]
@@ -110,8 +108,7 @@ def _fitting_support(
             return f"{_engines(holding)}: not known to cache latents of {model_type} models"
         models = _list(name for pair in holding for name in pair.way.models or ())
         return f"{cache} is served for {models} ({_engines(holding)}), not for {model_type}"
-    local = [pair for pair in proven if gpu in (None, *pair.way.gpus)]
-    if not local:
+    if not (local := [pair for pair in proven if gpu in (None, *pair.way.gpus)]):
         gpus = _list(name for pair in proven for name in pair.way.gpus)
         return f"{cache} is served on {gpus} ({_engines(proven)}), not on {gpu}"
     fitting = [pair for pair in local if all(_takes(pair.way, shape) for shape in shapes)]

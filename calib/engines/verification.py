@@ -84,14 +84,12 @@ def verify_directory(
 ) -> Verification:
     """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
     scales = read_scales(path, strict=False, or_baked=True)
-    bake = {} if scales.layers else read_bake(scales.directory)
-    nvfp4, layers = nvfp4_convention(scales.directory), scales.layers
+    directory, layers = scales.directory, scales.layers
+    bake, nvfp4 = {} if layers else read_bake(directory), nvfp4_convention(directory)
     problems, warnings, fits = [*scales.problems, *_own_problems(path)], list[str](), list[Fit]()
     if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
-        problems.append(
-            "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
-            "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
-        )
+        problem = "K and V were baked for FP8 that ends at 448, so 1.0 clips them where it ends at 240"
+        problems.append(f"{problem}; bake with scales of --fp8-dtype e4m3fnuz")
     if against:
         modules = against.stats.layers
         facts = model_facts(open_model_directory(path), modules) if bake else directory_facts(path)
@@ -107,9 +105,8 @@ def verify_directory(
         fits, findings = own[0] + drafts[0], own[1] + drafts[1]
         problems += [finding.text for finding in findings if finding.is_problem]
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
-    at_one = bake.get("latent") is True
-    simulations = [simulate(scales.directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
-    skipped = skipped_layers(scales.directory)
+    at_one, skipped = bake.get("latent") is True, skipped_layers(directory)
+    simulations = [simulate(directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
     return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4, skipped)
 
 

@@ -29,16 +29,12 @@ def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Sh
     """Refuse a model that the engine's kernel does not take, with an InputError."""
     if mode == "exact":
         return
-    kernel = _find_kernel(mode)
+    kernel = find_engine("vllm").kernels[mode]
     if problem := _model_problem(kernel, model, shapes):
         raise InputError(f"--attention {mode}: {problem}; leave --attention out")
     # in 16 bits a query rounds alike whether or not it was multiplied by the softmax scale
     if kernel.queries == "fp8":
         check_queries(engine_class(model.config, type(model).__name__), f"--attention {mode}")
-
-
-def _find_kernel(mode: AttentionMode) -> Kernel:
-    return find_engine("vllm").kernels[mode]
 
 
 def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shape]) -> str | None:
@@ -58,7 +54,7 @@ def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shap
 
 def scales_problem(mode: AttentionMode, scales: KVScales) -> str | None:
     """Return what the engine's kernel does not take of such scales."""
-    kernel = _find_kernel(mode)
+    kernel = find_engine("vllm").kernels[mode]
     if scales.has_center:
         return f"a mean subtracted from K, which {kernel.name} does not add"
     if scales.strategy not in kernel.strategies:

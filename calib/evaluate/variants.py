@@ -186,8 +186,8 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
 def drop_first_tokens(stats: KVStats) -> KVStats:
     """Keep only the amax of K and V of each head without the first token of every sample, [H, 1].
 
-    Engines see that token once per sequence. A head that has nothing else keeps its amax. Old statistics
-    are refused.
+    Engines see that token once per sequence. A head that has nothing else keeps its amax.
+    Statistics without positions are refused.
     """
 
     def drop(tensor: TensorStats) -> TensorStats:

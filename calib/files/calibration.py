@@ -17,13 +17,17 @@ Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> o
 
 class _ReportDataset(BaseModel):
     source: str
+    fingerprint: str
+    documents: int
     samples: int
     tokens: int
+    unread_tokens: int
 
 
 class _ReportModel(BaseModel):
     model: str
     checkpoint: str
+    weights: str
 
 
 class _ReportLayer(BaseModel):
@@ -37,6 +41,8 @@ class _CalibrationReport(_ReportModel):
 
     model_config = ConfigDict(strict=True)
     dataset: _ReportDataset
+    threads: int | None
+    versions: dict[str, str]
     warnings: list[str]
     layers: list[_ReportLayer]
     drafts: list[_ReportLayer] = []

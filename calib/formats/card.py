@@ -42,7 +42,7 @@ def front_matter(card: str) -> str:
 def prepend_card(source: Path | None, ours: str, out: Path) -> None:
     """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text under a line.
 
-    Without a source the front matter is that of `out`'s own, whose text is of an older version and gone.
+    Without a source the front matter is that of `out`'s own, whose text is ours and goes.
     """
     card = (source or out) / CARD_FILE
     text = card.read_text(errors="replace") if card.exists() else ""

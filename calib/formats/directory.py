@@ -111,7 +111,7 @@ def write_checkpoint(
 
 
 def source_files(path: Path) -> Path | None:
-    """Return the directory of the source's own files; None in an output of an older version, without them."""
+    """Return the directory of the source's own files; None in an output that has lost them."""
     own = path / SOURCE_DIRECTORY
     if own.is_dir():
         return own

@@ -1,7 +1,6 @@
 """`fp8kv bake`: a model that computes the same, whose K and V suit a cache without scales."""
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from calib.formats.directory import (
 from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model, short_name
 from calib.progress import SILENT, Progress
+from calib.recipe import Recipe
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
 from calib.rescale.pipeline import (
     AS_FLOAT32,
@@ -119,14 +119,14 @@ def bake(
         check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)
     calibration = open_calibration(scales)
-    stats, report = calibration.stats, calibration.report
+    stats, measured = calibration.stats, calibration.recipe()
     check_purpose(stats, purpose)
     _check_measured(calibration, name, checkpoint)
 
     def choose(source: StoredModel) -> FactorChoice:
         shapes = attention_facts(type(source.model).__name__, source.modules, stats.shared)
         check_same_model(ModelFacts(str(scales), layers=statistics_layers(stats)), shapes)
-        return choose_baked_factors(stats, purpose, report["recipe"], source)
+        return choose_baked_factors(stats, purpose, measured, source)
 
     with (
         claimed(output, overwrite=overwrite or in_place) as claim,
@@ -137,7 +137,7 @@ def bake(
         warnings = tuple(text_warnings(stats.text, stats.tokens))
         baked = Baked(name, output, purpose, recipe.dtype, rescaling, stats.latent, warnings=warnings)
         _check_fits(scales, baked)
-        _describe(baked, checkpoint, scratch, report, stats)
+        _describe(baked, checkpoint, scratch, calibration)
         if in_place:
             complete(scratch, output)
             baked = replace(baked, backup=back_up(output, scratch))
@@ -151,7 +151,7 @@ def baked_factors(
     check_purpose(stats, purpose)
     check_no_scales(checkpoint)
     source = StoredModel(model, checkpoint)
-    plan = plan_rescaling(source, partial(choose_baked_factors, stats, purpose, {}))
+    plan = plan_rescaling(source, partial(choose_baked_factors, stats, purpose, Recipe()))
     changes = source.list_changes(plan.factors)
     if not changes:
         raise InputError(f"K and V are as an {purpose} cache wants them: nothing to bake")
@@ -215,22 +215,20 @@ def _check_fits(scales: Path, baked: Baked) -> None:
         )
 
 
-def _describe(
-    baked: Baked, checkpoint: ModelDirectory, out: Path, report: Mapping[str, Any], stats: KVStats
-) -> None:
+def _describe(baked: Baked, checkpoint: ModelDirectory, out: Path, calibration: Calibration) -> None:
     facts = {
-        "fp8_dtype": baked_fp8_type(report["recipe"]),
+        "fp8_dtype": baked_fp8_type(calibration.recipe()),
         "source": fingerprint(checkpoint),
         "weights": weights_digest(open_model_directory(out, weights=False)),
-        "dataset": report["dataset"],
+        "dataset": calibration.report["dataset"],
         "factors": baked.rescaling.plan.factors_json(),
-        **records_json(stats.records),
+        **records_json(calibration.stats.records),
     }
     document = baked.to_json()
     write_json(out / BAKE_FILE, document | facts)
     config = read_object(out / CONFIG_FILE)
     write_json(out / CONFIG_FILE, config | {BAKE_KEY: {"for": baked.purpose, "weights": facts["weights"]}})
-    card = document | {"purpose": baked.purpose, "dataset": report["dataset"]}
+    card = document | {"purpose": baked.purpose, "dataset": facts["dataset"]}
     card_text = render_card("bake", **card, commands=_list_serve_commands(baked, checkpoint))
     prepend_card(checkpoint.path, card_text, out)
 

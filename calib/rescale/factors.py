@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
+from calib.recipe import Recipe
 from calib.rescale.rope_pairs import find_pairs, fold_pairs
 from calib.rescale.stored_weights import StoredModel
 from calib.rescale.weight_changes import Factors, LayerFactors, Norms, is_held
@@ -35,7 +36,7 @@ class FactorChoice(NamedTuple):
 
 
 def choose_baked_factors(
-    stats: KVStats, purpose: Purpose, recipe: Mapping[str, Any], source: StoredModel
+    stats: KVStats, purpose: Purpose, recipe: Recipe, source: StoredModel
 ) -> FactorChoice:
     """Choose factors for an FP8 cache at scale 1.0, or for integers, from `stats` of a run with `recipe`."""
     ideal = int8_factors(stats, source) if purpose == "int8" else fp8_factors(stats, recipe, source)
@@ -61,9 +62,8 @@ def uniform_factors(modules: Mapping[str, CachedAttention], k: float, v: float) 
     }
 
 
-def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) -> Factors:
+def fp8_factors(stats: KVStats, recipe: Recipe, source: StoredModel) -> Factors:
     """Return powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1]."""
-    headroom = recipe.get("headroom", 1.0)
     # treat latents and k_pe as K and V of one head, so that each gets its own scale
     parts = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
     # absmax and a headroom of at least 1, so that no measured value saturates
@@ -71,7 +71,7 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
         strategy="attn_head",
         observer=AbsMax(),
         fp8_dtype=baked_fp8_type(recipe),
-        headroom=headroom if headroom == "auto" else max(1.0, headroom),
+        headroom=recipe.headroom if recipe.headroom == "auto" else max(1.0, recipe.headroom),
     )
     factors = {}
     for name, module in source.modules.items():
@@ -85,9 +85,9 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
     return factors
 
 
-def baked_fp8_type(recipe: Mapping[str, Any]) -> FP8Name:
+def baked_fp8_type(recipe: Recipe) -> FP8Name:
     """Return MI300's E4M3, or that of other devices, which also stands for E5M2: its range is larger."""
-    return "e4m3fnuz" if recipe.get("fp8_dtype") == "e4m3fnuz" else "e4m3fn"
+    return "e4m3fnuz" if recipe.fp8_dtype == "e4m3fnuz" else "e4m3fn"
 
 
 def octave_factor(scale: Tensor) -> Tensor:

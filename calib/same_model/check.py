@@ -217,7 +217,7 @@ def _show(values: Set[object]) -> str:
 
 
 def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:
-    one, two = scales.fingerprints or {}, model.fingerprints or {}  # older calibrations keep fewer
+    one, two = scales.fingerprints or {}, model.fingerprints or {}
     return next((key for key in one.keys() & two.keys() if one[key] != two[key]), None)
 
 

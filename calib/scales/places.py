@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
@@ -46,12 +46,12 @@ class ModuleFacts(BaseModel):
     model_config = ConfigDict(strict=True)
     layer_idx: NonNegativeInt
     tokens: int = Field(ge=1, lt=_MOST_TOKENS)
-    read: int | None = Field(None, lt=_MOST_TOKENS)
+    read: int = Field(lt=_MOST_TOKENS)
     estimated: list[Literal["k", "v"]] = []
 
     @model_validator(mode="after")
     def _check_tokens(self) -> "ModuleFacts":
-        if self.read is not None and self.read < self.tokens:
+        if self.read < self.tokens:
             raise ValueError(f"{self.tokens} tokens counted and {self.read} read")
         return self
 
@@ -99,10 +99,6 @@ class LayerPlaces:
     k: TensorPlaces
     v: TensorPlaces
 
-    def first_tokens(self, limit: float) -> dict[str, Any]:
-        """Return the object that `fp8kv inspect --json` prints of the layer."""
-        return {"layer": self.layer, "k": self.k.first_tokens(limit), "v": self.v.first_tokens(limit)}
-
 
 def read_places(directory: Path) -> list[LayerPlaces]:
     """Read the places beside a calibration's scales; none where nothing holds them; refuse damaged ones."""
@@ -121,7 +117,7 @@ def read_places(directory: Path) -> list[LayerPlaces]:
             module = ModuleFacts.model_validate(facts)
         except ValidationError as error:
             raise _damaged(path, f"{name[:80]}: {first_problem(error)}") from None
-        layers.append(LayerPlaces(module.layer_idx, module.read or module.tokens, k, v))
+        layers.append(LayerPlaces(module.layer_idx, module.read, k, v))
     return layers
 
 

@@ -47,7 +47,7 @@ STATISTICS = {
     "tail": Statistic(torch.float32, largest, TAIL),
     "modalities": Statistic(torch.float32, torch.maximum, len(MODALITIES)),
 }
-# made of every token's largest; of K and V alone, and not in old files
+# made of every token's largest; of K and V alone, and not of an engine's cache
 PER_TOKEN = ("curve", "positions", "tail")
 
 
@@ -100,11 +100,11 @@ class LayerStats:
         return TensorStats(amax, **fields)
 
     def tails(self, strategy: Strategy) -> list[Tail]:
-        """Return the tail of each scaled part; an InputError for old statistics and few tokens."""
+        """Return the tail of each scaled part; an InputError without tails, or for few tokens."""
         tails = []
         for part in self.scaled_parts().values():
             if part.tail is None:
-                raise InputError("these statistics are old and hold no tails; calibrate again")
+                raise InputError("statistics of an engine's cache hold no tails; calibrate for these")
             tails.append(Tail.of(part.tail, self.tokens, per_head=strategy == "attn_head"))
         return tails
 
@@ -128,7 +128,7 @@ class KVStats:
 
     layers: Mapping[str, LayerStats]
     shared: Mapping[str, SharedAttention] = field(default_factory=dict)
-    text: TextSummary | None = None  # of what was read; None: not known, as of old files
+    text: TextSummary | None = None  # of what was read; None: not known, as in an engine
 
     def __post_init__(self) -> None:
         check_values(vars(self), KVStats)

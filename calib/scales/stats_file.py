@@ -26,7 +26,7 @@ from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, nvfp4_convention
 from calib.files.calibration import parse_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.pack import Pack, read_pack
-from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
+from calib.files.stored_scales import StoredLayer, read_scales
 from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
@@ -164,17 +164,7 @@ def changed_scales(calibration: Calibration) -> list[tuple[int, str]]:
         stored = read_scales(calibration.path, strict=False)
     except (NoModelError, NoScalesError):  # format fp8kv
         return []
-    stats, recipe = calibration.stats, calibration.recipe()
-    changed = _changes(stored, derive_scales(stats, recipe))
-    if changed and recipe.export.reduce == "max" and recipe.headroom == "auto":
-        # outputs from before the first release took the largest of heads' scales, each with its headroom
-        per_head = derive_scales(stats, calibration.recipe({"export.reduce": "none"}))
-        changed = min(changed, _changes(stored, per_head.reduce_max()), key=len)
-    return changed
-
-
-def _changes(stored: StoredScales, scales: KVScales) -> list[tuple[int, str]]:
-    """Return layer and letter of each of the `stored` scales that is not one of `scales`."""
+    scales = derive_scales(calibration.stats, calibration.recipe())
     layers = {layer.layer_idx: dict(layer.items()) for layer in scales.expand_shared().values()}
     convention = nvfp4_convention(stored.directory)
     factor = convention.divisor / FP8_DIVISOR if convention and convention.divisor else 1.0
@@ -226,7 +216,7 @@ def load_progress(path: Path, advice: str = "calibrate again") -> tuple[KVStats,
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}
         if tensors:
             raise ValueError(f"no module has the tensor {min(tensors)[:80]}")
-        if facts.sha256 not in (None, _digest(whole)):
+        if facts.sha256 != _digest(whole):
             raise ValueError("its values are not those that were written")
     except ValueError as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else one_line(error)
@@ -254,7 +244,7 @@ class _StatsFacts(BaseModel):
     shared: dict[str, SharedAttention]
     progress: _Progress | None = None
     text: TextSummary | None = None
-    sha256: str | None = None
+    sha256: str
 
     @model_validator(mode="after")
     def _check_facts(self) -> "_StatsFacts":

@@ -203,8 +203,8 @@ def _one_in(chance: float) -> str:
 def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> ClippedTokens | None:
     """Estimate how often `scales` clip K or V, or the one of them that `tensors` names.
 
-    None where `stats` cannot tell: they are old, or of few tokens, or the scales are by channel or
-    of centred keys.
+    None where `stats` cannot tell: they are of an engine's cache, or of few tokens, or the scales are by
+    channel or of centred keys.
     """
     if scales.strategy == "channel" or scales.has_center:
         return None

@@ -20,8 +20,7 @@ from torch import Tensor
 from calib.errors import InputError
 
 TAIL = 128
-# so that the threshold is exceeded by one token in eight at most
-MIN_TOKENS = 8 * TAIL
+MIN_TOKENS = 8 * TAIL  # so that one token in eight at most exceeds the threshold
 MOST_HEADROOM = 16.0
 CLIP_CHANCE = 1e-6  # of a new token in a layer, at most, with headroom auto
 ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: a value this little beyond it is not clipped
@@ -114,8 +113,7 @@ def headroom_for(tails: Sequence[Tail], chance: float = CLIP_CHANCE) -> float:
 
     def chance_with(factor: float) -> float:
         # a head of zeros is given the largest scale of its layer
-        chances = (tail.chance_above(tail.largest * factor)[tail.largest > 0] for tail in tails)
-        return sum(float(groups.sum()) for groups in chances)
+        return sum(float(x.chance_above(x.largest * factor)[x.largest > 0].sum()) for x in tails)
 
     low, high = 1.0, MOST_HEADROOM
     if chance_with(low) <= chance:
@@ -143,11 +141,10 @@ def poisson_interval(events: int) -> tuple[float, float]:
 
 def _gamma_quantile(shape: int, share: float) -> float:
     """Find by bisection where the gamma distribution of `shape` and scale 1 has `share` below it."""
-    a = torch.tensor(float(shape), dtype=torch.float64)
     # ten standard deviations, and enough where the shape is small
     low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
+        below = float(torch.special.gammainc(*torch.tensor([shape, middle], dtype=torch.float64)))
         low, high = (middle, high) if below < share else (low, middle)
     return (low + high) / 2

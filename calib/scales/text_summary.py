@@ -130,7 +130,7 @@ class RecordsFile(BaseModel):
     """The part of a JSON file that records text."""
 
     model_config = ConfigDict(strict=True)
-    records: list[TextRecord | None] = [None]
+    records: list[TextRecord | None]
 
 
 def save_records(records: Records, directory: Path) -> None:
@@ -178,8 +178,7 @@ class TextSummary:
     words: NonNegativeInt | None  # of all documents, before they were cut; None without text
     word_tokens: NonNegativeInt | None  # that those documents became
     sketch: _Sketch  # a bit for every `SKETCH_BITS`th token id or so
-    # of each run; None: not known, as of old files
-    records: Annotated[tuple[TextRecord, ...], Field(min_length=1)] | None = None
+    records: Annotated[tuple[TextRecord, ...], Field(min_length=1)]  # of each run
 
     @classmethod
     def of(
@@ -224,7 +223,6 @@ class TextSummary:
         sketch = self.sketch | summary.sketch
         smaller, larger = sorted((self, summary), key=lambda text: text.distinct_tokens)
         added = min(_estimate(sketch) - _estimate(larger.sketch), smaller.distinct_tokens)
-        is_recorded = self.records is not None and summary.records is not None
         pairs = {name: (getattr(self, name), getattr(summary, name)) for name in _SUMS}
         # a number that one text does not know is that of the other
         sums: dict[str, Any] = {
@@ -235,7 +233,7 @@ class TextSummary:
             **sums,
             distinct_tokens=larger.distinct_tokens + max(0, added),
             sketch=sketch,
-            records=(*(self.records or ()), *(summary.records or ())) if is_recorded else None,
+            records=(*self.records, *summary.records),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -286,7 +284,7 @@ class TextSummary:
 
 
 def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
-    """Return the warnings of `text`, or of the number of `tokens` alone for an old run."""
+    """Return the warnings of `text`, or of the number of `tokens` alone where it is not known."""
     return text.warnings() if text else _few_tokens(tokens)
 
 

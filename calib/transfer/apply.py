@@ -10,7 +10,7 @@ from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.fingerprint import fingerprints
-from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache
 from calib.formats import DRAFT_LEFT_OUT
 from calib.formats.base import refusals_of
@@ -43,7 +43,6 @@ def apply(
     output: Path | None = None,
     *,
     in_place: bool = False,
-    base: str | None = None,
     format: FormatName = "vllm",
     strategy: Strategy | None = None,
     overwrite: bool = False,
@@ -51,9 +50,8 @@ def apply(
 ) -> Result:
     """Put the scales of a `calibration` or pack, also one on the Hub, beside `model`, which is not run.
 
-    `base` is the model that was calibrated, for outputs that hold no marks of it. InputError or
-    UnsupportedExportError, and nothing written, where K and V of `model` are not shown to be the same, or its
-    engine loads no scales beside its weights.
+    InputError or UnsupportedExportError, and nothing written, unless K and V of `model` are shown to be the
+    same, and its engine loads scales beside its weights.
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     path, name = find_calibration(calibration, progress)
@@ -74,21 +72,22 @@ def apply(
     with refusals_of("apply"):
         make_exports(derive_scales(stats, recipe), checkpoint, recipe.export)
     _check_no_stored_scales(checkpoint)
-    marks = _measured_marks(base, source, measured)
+    if measured.marks is None:
+        raise InputError(f"'{name}' keeps no marks to compare weights by; calibrate '{model}' instead")
     progress.stage("compare weights")
-    target = take_marks(checkpoint, stats.layers)
-    check_same_model(_add_marks(measured, marks), _add_marks(ModelFacts(model), target))
+    marks, target = measured.marks(), take_marks(checkpoint, stats.layers)
+    facts = ModelFacts(model, settings=target.settings, num_layers=target.layers, marks=lambda: target)
+    check_same_model(measured, facts)
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
     origin = _origin(source, name, marks, likeness)
     warnings = [*report["warnings"], *_notes(origin, checkpoint, likeness, unmarked)]
     warnings += [DRAFT_LEFT_OUT] * bool(report.get("drafts"))
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
-        destination = Destination(output, in_place, overwrite, progress.copied, claim)
         record = CalibrationRecord(
-            model, checkpoint, recipe, stats, report["dataset"], warnings, (), report.get("threads"), origin
+            model, checkpoint, recipe, stats, report["dataset"], warnings, (), report["threads"], origin
         )
-        return write_output(record, destination)
+        return write_output(record, Destination(output, in_place, overwrite, progress.copied, claim))
 
 
 def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:
@@ -102,31 +101,10 @@ def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:
             )
 
 
-def _measured_marks(base: str | None, source: Calibration, measured: ModelFacts) -> Marks:
-    """Return marks of the model that was measured: of `base`, or saved, or of the weights in `source`."""
-    if base is not None:
-        checkpoint = find_model(base)
-        facts = ModelFacts(base, fingerprints=fingerprints(checkpoint))
-        check_same_model(measured, facts, "give the model that was measured")
-        return take_marks(checkpoint, source.stats.layers)
-    if measured.marks is not None:
-        return measured.marks()
-    try:
-        checkpoint = open_model_directory(source.directory)
-    except InputError:
-        problem = f"'{measured.name}' keeps neither marks nor weights of the model it was measured on"
-        raise InputError(f"{problem}; give that model with --base") from None
-    return take_marks(checkpoint, source.stats.layers)
-
-
-def _add_marks(facts: ModelFacts, marks: Marks) -> ModelFacts:
-    return replace(facts, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks)
-
-
 def _origin(source: Calibration, name: str, marks: Marks, likeness: Likeness) -> dict[str, Any]:
     """Return the report's facts about the model that was measured, the first one where there was a chain."""
     report = source.report
-    facts = {key: report[key] for key in ("model", "checkpoint", "weights") if key in report}
+    facts = {key: report[key] for key in ("model", "checkpoint", "weights")}
     model = report.get("measured_on") or facts
     pack = {"name": name, "sha256": source.pack.sha256} if source.pack else report.get("pack")
     origin = {"marks": marks.model_dump(), "measured_on": {**model, "compared": asdict(likeness)}}

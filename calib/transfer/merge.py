@@ -58,7 +58,7 @@ def merge(
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
-    counts = {*map(_threads, runs)}
+    counts = {run.report["threads"] for run in runs}
     with claimed(output, overwrite=overwrite) as claim:
         _check_counts(runs)
         progress.stage("write")
@@ -144,14 +144,9 @@ def _data_warnings(run: Calibration) -> list[str]:
     return [line for line in run.report["warnings"] if line not in own]
 
 
-def _threads(run: Calibration) -> int | None:
-    """Return the number of threads on a CPU; older runs do not say it."""
-    threads = run.report.get("threads")
-    return threads if isinstance(threads, int) else None
-
-
 def _thread_warnings(runs: Sequence[Calibration]) -> list[str]:
-    paths = [*{_threads(run): run.path for run in runs if _threads(run) is not None}.items()]
+    threads = {run.report["threads"]: run.path for run in runs if run.report["threads"] is not None}
+    paths = [*threads.items()]
     return [
         f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}; on a CPU, "
         "one run over all the data may give other last bits"
@@ -180,8 +175,8 @@ def _data_parts(dataset: dict[str, Any]) -> list[str]:
 
 
 def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    names = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
-    counts = {x: sum(data[x] for data in datasets) for x in names if all(x in data for data in datasets)}
+    names = ("documents", "samples", "tokens", "unread_tokens")
+    counts = {x: sum(data[x] for data in datasets) for x in names}
     media = {x: sum(data.get(x, 0) for data in datasets) for pair in MEDIA_COUNTS.items() for x in pair}
     counts |= {x: count for x, count in media.items() if count}
     parts = sorted(part for dataset in datasets for part in _data_parts(dataset))

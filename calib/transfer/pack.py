@@ -177,7 +177,7 @@ def pack_card(
     report: dict[str, Any], recipe: Recipe, layers: Sequence[LayerSummary], pack: Pack, license: str | None
 ) -> str:
     """Return the card of `pack`, whose calibration has this `report`."""
-    data, versions = report["dataset"], report.get("versions") or {}
+    data, versions = report["dataset"], report["versions"]
     head: dict[str, Any] = {"base_model": pack.base_model} if pack.base_model else {}
     head |= {"license": license} if license else {}
     head |= {"library_name": "fp8kv", "tags": ["fp8", "kv-cache", "fp8kv"]}
@@ -186,7 +186,7 @@ def pack_card(
         "revision": pack.revision or "not known",
         "scales": f"{recipe.strategy}, {recipe.observer.name}, {recipe.fp8_dtype}",
         "data": f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens",
-        "fingerprint of the data": data.get("fingerprint", "not known"),
+        "fingerprint of the data": data["fingerprint"],
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
     }
     card = render_card(

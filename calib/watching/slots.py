@@ -59,10 +59,7 @@ class WrittenSlots:
         """Return the slots of each group, [T] int64 each, and forget them."""
         slots = []
         for size, written in zip(self._block_sizes, self._written, strict=True):
-            ranges = [
-                torch.arange(block * size + first, block * size + end)
-                for block, (first, end) in written.items()
-            ]
+            ranges = [torch.arange(first, end) + block * size for block, (first, end) in written.items()]
             slots.append(torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64))
         self.forget()
         return slots
@@ -97,9 +94,7 @@ class BlockMap:
         """Find out the places of `module`, which takes K and V as `dtype`; `scales` [2, K] it stores with."""
         cache, heads, size = layer_cache(module), module.num_kv_heads, module.head_size
         self.shape = 2, heads, cache.shape[2], size
-        block = torch.empty_strided(
-            (1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device
-        )
+        block = cache.new_empty_strided((1, *cache.shape[1:]), cache.stride())
         count = 2 * heads * cache.shape[2] * size
         if block.numel() != count or getattr(module, "head_size_v", size) != size:
             raise ValueError(f"a block of shape {[*cache.shape[1:]]} holds more than K and V")

@@ -78,7 +78,7 @@ class FakeServer:
         self.requests.append((path, body))
         self.wait(len(self.requests))
         if path == "/v1/fp8kv/scales" and self.in_force:
-            return self.change(path, self.in_force)
+            return self.change(path, {"server": str(id(self))} | self.in_force)
         if path not in ("/v1/models", "/v1/completions"):
             return 404, b""
         if path.endswith("/models"):

@@ -19,7 +19,7 @@ from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, V
 
 from calib.engines.loaded_scales import compare_stored, layers_of_files
 from calib.engines.outcome import Place
-from calib.errors import InputError
+from calib.errors import Fp8kvError, InputError
 from calib.evaluate.served.watch_report import Watched
 from calib.files.stored_scales import StoredScales, Values
 from calib.files.text import show_layers
@@ -79,19 +79,17 @@ class ServedScales(_Answer):
     total: NonNegativeInt
     fingerprint: str = Field(max_length=32, pattern="[0-9a-f]*")
     problems: list[str]
-    fnuz: bool | None = None  # None: an older plugin
-    server: str | None = Field(None, exclude=True)  # a random number of its engine
-    layers: list[_ServedLayer] | None = Field(None, exclude=True)  # None: as well
+    fnuz: bool
+    server: str = Field(exclude=True)  # a random number of its engine
+    layers: list[_ServedLayer] = Field(exclude=True)
 
     def differences(self, scales: StoredScales) -> list[str]:
-        """Say in which layers a server does not use a directory's scales, as far as its plugin says."""
-        if self.layers is None:
-            return []
+        """Say in which layers a server does not use a directory's scales."""
         stored: dict[int, tuple[str, Values, Values]] = {}
         for layer in self.layers:
             k, v = (tuple(nan if x is None else x for x in values) for values in (layer.k, layer.v))
             stored[layer.layer] = layer.cache, k, v
-        wrong = compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=bool(self.fnuz)))
+        wrong = compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=self.fnuz))
         where = f"does not use the scales of '{scales.directory.path}' in {show_layers(wrong)}"
         return [f"it {where}; if it was started on another directory, give that"] if wrong else []
 
@@ -256,7 +254,7 @@ class Server:
         try:
             return answer_type.model_validate_json(content)
         except ValidationError:
-            raise InputError(f"{url} answers something else than expected; {_EXAMPLE}") from None
+            raise Fp8kvError(f"{url} answers something else than expected; {_EXAMPLE}") from None
 
     def _receive(self, url: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytearray]:
         """Return the status and the content, not decompressed, of an answer of 64 MiB at most."""

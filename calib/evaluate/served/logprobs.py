@@ -102,16 +102,9 @@ def compare(
     names = ("to_scales", "to_ones", "apart", "noise", "rounding")
     nats = {name: float((a - b).abs().mean()) for name, (a, b) in zip(names, pairs, strict=True)}
     return ServerComparison(
-        decide(**nats),
-        served.id,
-        served.root,
-        **nats,
-        logprobs=len(first),
-        of_prompt=answers.of_prompt,
-        requests=answers.requests,
-        seconds=answers.seconds,
-        own_seconds=own_seconds,
-    )
+        decide(**nats), served.id, served.root, **nats, logprobs=len(first), of_prompt=answers.of_prompt,
+        requests=answers.requests, seconds=answers.seconds, own_seconds=own_seconds,
+    )  # fmt: skip
 
 
 def decide(to_scales: float, to_ones: float, apart: float, noise: float, rounding: float) -> Nearer:

@@ -239,13 +239,14 @@ def test_a_value_at_which_all_becomes_zero_is_that_of_the_type(name):
 
 def test_statistics_that_prove_nothing_are_refused(tmp_path):
     foreign = measured(tmp_path / "foreign")
-    report = {"fp8kv_calibration": 1, "model": "m", "checkpoint": "c", "warnings": []}
+    report = {"fp8kv_calibration": 1, "model": "m", "checkpoint": "c", "weights": "w", "warnings": []}
     report["layers"] = [
         {"module": name, "k_amax": float(layer.k.amax.max()), "v_amax": float(layer.v.amax.max())}
         for name, layer in load_stats(foreign).layers.items()
     ]
     report |= {"config": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}}
-    report |= {"dataset": {"source": "s", "samples": 1, "tokens": 1}}
+    counts = dict.fromkeys(("documents", "samples", "tokens", "unread_tokens"), 1)
+    report |= {"dataset": counts | {"source": "s", "fingerprint": "f"}, "threads": None, "versions": {}}
     (foreign / "fp8kv_calibration.json").write_text(json.dumps(report))
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     for statistics, message in (

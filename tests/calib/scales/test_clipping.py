@@ -7,14 +7,14 @@ import pytest
 import torch
 from apply_cases import report_of
 from command_line import fp8kv, one_line_error, ran
-from families import edit_tensors, save_model, tiny_model
+from families import save_model, tiny_model
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import Recipe
 from calib.scales.stats import PER_TOKEN, derive_scales
-from calib.scales.stats_file import changed_scales, load_stats, open_calibration, save_stats
+from calib.scales.stats_file import load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for, largest
 
@@ -144,24 +144,10 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     report = report_of(out)
     assert report["recipe"]["headroom"] == "auto"
     assert max(report["clip_chance"].values()) <= CLIP_CHANCE
-    old = without(load_stats(out), *PER_TOKEN)  # old statistics have no headroom by layer
+    old = without(load_stats(out), *PER_TOKEN)  # as those of an engine's cache
     save_stats(old, out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
-    one_line_error(again, "these statistics are old and hold no tails; calibrate again")
-
-
-def test_scales_of_an_earlier_headroom_are_not_called_changed(model, tmp_path):
-    """Before the first release, `--reduce max` took the largest of the heads' scales with headroom."""
-    directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
-    options = ("--strategy", "attn_head", "--reduce", "max", "--headroom", "auto")
-    ran("calibrate", directory, "-o", out, "--dataset", "random", "--samples", 20, "--seq-len", 64, *options)
-    recipe = Recipe(strategy="attn_head", headroom="auto")
-    heads = derive_scales(load_stats(out), recipe).layers
-    for factor, changed in ((1.0, []), (1.001, [(0, "k")])):
-        earlier = {f"{name}.{x}_scale": getattr(heads[name], x).max() for name in heads for x in "kv"}
-        earlier[f"{next(iter(heads))}.k_scale"] *= factor
-        edit_tensors(out, lambda tensors, new=earlier: tensors.update(new), "model-fp8kv-scales.safetensors")
-        assert changed_scales(open_calibration(out, needs_report=False)) == changed
+    one_line_error(again, "statistics of an engine's cache hold no tails; calibrate for these")
 
 
 TOKENS = 4096

@@ -24,7 +24,7 @@ from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of, 
 from calib.scales.plot import draw_growth
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats, bucket_indices
-from calib.scales.stats_file import load_progress, load_stats, open_calibration, save_stats
+from calib.scales.stats_file import _digest, load_progress, load_stats, open_calibration, save_stats
 from calib.scales.tail import TAIL
 from calib.scales.text_summary import TextSummary
 
@@ -58,8 +58,8 @@ def tensors():
 def load(path, facts=FACTS, changes=None):
     """Save a file with some tensors changed (None: missing) and load it."""
     held = tensors() | (changes or {})
-    text = facts if isinstance(facts, str) else json.dumps(facts)
     held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    text = facts if isinstance(facts, str) else json.dumps({"sha256": _digest(held)} | facts)
     save_file(held, path / STATS, {"fp8kv_stats": text})
     return load_progress(path / STATS)
 
@@ -106,6 +106,9 @@ METADATA = {
     "fewer tokens read than counted": with_module(read=9),
     "more tokens than two runs have buckets": with_module(read=2**47),
     "a name of two lines": {**FACTS, "modules": {"a\nb": None}},
+    "no checksum": {**FACTS, "sha256": None},
+    "another checksum": {**FACTS, "sha256": "0" * 64},
+    "no number of tokens read": with_module(read=None),
     "an unknown owner": {**FACTS, "shared": {"b": {**OWNER, "owner": "c"}}},
     "batches negative": {**FACTS, "progress": {"run": {}, "batches": -1}},
     "a module without tensors": {**FACTS, "modules": {"a": MODULE, "b": MODULE}},
@@ -208,6 +211,8 @@ DAMAGED = {
     "layers of strings": (edited(layers=["a"]), "does not say what was calibrated"),
     "another version": (edited(fp8kv_calibration=2), "not of this version of fp8kv"),
     "no checkpoint": (edited(measured_on={"model": "m"}), r"calibrated \(measured_on.checkpoint: "),
+    "no weights": (edited(measured_on={"model": "m", "checkpoint": "c"}), r"\(measured_on.weights: "),
+    "threads in words": (edited(threads="two"), r"what was calibrated \(threads: "),
     "one warning": (edited(warnings="none"), r"what was calibrated \(warnings: "),
     "no source": (edited(dataset={}), r"what was calibrated \(dataset.source: "),
 }

@@ -339,7 +339,7 @@ def test_a_parameter_called_as_a_scale_stays_and_a_misspelt_scale_in_our_file_go
     assert (parameter in load_file(out / files[parameter]), misspelt in files) == (True, False)
 
 
-def test_what_was_edited_since_stays_and_an_older_version_keeps_no_false_card(source, in_formats, tmp_path):
+def test_edits_stay_and_an_output_without_its_source_keeps_no_false_card(source, in_formats, tmp_path):
     edited, old = (shutil.copytree(in_formats / name, tmp_path / name) for name in ("vllm", "tgi"))
     edit_json(edited / "config.json", rope_theta=5.0)
     back = output_of("strip", edited, "-o", tmp_path / "back")

@@ -116,7 +116,7 @@ def test_the_card_is_one_of_the_hub(model, pack, tmp_path):
     assert "license" not in plain
     assert "base_model" not in plain
     # it steers no terminal, and holds no markup
-    dataset = {"source": "\x1b[2J<script>|x|", "samples": 1, "tokens": 1}
+    dataset = report_of(given)["dataset"] | {"source": "\x1b[2J<script>|x|"}
     edit_json(given / "fp8kv_calibration.json", warnings=["\x1b[3J\n# no"], dataset=dataset)
     card = (packed(given, tmp_path / "hostile") / "README.md").read_text()
     assert "\x1b" not in card

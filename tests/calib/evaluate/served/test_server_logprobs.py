@@ -19,7 +19,7 @@ from command_line import calibrate, fp8kv, one_line_error, succeeded
 from fake_server import SECRET, FakeServer, facts, running, serving, verify
 from families import save_model, tiny_model
 
-from calib.errors import InputError
+from calib.errors import Fp8kvError, InputError
 from calib.evaluate.served.client import Server, _explanation
 from calib.evaluate.served.logprobs import decide
 from calib.files.stored_scales import read_scales
@@ -108,25 +108,18 @@ def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
         found = facts(done)
         assert (found["nearer"], found["plugin"]["problems"], done.exit_code) == ("scales", problems, 1)
         plugin = found["plugin"]
-        assert (plugin["in_use"], plugin["note"], "layers" in plugin) == (6, None, False)
+        assert (plugin["in_use"], "layers" in plugin) == (6, False)
 
 
-def test_what_an_older_plugin_says_of_the_scales_counts(twin, directory):
-    older = {x: said for x, said in in_force(directory).items() if x not in ("fnuz", "layers")}
-    for problems, status in ([], 0), (["rank 0: K is at 1.0"], 1):
-        twin.in_force = older | {"problems": problems}
-        done = verify(twin, directory)
-        assert done.exit_code == status
-        assert re.findall(r"problem: http://\S+: (.+)", done.stdout) == problems
-        note = "its plugin is older and does not say which scales its layers store with"
-        assert note in done.stdout
-        said = facts(verify(twin, directory, "--json"))["plugin"]
-        assert (said["note"], said["fnuz"], said["problems"]) == (note, None, problems)
+def test_an_answer_of_a_plugin_that_lacks_a_part_is_refused(twin, directory):
+    for part in ("fnuz", "layers", "problems"):
+        twin.in_force = {x: value for x, value in in_force(directory).items() if x != part}
+        one_line_error(verify(twin, directory), f"v1/fp8kv/scales {STRANGE}")
     newer = FakeServer()
     newer.in_force = in_force(directory)
     with running(twin) as url, running(newer) as second:
         done = fp8kv("verify", directory, "--served", url, "--served", second)
-    one_line_error(done, f"{url}: its plugin is older", "install a newer fp8kv there")
+    one_line_error(done, f"{url}/v1/fp8kv/scales {STRANGE}")
 
 
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
@@ -246,7 +239,7 @@ def ask(fake, name=None):
 
 def refuses(target, *phrases, name=None):
     """One line, of a fake that is asked for logprobs, or of a URL that is asked for its models."""
-    with pytest.raises(InputError) as found:
+    with pytest.raises(Fp8kvError) as found:
         Server(target).choose_model(name) if isinstance(target, str) else ask(target, name)
     for phrase in phrases:
         assert phrase in str(found.value)
