@@ -183,11 +183,17 @@ def _compare_configs(scales: ModelFacts, model: ModelFacts) -> str | None:
 
 
 def _compare_settings(scales: ModelFacts, model: ModelFacts) -> str | None:
-    one, two = scales.settings, model.settings
+    values = settings_difference(scales, model)
+    return values and f"its config says {values[0]}, that of '{model.name}' {values[1]}"
+
+
+def settings_difference(a: ModelFacts, b: ModelFacts) -> tuple[str, str] | None:
+    """Return the first value of each by which K and V of equal weights differ, such as a base of RoPE."""
+    one, two = a.settings, b.settings
     if not (isinstance(one, dict) and isinstance(two, dict)):
         return None
     key = next((key for key in sorted(one.keys() & two.keys()) if one[key] != two[key]), None)
-    return key and f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {two[key]!s:.200}"
+    return key and (f"{key} {one[key]!s:.200}", f"{two[key]!s:.200}")
 
 
 def _compare_layers(scales: ModelFacts, model: ModelFacts) -> str | None:

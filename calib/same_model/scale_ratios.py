@@ -9,7 +9,13 @@ from calib.errors import InputError
 from calib.files.cache_type import nvfp4_convention
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
 from calib.files.text import show_layers, show_number
-from calib.same_model.check import compare_weights, config_difference, known_config, scales_facts
+from calib.same_model.check import (
+    compare_weights,
+    config_difference,
+    known_config,
+    scales_facts,
+    settings_difference,
+)
 
 
 @dataclass(frozen=True)
@@ -61,20 +67,20 @@ def compare_scales(a: Path, b: Path) -> ScaleComparison:
         if layers:
             names = [empty[key].name for key in sorted(layers)]
             notes.append(f"only {name} has scales of {show_layers(names)}")
-    if difference := config_difference(known_config(a), known_config(b)):
-        notes.append(f"A and B are of other models: {difference[0]} and {difference[1]}")
-    else:
-        notes += _note_on_weights(a, b)
+    notes += _notes_on_models(a, b)
     kind_a, kind_b = map(_describe, scales.values())
     if kind_a != kind_b:
         notes.append(f"A holds {kind_a}, B {kind_b}: equal absmax gives other numbers")
     return ScaleComparison([(in_a.get(key, none), in_b.get(key, none)) for key, none in empty.items()], notes)
 
 
-def _note_on_weights(a: Path, b: Path) -> list[str]:
-    """Say that A and B are of other weights, as far as their calibrations know."""
+def _notes_on_models(a: Path, b: Path) -> list[str]:
+    """Say that A and B are of other models or weights, as far as their files know."""
+    values = config_difference(known_config(a), known_config(b))
     try:
         facts_a, facts_b = scales_facts(a), scales_facts(b)
+        if values := values or settings_difference(facts_a, facts_b):
+            return [f"A and B are of other models: {values[0]} and {values[1]}"]
         prints = [(facts.fingerprints or {}).get("weights") for facts in (facts_a, facts_b)]
         if None not in prints and prints[0] == prints[1]:  # marks would import torch
             return []

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from calib.caches.per_token_head import int8_per_token_head
 from calib.caches.rounding import rounding
 from calib.errors import InputError
-from calib.files.names import SCALES_SHARD
+from calib.files.names import CALIBRATION_FILE, SCALES_SHARD
 from calib.generate import Generation, GenerationOptions, GenerationResult, generate_text
+from calib.same_model.scale_ratios import compare_scales
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import swap_attention
 from fp8kv_runtime.hf.layers import Fp8CacheLayer
@@ -88,6 +89,11 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
     succeeded(calibrate(louder, "-o", tmp_path / "own", "--strategy", "attn_head"))
     note = "note: A and B are of models with other weights: "
     assert note in " ".join(ran("compare", calibrated, tmp_path / "own").stdout.split())
+    rope = shutil.copytree(calibrated, tmp_path / "rope") / CALIBRATION_FILE
+    marks = json.loads(rope.read_text())["marks"]
+    edit_json(rope, marks={**marks, "settings": {**marks["settings"], "rope_parameters": "another"}})
+    (note,) = compare_scales(calibrated, rope.parent).notes
+    assert note.startswith("A and B are of other models: rope_parameters {")
     cut, lost = shutil.copytree(calibrated, tmp_path / "cut"), "model.layers.1.self_attn.v_scale"
     edit_tensors(cut, lambda tensors: tensors.pop(lost), SCALES_SHARD)
     nvfp4 = ("--cache", "nvfp4")
