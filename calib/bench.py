@@ -38,11 +38,7 @@ class BenchResult:
 
 
 def parse_heads(text: str) -> Heads:
-    """Parse heads such as `32/8/128`.
-
-    Raises:
-        InputError: the text is anything else.
-    """
+    """Parse heads such as `32/8/128`; an InputError for any other text."""
     parts = text.split("/")
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if len(parts) != 3 or len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -56,8 +52,7 @@ def parse_heads(text: str) -> Heads:
 def attention_heads(model: str, *, trust_remote_code: bool = False) -> Heads:
     """Return the heads of a model directory, a config.json, or a model on the Hub; read no weight.
 
-    Raises:
-        UnsupportedModelError: the model caches latents (MLA), or its layers differ in their heads.
+    An UnsupportedModelError if the model caches latents (MLA), or its layers differ in their heads.
     """
     config = _read_config(model, trust_remote_code=trust_remote_code)
     if caches_latents(config):
@@ -127,10 +122,7 @@ def run_bench(
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
     Without `model` the shape is `heads`. `say` gets the outcome, `say_case` each case on its way;
-    both are called like print.
-
-    Raises:
-        Fp8kvError: a kernel is wrong on this machine.
+    both are called like print. A Fp8kvError if a kernel is wrong on this machine.
     """
     gpu = torch.cuda.is_available()
     shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
@@ -146,8 +138,7 @@ def run_bench(
     with torch.inference_mode(), _whole_float32():
         try:
             iterate = partial(progress.each, "check", unit="cases")
-            wrong = check_cases(cases, launchers, device, say_case, iterate)
-            if wrong:
+            if wrong := check_cases(cases, launchers, device, say_case, iterate):
                 raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
             if not gpu:
                 say("no GPU that torch can use: checked at small shapes, nothing was timed")
