@@ -295,6 +295,12 @@ def test_traffic_of_a_cache_that_clipped_is_of_the_model_whose_scales_were_too_s
     rows = ran("verify", measured, "--against", traffic).stdout.partition("Measured absmax")[2].splitlines()
     counts = [line.count("about ") for line in rows if re.match(r"│ +\d", line)]
     assert counts == [2] * clipped + [0] * (3 - clipped)
+    name, own = next(iter(stats.layers.items()))
+    k, v = TensorStats(2 * own.k.amax), TensorStats(own.v.amax)
+    layers[name] = replace(own, q=None, k=k, v=v, estimated=("k",))
+    save_stats(replace(stats, layers=layers), traffic / STATS_FILE)
+    done = fp8kv("verify", measured, "--against", traffic)
+    assert "its K is 2.00 times what its scale can hold, by an estimate" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from families import save_model, tiny_model
 
 from calib.errors import Fp8kvError, InputError
 from calib.evaluate.served.client import Server, _explanation
-from calib.evaluate.served.logprobs import decide
+from calib.evaluate.served.logprobs import ServerComparison, decide
 from calib.files.stored_scales import read_scales
 
 
@@ -208,6 +208,12 @@ def test_the_rule():
         (float("nan"), 8.0, 0.1, 0.0, 0.01, "cannot tell"),
     ):
         assert decide(to_scales, to_ones, apart, noise, rounding) == said
+    # the plugin's word counts only where logprobs are the same with the scales and without
+    nats = {"to_scales": 0.4, "to_ones": 0.4, "noise": 0.01, "rounding": 0.0}
+    others = {"logprobs": 9, "of_prompt": True, "requests": 2, "seconds": 1.0, "own_seconds": 1.0}
+    for apart, is_like_both in ((0.04, True), (0.5, False)):
+        comparison = ServerComparison("cannot tell", "m", None, apart=apart, **nats, **others)
+        assert comparison.is_like_both == is_like_both
 
 
 def test_another_model_is_named_and_no_twin_is_advised(made, directory):
