@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error, ran, succeeded
+from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from evaluations import plain_comparison, plain_inputs
 from fake_quant import fake_quantized
 from families import save_model, tiny_model
@@ -91,8 +91,10 @@ def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert (report["schema"], report["variants"]["mine"]["what"]) == (1, "given with --scales")
     assert "| mine |" in (tmp_path / "report/report.md").read_text()
-    passed = succeeded(eval_(small_directory, "--variants", "tensor", "--fail-if", "tensor:kl>1e9", "--json"))
-    assert json.loads(passed.stdout)["data"]["documents"] == 4
+    gate = ("--variants", "tensor", "--fail-if", "tensor:kl>1e9")
+    passed = json_of("eval", small_directory, "--dataset", "random", *gate)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert (passed["data"]["documents"], passed["recipe"]["device"]) == (4, device)
 
 
 @pytest.mark.usefixtures("small_suite")

@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lm_eval
 import pytest
@@ -25,7 +27,7 @@ from calib.evaluate.page.page import render_html
 from calib.evaluate.page.tables import task_table
 from calib.evaluate.report import Report, Suite, TaskFigure
 from calib.evaluate.resume import SavedResults
-from calib.evaluate.tasks import digest_tasks, find_tasks, run_tasks, task_variants
+from calib.evaluate.tasks import Tasks, digest_tasks, find_tasks, run_tasks, task_variants
 from calib.evaluate.variants import Setup, Variant
 
 pytestmark = pytest.mark.xdist_group("evaluate")
@@ -146,14 +148,24 @@ def test_figures_of_an_earlier_run_are_taken_and_other_questions_or_settings_are
     monkeypatch.setattr(lm_eval, "evaluate", lambda *_, **__: pytest.fail("it was asked again"))
     assert run_tasks(replace(setup, saved=again), tasks, []) == figures
     assert digest_tasks(find_tasks([str(file)])) == digest_tasks(tasks)
-    other, rows = tmp_path / "choice.yaml", (task_files / "rows.jsonl").read_text()
-    (tmp_path / "rows.jsonl").write_text(rows.replace("w", "w1", 1))
-    for old, new in (
-        ("num_fewshot: 2", "num_fewshot: 1"),
-        (str(task_files / "rows.jsonl"), str(tmp_path / "rows.jsonl")),
-    ):
-        other.write_text(file.read_text().replace(old, new))
-        assert digest_tasks(find_tasks([str(other)])) != digest_tasks(tasks)
+    rows, other, examples = (tmp_path / name for name in ("rows.jsonl", "choice.yaml", "examples.jsonl"))
+    text = file.read_text().replace(str(task_files / "rows.jsonl"), str(rows))
+    text = text.replace("fewshot_split: test", "fewshot_split: examples")
+    text = text.replace("data_files:\n", f"data_files:\n    examples: {examples}\n")
+
+    def digest(fewshot=2, **edits):
+        for path in (rows, examples):
+            content = (task_files / "rows.jsonl").read_text()
+            path.write_text(content.replace("w", edits.get(path.stem, "w"), 1))
+        other.write_text(text.replace("num_fewshot: 2", f"num_fewshot: {fewshot}"))
+        return digest_tasks(find_tasks([str(other)]))
+
+    assert digest() == digest()
+    assert len({digest(), digest(fewshot=1), digest(rows="w1"), digest(examples="w1")}) == 4
+    # what has no source says where it lies in memory
+    config = SimpleNamespace(num_fewshot=0)
+    made = [SimpleNamespace(dump_config=partial(dict, f=object()), eval_docs=[], config=config) for _ in "ab"]
+    assert len({digest_tasks(Tasks({"tasks": {"t": task}}, None)) for task in made}) == 1
 
 
 GOOD = "task: x\noutput_type: multiple_choice\ntest_split: test\ndataset_path: "
