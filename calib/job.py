@@ -202,7 +202,7 @@ def _check_data(data: CalibrationData, recipe: Recipe, *, needs_whole: bool) -> 
         )
     text = data.summary(recipe.data.skip_first)
     if recipe.headroom == "auto" or recipe.data.until is not None:
-        check_enough(text.tokens)
+        check_enough(text.unrepeated_tokens)
     if not recipe.data.allow_few_tokens:
         text.check()
 

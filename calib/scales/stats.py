@@ -208,6 +208,11 @@ class KVStats:
         """Return the number of tokens that each layer counted, and that of all it read."""
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
+    def discount_repeats(self, layer: LayerStats) -> LayerStats:
+        """Return `layer` with the number of tokens of which its tail is: repeated text brings no new ones."""
+        repeats = self.text.tokens - self.text.unrepeated_tokens if self.text else 0
+        return replace(layer, tokens=layer.tokens - repeats)
+
     def replace_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
         """Return statistics of the same modules with other `tensors`, [H, columns] each, and `counts`."""
         layers = {}
@@ -299,7 +304,8 @@ class KVStats:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
         layers = {}
         for name, layer in self.layers.items():
-            room = headroom_for(layer.tails(strategy)) if headroom == "auto" else headroom
+            is_auto = headroom == "auto"
+            room = headroom_for(self.discount_repeats(layer).tails(strategy)) if is_auto else headroom
             rule = ScaleRule(strategy, observer, room, FP8_MAX[fp8_dtype])
             center, centered = layer.centered_keys() if center_keys else (None, None)
             scales = [

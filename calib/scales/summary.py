@@ -211,10 +211,11 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
     limit = FP8_MAX[scales.fp8_dtype]
     chances = {}
     for name, layer in stats.layers.items():
-        if layer.k.tail is None or layer.v.tail is None or layer.tokens < MIN_TOKENS:
+        own = stats.discount_repeats(layer)
+        if own.k.tail is None or own.v.tail is None or own.tokens < MIN_TOKENS:
             return None
         if name in scales.layers:
-            chances[layer.layer_idx] = clip_chance(layer, scales.layers[name], limit, tensors)
+            chances[layer.layer_idx] = clip_chance(own, scales.layers[name], limit, tensors)
     by_layer = {layer: chance for layer, chance in chances.items() if chance is not None}
     return ClippedTokens(by_layer, tuple(sorted(chances.keys() - by_layer.keys()))) if chances else None
 

@@ -43,8 +43,8 @@ def check_enough(tokens: int) -> None:
     """Refuse to tell a tail from fewer tokens than have one."""
     if tokens < MIN_TOKENS:
         raise InputError(
-            f"{tokens:,} tokens are too few to tell what others may hold: calibrate on "
-            f"{MIN_TOKENS:,} or more, or leave --headroom auto and --until away"
+            f"{tokens:,} tokens, without repeated text, are too few to tell what others may hold: "
+            f"calibrate on {MIN_TOKENS:,} or more, or leave --headroom auto and --until away"
         )
 
 

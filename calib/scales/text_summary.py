@@ -255,7 +255,7 @@ class TextSummary:
 
     def warnings(self, advice: str = _MORE_TEXT) -> list[str]:
         """Return why scales of this text may not hold others, one line each; `advice` is on few tokens."""
-        lines = _few_tokens(self.tokens, advice)
+        lines = _few_tokens(self.tokens, advice) or _few_tokens(self.unrepeated_tokens, advice, "new ")
         if self.distinct_tokens < FEW_DISTINCT:
             lines.append(
                 f"only {self.distinct_tokens:,} different tokens occur among the {self.tokens:,} "
@@ -288,8 +288,8 @@ def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
     return text.warnings() if text else _few_tokens(tokens)
 
 
-def _few_tokens(tokens: int, advice: str = _MORE_TEXT) -> list[str]:
-    line = f"only {tokens:,} tokens were read, too few to tell how large K and V become; {advice}"
+def _few_tokens(tokens: int, advice: str = _MORE_TEXT, kind: str = "") -> list[str]:
+    line = f"only {tokens:,} {kind}tokens were read, too few to tell how large K and V become; {advice}"
     return [line] if tokens < FEW_TOKENS else []
 
 

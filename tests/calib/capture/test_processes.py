@@ -289,7 +289,10 @@ def test_text_that_is_not_enough_is_all_read_and_said_so(model, tmp_path):
 
 def test_what_cannot_be_told_is_refused_before_the_model_reads(model, tmp_path):
     for flags, message in (
-        (("--samples", "4"), "400 tokens are too few to tell what others may hold: calibrate"),
+        (
+            ("--samples", "4"),
+            "399 tokens, without repeated text, are too few to tell what others may hold: calibrate",
+        ),
         (("--strategy", "channel", "--format", "fp8kv"), "say nothing of strategy 'channel'"),
         (("--observer", "mse"), "say nothing of observer 'mse'"),
         (("--offload", "layerwise"), "cannot stop early; leave --until away, or"),

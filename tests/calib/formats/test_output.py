@@ -230,7 +230,11 @@ def test_what_must_fail_fails_before_it_takes_long(tmp_path, monkeypatch):
     model = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     for step, changes, message in (
         ("capture.resume.calibrate", {"export__formats": ["trtllm"]}, "--format trtllm: engines read k_proj"),
-        ("capture.resume.calibrate", {"headroom": "auto"}, "192 tokens are too few to tell what others may"),
+        (
+            "capture.resume.calibrate",
+            {"headroom": "auto"},
+            "192 tokens, without repeated text, are too few to tell what others may",
+        ),
         ("job.load_model", {"strategy": "attn_head", "export__formats": ["tgi"]}, "--reduce"),
         ("job.load_model", {"data__dataset": "./gone.jsonl"}, "gone.jsonl"),
         ("job.load_model", {"data__seq_len": 257}, "--seq-len 257 is longer than the model's 256 positions"),

@@ -17,6 +17,7 @@ from calib.scales.stats import PER_TOKEN, derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for, largest
+from calib.scales.text_summary import TextSummary
 
 E4M3 = 448.0
 
@@ -108,6 +109,24 @@ def test_zeros_and_ties_are_no_tails(stats, first):
     for value in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
         tied = {field: torch.full_like(getattr(layer.k, field), value) for field in ("amax", "tail")}
         assert clip_chance(*derived(tied), E4M3) is not None  # a rounded scale holds them
+
+
+def test_text_that_returns_is_no_evidence_of_what_new_text_holds(model):
+    ids = torch.randint(64, (20, 100), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def measured(samples):
+        batches = make_batches(samples, 8, pad_id=0)
+        return replace(calibrate(model, batches, Recipe(device="cpu")), text=TextSummary.of(samples))
+
+    once, copies = measured(ids), measured(ids * 8)
+    chances = [[*clipped_tokens(x, derive_scales(x, Recipe())).by_layer.values()] for x in (once, copies)]
+    for one, other in zip(*chances, strict=True):
+        assert one / 2 < other < one * 2  # eight times less, if copies counted
+    few = measured(ids[:9] * 8)
+    assert clipped_tokens(few, derive_scales(few, Recipe())) is None
+    with pytest.raises(InputError, match="8.. tokens, without repeated text, are too few"):
+        derive_scales(few, Recipe(headroom="auto"))
+    assert few.text.warnings()[0].startswith("only 8")
 
 
 def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, first):
@@ -225,7 +244,7 @@ def test_headroom_is_the_smallest_that_keeps_the_chance_or_refused():
         factor = headroom_for(tails, chance)
         assert clipped(factor) <= chance < clipped(factor - 2e-4)
     assert headroom_for([of(exponential(1))], 0.1) == 1.0
-    with pytest.raises(InputError, match="1,023 tokens are too few .* 1,024 or more"):
+    with pytest.raises(InputError, match="1,023 tokens, without .* 1,024 or more"):
         of(exponential(1, tokens=1023))
     of(exponential(1, tokens=1024))
     with pytest.raises(InputError, match="headroom over 16 .* give --headroom a number"):
