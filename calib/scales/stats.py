@@ -304,8 +304,10 @@ class KVStats:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
         layers = {}
         for name, layer in self.layers.items():
-            is_auto = headroom == "auto"
-            room = headroom_for(self.discount_repeats(layer).tails(strategy)) if is_auto else headroom
+            if headroom == "auto":
+                room = headroom_for(self.discount_repeats(layer).tails(strategy))
+            else:
+                room = headroom
             rule = ScaleRule(strategy, observer, room, FP8_MAX[fp8_dtype])
             center, centered = layer.centered_keys() if center_keys else (None, None)
             scales = [

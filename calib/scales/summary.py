@@ -20,6 +20,7 @@ from calib.scales.text_summary import FEW_TOKENS, text_warnings
 
 OUTLIER_HEAD = 20  # times the median of the other heads
 GREW = 0.05  # share of growth in about the last half of the tokens
+FLOAT16_MAX = torch.finfo(torch.float16).max
 TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
@@ -111,6 +112,8 @@ def _warning_templates(amax: Tensor, scale: Tensor, strategy: Strategy) -> Itera
     """Yield the warnings of one layer's K or V, to be filled with the letter and the layers."""
     if scale.max() > 1:
         yield "{} scale > 1 in {}: unscaled FP8 would clip there, so never serve without these scales"
+    if amax.max() > FLOAT16_MAX:
+        yield f"{{}} exceeds {FLOAT16_MAX:,.0f} in {{}}, beyond float16; serve with --dtype bfloat16"
     heads = amax.amax(-1).sort().values
     heads = heads[heads > 0]  # a dead head says nothing of what is usual
     ratio = float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0

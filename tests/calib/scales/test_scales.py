@@ -292,6 +292,8 @@ def test_what_a_recipe_or_unscaled_fp8_clips_is_said():
     for layers, named in ((6, "layers 0, 1, 2, 3, 4, 5"), (7, "7 layers")):
         (warning,) = warn(layers_of(*[[600.0, 600.0]] * layers))
         assert f"K scale > 1 in {named}:" in warning
+    assert len(warn(layers_of([65504.0, 60000.0]))) == 1
+    assert warn(layers_of([65505.0, 60000.0]))[1].startswith("K exceeds 65,504 in layer 0, beyond float16;")
 
 
 def test_outlier_heads_and_dead_heads_are_named():
