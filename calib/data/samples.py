@@ -90,13 +90,18 @@ class SkippedRows:
             if not has_tokens and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
                 return
 
+    @property
+    def example(self) -> str:
+        """The first place among `unusable`, which are in no order, and its reason."""
+        return min(self.unusable, key=lambda line: (len(line.partition(": ")[0]), line))
+
     def warnings(self, recipe: DataRecipe, count: int) -> tuple[str, ...]:
         """Return warnings of these rows, and of `count` samples where more were asked for."""
         warnings = []
         if self.unusable:
             rows = len(self.unusable)
             line = "1 row was skipped: it holds" if rows == 1 else f"{rows} rows were skipped: they hold"
-            warnings.append(f"{line} no text that can be read (such as {self.unusable[0]})")
+            warnings.append(f"{line} no text that can be read (such as {self.example})")
         if self.refusals:
             line = f"{len(self.refusals)} chats were skipped because the tokenizer's chat template"
             warnings.append(f"{line} refused them ({self.refusals[0]})")
@@ -372,8 +377,7 @@ def _nothing_usable(dataset: str, words: int, skipped: SkippedRows) -> str:
     if len(skipped.unusable) == 1:
         return skipped.unusable[0]
     if skipped.unusable:
-        count = len(skipped.unusable)  # in no order
-        return f"none of {count} rows holds text that can be read (such as {skipped.unusable[0]})"
+        return f"none of {len(skipped.unusable)} rows holds text that can be read (such as {skipped.example})"
     if skipped.refusals:
         return (
             f"the tokenizer's chat template refused every chat of dataset '{dataset}' "

@@ -13,6 +13,7 @@ from calib.data.samples import (
     MAX_REFUSALS,
     SMALLEST_PIECE,
     Pieces,
+    SkippedRows,
     count_words,
     encode,
     find_document,
@@ -142,6 +143,8 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer):
         assert "a.jsonl, line 2: " in warning
         assert reason in warning
     _, (_, few), _ = tokenize([{"text": "a"}, row, "b"], tokenizer, recipe_of(samples=3))
+    unordered = SkippedRows(unusable=["a.jsonl, line 12: x", "a.jsonl, line 4: y"])
+    assert unordered.example == "a.jsonl, line 4: y"
     assert few.startswith("3 samples were asked for and dataset 'd' has 2; all 2 ")
 
 
