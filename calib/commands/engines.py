@@ -130,7 +130,11 @@ def _compare_server(
     is_proven = is_compared and not has_problems and comparison.is_like_both
     is_good = is_proven or comparison.nearer == "scales"
     word = False if has_problems else is_proven or None
-    lines = [*_server_lines(comparison, weights, plugin_word=word), *_plugin_lines({url: plugin})]
+    lines = [*_server_lines(comparison, weights, plugin_word=word)]
+    root = comparison.root
+    if root and comparison.nearer != "neither" and Path(root).resolve() != directory.resolve():
+        lines.append(f"note: it says that it serves {root!r:.200}, and not '{directory}'")
+    lines += _plugin_lines({url: plugin})
     answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
     return Answer(answer, lines, is_good=is_good and not has_problems)
 
@@ -180,6 +184,7 @@ def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]
         counts = f"{scales.in_use} of {scales.total} KV scales in use"
         yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
         yield from (f"problem: {url}: {problem}" for problem in scales.problems)
+        yield from (f"note: {url}: {note}" for note in scales.notes)
 
 
 def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bool | None) -> Iterator[str]:

@@ -31,7 +31,7 @@ class ScalesEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes, which answer 503 where workers do not, and 404 where nothing is watched."""
+        """Add the routes, which answer 503 where workers do not, 404 where none watch, 425 too early."""
         from fastapi import HTTPException  # type: ignore[import-not-found]
 
         def refuse(error: Exception) -> NoReturn:
@@ -49,7 +49,9 @@ class ScalesEndpoint:
                 await self._call(WRITE)
             if document := _watched():
                 return document
-            raise HTTPException(404, "FP8KV_WATCH names no directory, or nothing was read yet")
+            if os.environ.get("FP8KV_WATCH"):
+                raise HTTPException(425, "nothing was read yet")
+            raise HTTPException(404, "FP8KV_WATCH names no directory")
 
         app.add_api_route(ROUTE, scales, methods=["GET"])
         app.add_api_route(f"{ROUTES}/watch", watch, methods=["GET"])

@@ -82,6 +82,7 @@ class ServedScales(_Answer):
     fnuz: bool
     server: str = Field(exclude=True)  # a random number of its engine
     layers: list[_ServedLayer] = Field(exclude=True)
+    notes: list[str] = Field([], exclude=True)
 
     def differences(self, scales: StoredScales) -> list[str]:
         """Say in which layers a server does not use a directory's scales."""
@@ -92,6 +93,18 @@ class ServedScales(_Answer):
         wrong = compare_stored(stored, layers_of_files(scales, stored), Place(fnuz=self.fnuz))
         where = f"does not use the scales of '{scales.directory.path}' in {show_layers(wrong)}"
         return [f"it {where}; if it was started on another directory, give that"] if wrong else []
+
+    def reductions(self, scales: StoredScales) -> list[str]:
+        """Say in which layers a server has one value for heads that differ in a directory."""
+        files, letters = layers_of_files(scales), ("k", "v")
+        reduced = [
+            layer.layer
+            for layer in self.layers
+            if (file := files.get(layer.layer))
+            and any(0 < len(getattr(layer, x)) < len({*file.values(x)}) for x in letters)
+        ]
+        compared = f"was compared with the largest of the heads in '{scales.directory.path}'"
+        return [f"one scale of several heads {compared}, in {show_layers(reduced)}"] if reduced else []
 
 
 class _ModelList(_Answer):
@@ -137,7 +150,7 @@ class Server:
                 f"--served takes http or https, a host, a port and a path, and a key from {_KEY}; {_EXAMPLE}"
             )
         path = parts.path.rstrip("/").removesuffix("/v1")
-        self._url = f"{parts.scheme}://{parts.netloc}{path}/v1/"
+        self._url = f"{parts.scheme}://{parts.netloc}{path}"
         is_local = parts.hostname in (*_LOCAL_HOSTS, "0.0.0.0")
         port = parts.port or (443 if parts.scheme == "https" else 80)
         self.address = "localhost" if is_local else parts.hostname, port, path  # one for each server
@@ -166,12 +179,13 @@ class Server:
         # what the plugin calls the files are those that the server was started on
         scales.problems = [problem.replace("the files", "the server's files") for problem in scales.problems]
         scales.problems += scales.differences(files) if files else []
+        scales.notes = scales.reductions(files) if files else []
         return scales
 
     def watched(self) -> Watched:
         """Start the clock. Return what the plugin in the server has seen in its cache."""
-        advice = "send it a request, or serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and FP8KV_WATCH=DIR"
-        return self._ask_plugin("watch", Watched, f"has read no text, or does not watch its cache; {advice}")
+        advice = "serve with vLLM 0.32 or newer, VLLM_PLUGINS=fp8kv and FP8KV_WATCH=DIR"
+        return self._ask_plugin("watch", Watched, f"does not watch its cache; {advice}")
 
     def _ask_plugin(self, path: str, answer_type: type[_Expected], advice: str) -> _Expected:
         self._start = time.monotonic()
@@ -236,7 +250,7 @@ class Server:
             )
 
     def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[_Expected]) -> _Expected:
-        url, time_left = self._url + path, max(0.01, self._start + MAX_SECONDS - time.monotonic())
+        url, time_left = f"{self._url}/v1/{path}", max(0.01, self._start + MAX_SECONDS - time.monotonic())
         self._requests += 1
         try:
             # nothing stops a thread that looks a name up: it is a daemon, so no exit waits for it
@@ -279,6 +293,10 @@ class Server:
             return InputError(f"{problem}; {self._key_advice}")
         if status == 404 and not is_prompt:
             return _UnknownPathError(f"{problem}; see the server's log, or {_EXAMPLE}")
+        if status == 425:  # of our plugin's
+            return InputError(
+                f"{self._url} has read no text yet; send it a request, or see in its log why not"
+            )
         if status in (400, 422) and is_prompt:
             return _RefusedRequestError(
                 f"{problem} to token ids as a prompt, with logprobs; serve with an engine that takes "

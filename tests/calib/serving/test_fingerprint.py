@@ -168,7 +168,7 @@ def test_scales_are_compared_before_caches_are_made_and_after_every_call(core, c
     assert without.calls[-1] == ("identify", second)
 
 
-def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
+def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch, tmp_path):
     stored = [(0, "fp8", (0.5, float("nan")), (0.25,)), (1, "16 bits", (), ())]
     report = ScalesInForce(3, 4, stored=stored, server="7")
     endpoint, routes = ScalesEndpoint(), {}
@@ -177,7 +177,7 @@ def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
         return report
 
     monkeypatch.setattr(endpoint, "_ask", ask)
-    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=None))
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=KeyError))
     app = SimpleNamespace(add_api_route=lambda path, call, methods: routes.update({path: call}))
     endpoint.attach_router(app)
     said = json.dumps(asyncio.run(routes["/v1/fp8kv/scales"]()), allow_nan=False)
@@ -185,6 +185,10 @@ def test_the_route_says_what_is_stored_and_a_client_reads_it(monkeypatch):
     assert scales.server == "7"
     layers = [(x.layer, x.cache, x.k, x.v) for x in scales.layers]
     assert layers == [(0, "fp8", [0.5, None], [0.25]), (1, "16 bits", [], [])]
+    for directory, status in ("", 404), (str(tmp_path), 425):  # not watched; nothing was read yet
+        monkeypatch.setenv("FP8KV_WATCH", directory)
+        with pytest.raises(KeyError, match=f"{status}"):
+            asyncio.run(routes["/v1/fp8kv/watch"]())
 
 
 def test_where_all_scales_are_required_nothing_is_computed_until_they_are_right(core, monkeypatch):

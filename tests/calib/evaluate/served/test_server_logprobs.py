@@ -84,12 +84,33 @@ def test_a_text_says_which_and_by_how_much(made, twin, directory):
     assert "logprobs of 686 given tokens; 14 requests in" in lines[2]
     assert re.search(r" in \d+\.\d s, our own runs in \d+\.\d s\)$", lines[2])
     assert "most of the scales, or a 16-bit cache" in lines[3]
+    assert lines[4:] == [f"note: it says that it serves '/m', and not '{directory}'"]
     prompts = [body["prompt"] for _, body in twin.requests[2:-1]]
     assert max(map(len, prompts)) == 128  # the server's 129, less the one generated
     assert len({tuple(ids) for ids in prompts}) == 6
-    done = verify(serving(made, "twin", "1.0"), directory)
-    assert done.exit_code == 1
+    other = serving(made, "twin", "1.0")
+    other.models[0]["root"] = str(directory)
+    done = verify(other, directory)
+    assert (done.exit_code, "it serves" in done.stdout) == (1, False)
     assert done.stdout.startswith("the server is nearer to 1.0\n")
+
+
+def test_a_server_with_the_largest_of_the_heads_is_said_to_have_that(made, twin, directory, tmp_path):
+    assert calibrate(made / "twin", "-o", tmp_path / "heads", "--strategy", "attn_head").exit_code == 0
+    compared = (
+        f"one scale of several heads was compared with the largest of the heads in '{tmp_path / 'heads'}'"
+    )
+    for served, says in (directory, True), (tmp_path / "heads", False):
+        twin.in_force = in_force(served)
+        lines = succeeded(verify(twin, tmp_path / "heads")).stdout.splitlines()
+        assert any(line.endswith(f"{compared}, in layers 0, 1, 2") for line in lines) == says
+
+
+def test_a_server_says_whether_its_cache_is_not_watched_or_has_read_nothing(fake, monkeypatch):
+    for status, said in (404, "does not watch its cache; serve with"), (425, "has read no text yet; send it"):
+        monkeypatch.setattr(fake, "answer", lambda path, body, status=status: (status, b""))
+        with running(fake) as url:
+            one_line_error(fp8kv("watch", f"{url}/v1"), f"fp8kv: {url} {said}")
 
 
 def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
@@ -301,7 +322,7 @@ def test_nodes_that_store_with_other_scales_are_told_apart(fake, made, directory
             (good | {"layers": rest}, good, 1, f"problem: {prefill}: {unused}"),
             (good | {"server": "7"}, good | {"server": "7"}, 2, f"{prefill} and {decode} are one server"),
             (good | {"server": "7"}, good | {"server": "8"}, 0, "each reads the other's KV"),
-            (good, None, 2, f"{decode}/v1/ does not say which scales it uses; serve with vLLM 0.32 or newer"),
+            (good, None, 2, f"{decode} does not say which scales it uses; serve with vLLM 0.32 or newer"),
         ):  # fmt: skip
             fake.in_force, other.in_force = own, theirs
             done = fp8kv("verify", directory, "--served", prefill, "--served", decode)
