@@ -257,7 +257,8 @@ def _measure(
     def open_share() -> Share:
         inputs = compared_inputs(checkpoints, recipe, data, world)
         saved = SavedProgress(progress_file(output, world.rank), inputs, 60 * recipe.save_minutes)
-        return Share(prepared.model, own, recipe, prepared.attention, saved, resume, progress.advance)
+        reports = progress.advance, progress.skip
+        return Share(prepared.model, own, recipe, prepared.attention, saved, resume, *reports)
 
     def measure_all() -> KVStats:
         if prepared.layers is None:

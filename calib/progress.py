@@ -23,6 +23,9 @@ class Progress:
     def advance(self, amount: float) -> None:
         """Count units of the stage that were done since the last call."""
 
+    def skip(self) -> None:
+        """Leave what is counted next, which an earlier run did, out of the rate."""
+
     def detail(self, text: str) -> None:
         """Say where in its stage the job is."""
 

@@ -143,7 +143,7 @@ class Share:
     """The `batches` of one process; `stats` covers the first `batches_read`, or is refused.
 
     With `resume`, reading continues where `saved` says that an earlier run of the same inputs was stopped.
-    `advance` is called with the tokens of each batch.
+    `advance` is called with the tokens of each batch, after `skip` where an earlier run read it.
     """
 
     model: PreTrainedModel
@@ -153,6 +153,7 @@ class Share:
     saved: SavedProgress
     resume: bool
     advance: Callable[[int], None] = lambda tokens: None
+    skip: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if not self.resume:
@@ -164,6 +165,7 @@ class Share:
                 f"it is damaged, so {START_AGAIN}"
             )
         for batch in self.batches[: self.batches_read]:
+            self.skip()
             self.advance(batch.num_tokens)
 
     def read(self, end: int | None = None) -> KVStats | None:

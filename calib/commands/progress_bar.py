@@ -47,6 +47,7 @@ class StageReporter(Progress):
         self._bar = self._make_bar()
         self._stream, self._line, self._interval, self._clock = stream, line, interval, clock
         self._shown_at = 0.0
+        self._is_saved = False  # what is counted next
         self._lock = RLock()  # `look` is called by another thread
 
     def look(self) -> None:
@@ -77,8 +78,9 @@ class StageReporter(Progress):
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
             task_id = self._bar.add_task(
-                plain(name), total=total, stage=name, unit=unit, detail="", figures=""
+                plain(name), total=total, stage=name, unit=unit, detail="", figures="", saved=0.0
             )
+            self._is_saved = False
             self._bar.advance(task_id, 0)  # without this sample a rate would begin after the first batch
             self._bar.start()
             self._show("begin")
@@ -87,8 +89,17 @@ class StageReporter(Progress):
         """Count units that were done; show the stage if that is due."""
         with self._lock:
             for task in self._bar.tasks:
-                self._bar.advance(task.id, amount)
+                if self._is_saved:  # by hand: rich would count it in the rate
+                    task.completed += amount
+                    task.fields["saved"] += amount
+                else:
+                    self._bar.advance(task.id, amount)
+            self._is_saved = False
             self.look()
+
+    def skip(self) -> None:
+        """Leave what is counted next out of the rate."""
+        self._is_saved = True
 
     def detail(self, text: str) -> None:
         """Set what is shown behind the name of the stage."""
@@ -186,9 +197,8 @@ def figures(task: "Task") -> str:
 
 def _rate(task: "Task") -> float | None:
     """Return units per second: of the last minute, or of the stage where a batch takes longer."""
-    if task.completed and task.elapsed:
-        return task.speed or task.completed / task.elapsed
-    return None
+    own = task.completed - task.fields["saved"]
+    return task.speed or own / task.elapsed if own and task.elapsed else None
 
 
 def _seconds_left(task: "Task") -> float | None:

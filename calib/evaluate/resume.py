@@ -27,6 +27,7 @@ from calib.capture.resume import (
 )
 from calib.errors import InputError
 from calib.files.strict_json import json_text, parse_object, read_bytes
+from calib.progress import SILENT, Progress
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -44,6 +45,7 @@ class SavedResults:
     _results: list[Any] = field(default_factory=list)
     _count: int = 0  # of the results that were asked for; with equal inputs the order is the same
     _saved_at: float = field(default_factory=time.monotonic)
+    _progress: Progress = SILENT
 
     def open(self, inputs: dict[str, Any], types: Sequence[type]) -> None:
         """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
@@ -57,10 +59,11 @@ class SavedResults:
             with suppress(*[InputError] * (not self.resume)):
                 self._earlier, self._results = self._load(self.path, types)
 
-    def begin(self, inputs: dict[str, Any]) -> list[str]:
+    def begin(self, inputs: dict[str, Any], progress: Progress = SILENT) -> list[str]:
         """Begin a run that has these `inputs` besides, or go on with the earlier one; return warnings."""
         assert self.path is not None
         self._inputs |= json.loads(json_text(inputs))
+        self._progress = progress
         if not self.resume:
             remove_progress(self.path)
             self._results = []
@@ -82,6 +85,8 @@ class SavedResults:
             if time.monotonic() - self._saved_at >= self.every_seconds:
                 replace_progress(self.path, self._write)
                 self._saved_at = time.monotonic()
+        else:
+            self._progress.skip()
         return cast("Result", self._results[self._count - 1])
 
     def _load(self, path: Path, types: Sequence[type]) -> tuple[dict[str, Any], list[Any]]:

@@ -97,7 +97,7 @@ def evaluate(
         saved.open(_inputs_of_files(evaluation), _RESULT_TYPES)
     _load_model_and_text(evaluation, progress, saved)
     if saved.path is not None:
-        evaluation.warnings += saved.begin(_inputs_in_memory(evaluation))
+        evaluation.warnings += saved.begin(_inputs_in_memory(evaluation), progress)
     _calibrate(evaluation)
     _choose_variants(evaluation)
     _measure_variants(evaluation)

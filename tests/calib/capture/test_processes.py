@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import warnings
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -263,8 +263,10 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
     attention, recipe = map_attention(model), Recipe(device="cpu", data={"until": SHARE})
 
     def read(saved, goes_on):
-        told = []
-        share = Share(model, batches, recipe, attention, saved, goes_on, told.append)
+        told, skips = [], []
+        advance, skip = told.append, partial(skips.append, 1)
+        share = Share(model, batches, recipe, attention, saved, goes_on, advance, skip)
+        assert len(skips) == len(told) == share.batches_read
         stats, stop = resume.read_until(share, batches, World(), recipe)
         assert sum(told) == stop.batches * BATCH * SEQ_LEN  # also of what was read before
         return stats, stop

@@ -11,6 +11,7 @@ from command_line import SMALL, calibrate, fp8kv
 from calib.commands import progress_bar as module
 from calib.commands.progress_bar import StageReporter, json_line, log_line, progress_bar, reporting
 from calib.commands.running import ModelText, print_blocks
+from calib.evaluate.resume import SavedResults
 
 
 class Told(io.StringIO):
@@ -97,6 +98,16 @@ def test_the_rate_is_that_of_the_last_minute_and_time_left_is_that_of_what_is_le
     for _ in range(8):
         runner.advance_after(10, 100)
     assert (look_after(5), look_after(105)) == ((10, 19), (10, 19))  # inside a batch, too
+
+
+def test_what_an_earlier_run_did_is_counted_and_not_in_the_rate(tmp_path):
+    runner = Told(json_line, 5)
+    saved = SavedResults(tmp_path / "saved", True, _results=[1, 2])
+    saved.begin({}, runner.progress)
+    for _ in runner.progress.each("documents", range(5), "documents"):
+        saved.once(lambda: runner.look_after(10))
+    figures = [(x["done"], x["rate"], x["eta_s"]) for x in runner.objects if x["event"] == "running"]
+    assert figures == [(2, None, None), (3, 0.1, 20), (4, 0.1, 10)]
 
 
 def test_units():
