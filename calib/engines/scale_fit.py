@@ -174,7 +174,7 @@ def judge(
     if mistake:
         findings.append(Finding(mistake, _keys(indices, "kv")))
     elif any(fit.clipped for fit in fits):
-        findings.append(_judge_clipping(layers, fits, measured, largest))
+        findings += _judge_clipping(layers, fits, measured, largest)
     ranges = [used for fit in fits for used in fit.used.values()]
     for factor, words in _TYPE_FACTORS.items():
         is_headroom = abs(factor * measured.headroom - 1) < _NEAR
@@ -261,10 +261,20 @@ def _find_mistake(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> 
 
 def _judge_clipping(
     layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: MeasuredAmax, largest: float
-) -> Finding:
-    """Describe what is cut off: a problem, or a warning where the calibration's observer chose to."""
+) -> list[Finding]:
+    """Describe what is cut off: a problem, or a warning where the calibration's observer chose to.
+
+    Scales that are not usable are a problem already.
+    """
     by_layer = {layer.layer: layer for layer in layers}
-    shares = {(fit.layer, letter): fit.used[letter] for fit in fits for letter in fit.clipped}
+    shares = {
+        (fit.layer, letter): fit.used[letter]
+        for fit in fits
+        for letter in fit.clipped
+        if is_usable(by_layer[fit.layer].values(letter))
+    }
+    if not shares:
+        return []
     wrong = {
         (index, letter): share
         for (index, letter), share in shares.items()
@@ -279,8 +289,8 @@ def _judge_clipping(
         f"{', by an estimate' * (worst in measured.estimated)}"
     )
     if wrong:
-        return Finding(text, frozenset(wrong))
-    return Finding(f"{text}; the calibration's observer chose so", is_problem=False)
+        return [Finding(text, frozenset(wrong))]
+    return [Finding(f"{text}; the calibration's observer chose so", is_problem=False)]
 
 
 def _reach(scales: Sequence[float], thresholds: Sequence[float], largest: float) -> bool:

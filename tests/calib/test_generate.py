@@ -55,6 +55,7 @@ def test_text_speed_and_bytes_are_printed_and_in_json_and_compare_adds_transform
     agrees = [a == b for a, b in zip(ours, plain, strict=True)]
     assert facts["same_tokens"] == [*agrees, False].index(False)
     compared = generate(calibrated, PROMPT, "--compare").stdout
+    assert compared.startswith("with the cache in FP8:\n")
     assert re.search(r"with a 16-bit cache \([\d.]+ tokens/s; one run each is not a benchmark\)", compared)
     for theirs, same in (([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)):
         ours, plain = Generation("", [4, 5, 6], 1.0), Generation("", theirs, 1.0)
@@ -113,7 +114,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((model, PROMPT, "--cache", "fp8_e4m3"), "nvfp4_ds_mla (did you mean 'fp8'?)"),
         ((model, PROMPT, "--cache", "octave_k3v4"), "cache octave_k3v4 is not simulated: its writer is HIP"),
         ((model, PROMPT, "--cache", "fp8_ds_mla"), "fp8_ds_mla holds latents (MLA), and this model caches K"),
-        ((cut, PROMPT), f"says '{lost}' is in '{SCALES_SHARD}', but it is not; put it back, or write it"),
+        ((cut, PROMPT), f"says '{lost}' is in '{SCALES_SHARD}', but it is not; put it back, or delete"),
         ((model, PROMPT, *nvfp4, "--scales", "none"), "--scales is for --cache fp8, not for nvfp4; leave it"),
         ((model, PROMPT, *nvfp4, "--backend", "triton"), "--backend triton is for --cache fp8"),
         ((calibrated, "w3 " * 248), "prompt + --max-new-tokens 257 is longer than the model's 256 positions"),

@@ -1,6 +1,7 @@
 """Scales of a wrong number, or beside measured absmax: a problem for every engine, and none converts them."""
 
 import json
+import math
 import re
 import sys
 from itertools import product
@@ -169,6 +170,7 @@ def test_scales_are_compared_with_measured_absmax(tmp_path):
         ({}, 0, "Measured absmax"),
         ({"k": (0.5, 0.249)}, 0, "Measured absmax"),
         ({"k": (0.5, 0.125)}, 1, "problem: 1 layer clips what was measured, layer 1 the most: its"),
+        ({"k": (math.nan, 0.125)}, 1, "problem: 1 layer clips what was measured, layer 1 the most: its"),
         ({"k": (0.125, 0.0625), "v": (0.5, 0.25)}, 1, "they are swapped"),
         ({"k": (0.9, 0.5), "v": (0.2, 0.125)}, 1, "fit the measured absmax of the layer before"),
         ({"k": (0.25, 0.1), "v": (0.0625, 0.2)}, 1, "fit the measured absmax of the next layer"),
