@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
@@ -109,6 +110,8 @@ def _scales_blocks(
             rows.append((str(layer.layer), *("-" if value is None else f"{value:.4g}" for value in amax)))
         yield TextTable(title, ("layer", "K at 0", *columns, "V at 0", *columns), rows)
     yield from (f"problem: {text}" for text in (*scales.problems, *([problem] if problem else [])))
+    if scales.layers and (path / STATS_FILE).is_file():
+        yield f"note: fp8kv verify {quote(str(path))} compares the scales with the statistics beside them"
 
 
 def _opening_lines(scales: "StoredScales") -> list[str]:

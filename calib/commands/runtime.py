@@ -58,9 +58,11 @@ def generate(
 
     options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend, cache)
 
+    heading = iter([f"with the cache in {'FP8' if cache == 'fp8' else cache}:\n"] * compare)
+
     def print_new_text(text: str) -> None:
         progress.end()  # the text shows how far it is
-        print(text, end="", flush=True)
+        print(*heading, text, sep="", end="", flush=True)
 
     result = generate_text(
         model, prompt, scales=scales, options=options, overrides=flags.recipe_keys(context.params),

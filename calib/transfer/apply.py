@@ -1,6 +1,5 @@
 """`fp8kv apply`: scales measured once, put beside another checkpoint of the same model."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from math import log
 from pathlib import Path
@@ -80,12 +79,12 @@ def apply(
     check_same_model(measured, facts)
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
     origin = _origin(source, name, marks, likeness)
-    warnings = [*report["warnings"], *_notes(origin, checkpoint, likeness, unmarked)]
-    warnings += [DRAFT_LEFT_OUT] * bool(report.get("drafts"))
+    notes, doubts = _notes(origin, checkpoint, likeness, unmarked)
+    warnings = [*report["warnings"], *doubts, *[DRAFT_LEFT_OUT] * bool(report.get("drafts"))]
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         record = CalibrationRecord(
-            model, checkpoint, recipe, stats, report["dataset"], warnings, (), report["threads"], origin
+            model, checkpoint, recipe, stats, report["dataset"], warnings, notes, report["threads"], origin
         )
         return write_output(record, Destination(output, in_place, overwrite, progress.copied, claim))
 
@@ -113,36 +112,39 @@ def _origin(source: Calibration, name: str, marks: Marks, likeness: Likeness) ->
 
 def _notes(
     origin: dict[str, Any], checkpoint: ModelDirectory, likeness: Likeness, unmarked: list[str]
-) -> Iterator[str]:
+) -> tuple[list[str], list[str]]:
+    """Return where the scales were measured, a note if nothing differs, and else among the warnings."""
     model = origin["measured_on"]["model"]
     digests, has_experts = fingerprints(checkpoint), any("experts." in name for name in checkpoint.entries)
     is_same = "pack" not in origin and digests.items() <= origin["measured_on"].items()
     if is_same and not has_experts:  # whose weights are in no digest
-        return
+        return [], []
     model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
-    distance = f"differs by {likeness.largest_error:.1%} at most"
+    notes, warnings = list[str](), list[str]()
+    distance, lines = f"differs by {likeness.largest_error:.1%} at most", warnings
     if likeness.largest_error <= _MARK_STEP:
-        distance = f"is the same, to the {_MARK_STEP:.1%} of bfloat16"
-    yield (
+        distance, lines = f"is the same, to the {_MARK_STEP:.1%} of bfloat16", notes
+    lines.append(
         f"these scales were measured on {model}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' {distance}"
     )
     if unmarked:
-        yield (
+        warnings.append(
             f"not compared: {', '.join(unmarked)}; K and V of later layers follow from these too, so "
             "scales fit only a model that has the same"
         )
     if likeness.scaled:
         name, factor = max(likeness.scaled.items(), key=lambda item: abs(log(abs(item[1]) or 1e-38)))
-        yield (
+        warnings.append(
             f"a row of '{name}' is {show_factor(factor)} times what it was, the most of "
             f"{len(likeness.scaled)} such weights: scales fit only if the weight behind it, as "
             "down_proj, makes up for that, as where AWQ moves factors; else calibrate this model"
         )
     if likeness.layers_with_moved_factors:
-        yield (
+        warnings.append(
             f"norms of {likeness.layers_with_moved_factors} layers hold other factors, as AWQ and "
             "SmoothQuant move them; the weights behind them make up for that"
         )
     if quantization_notes(checkpoint):
-        yield "what quantised weights and activations change in K and V was not measured"
+        warnings.append("what quantised weights and activations change in K and V was not measured")
+    return notes, warnings

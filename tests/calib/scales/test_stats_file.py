@@ -350,6 +350,9 @@ def test_inspect_shows_first_tokens_and_growth(measured, tmp_path):
             assert shown[letter] == largest | {"scale_without_first": max(second, *rest) / 448}
     printed = fp8kv("inspect", measured).stdout
     assert "amax by position in the sample" in printed
+    assert printed.endswith(
+        f"note: fp8kv verify {measured} compares the scales with the statistics beside them\n"
+    )
     row = [f"{figure:.4g}" for figure in found[0]["k"].values()]
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
     config = json.loads((shutil.copytree(measured, tmp_path / "fnuz") / "config.json").read_text())
@@ -387,7 +390,7 @@ def test_statistics_without_scales_are_shown(measured, tmp_path):
     shown, beside = (fp8kv("inspect", each).stdout for each in (alone, measured))
     assert shown.startswith("statistics, and no scales in the form of an engine\n")
     assert "K scale" not in shown
-    beside = beside.partition("problem: ")[0]  # there are no weights
+    beside = beside.partition("note: ")[0]
     assert shown.partition("amax by")[2] == beside.partition("amax by")[2] != ""
     said, same = (json_of("inspect", each) for each in (alone, measured))
     assert said["first_tokens"] == same["first_tokens"] != []

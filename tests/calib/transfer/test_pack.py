@@ -75,7 +75,8 @@ def test_scales_from_a_pack_are_those_of_the_calibration_for_all_readers(model, 
     assert scales(out) == scales(measured)
     origin = report_of(out)
     assert origin["pack"] == {"name": str(pack), "sha256": manifest(pack)["sha256"]}
-    assert any(f"(pack {pack})" in warning for warning in origin["warnings"])
+    assert any(f"(pack {pack})" in note for note in origin["expected"])
+    assert not any("measured on" in warning for warning in origin["warnings"])
     again = applied(out, model, tmp_path / "again")
     assert report_of(again)["pack"] == origin["pack"]
     assert "packed" not in report_of(again)
