@@ -230,7 +230,7 @@ def read_scales(path: Path, *, strict: bool = True, or_baked: bool = False) -> S
     if not layers and (purpose := baked_for(directory)):
         if or_baked and purpose == "fp8":
             return StoredScales(directory, [])
-        way = f"serve it as it is{', and check it with fp8kv verify' * (purpose == 'fp8')}"
+        way = f"serve it as it is{f', and check its files with fp8kv verify {path}' * (purpose == 'fp8')}"
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}; {way}"
         )
