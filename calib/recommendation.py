@@ -20,8 +20,8 @@ from calib.errors import Fp8kvError, InputError, one_line
 from calib.evaluate.held_out import hold_out
 from calib.evaluate.inputs import sample_loader
 from calib.evaluate.measure import compare_variants
-from calib.evaluate.recommend import Wish
-from calib.evaluate.report import Figure, Recommendation, ServedCache, Written
+from calib.evaluate.recommend import Wish, advised_cache
+from calib.evaluate.report import Figure, Recommendation, Report, ServedCache, Written
 from calib.evaluate.run import evaluate, saved_report
 from calib.evaluate.serve_commands import format_for
 from calib.evaluate.statistics import estimate, to_numpy
@@ -76,10 +76,18 @@ def run_recommendation(
         if write is not None:
             try:
                 written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
-                problems += written.problems
+                problems += [*written.problems, *write_report(_tell_written(report, answer, written))]
             except (Fp8kvError, OSError) as error:
                 problems.append(one_line(error))
     return answer, report.warnings, written, problems
+
+
+def _tell_written(report: Report, answer: Recommendation, written: Written) -> Report:
+    """Return the report with the command that serves what was written, and its KL."""
+    chosen = answer.chosen.model_copy(update={"commands": (written.serve,)})
+    answer = answer.model_copy(update={"chosen": chosen})
+    advice = [advised_cache(answer), f"{chosen.cache} was {written.line}."]
+    return report.model_copy(update={"recommended": answer, "advice": advice})
 
 
 def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:

@@ -189,14 +189,16 @@ def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]
 
 def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bool | None) -> Iterator[str]:
     """Word a comparison; by its plugin the server uses the scales, or does not, or it is not known: None."""
-    nearer = comparison.nearer
+    nearer, is_baked = comparison.nearer, comparison.is_baked
+    uses = "stores at 1.0, which is right for a baked model" if is_baked else "uses the scales"
     tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
     if plugin_word:
-        yield "the server uses the scales, says its plugin; logprobs cannot tell, and differ little at 1.0"
+        differ = "" if is_baked else ", and differ little at 1.0"
+        yield f"the server {uses}, says its plugin; logprobs cannot tell{differ}"
     elif nearer == "cannot tell" and plugin_word is False:
         yield "the server does not use all of the scales, says its plugin; logprobs cannot tell"
     elif nearer == "cannot tell":
-        yield "cannot tell whether the server uses the scales"
+        yield f"cannot tell whether the server {uses}"
     elif nearer == "neither":
         yield f"the server does not answer like '{model}', with the scales or at 1.0"
     else:
@@ -215,7 +217,7 @@ def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bo
         has_root = comparison.root not in (None, comparison.served)
         root = f" from {comparison.root!r:.200}" if has_root else ""
         yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
-    elif nearer == "cannot tell" and plugin_word is None and not comparison.needs_scales:
+    elif nearer == "cannot tell" and plugin_word is None and not (comparison.needs_scales or is_baked):
         yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"

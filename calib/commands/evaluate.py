@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _DATASET = "builtin:python-docs"
 
 _SUITE = flags.option("Measure on little text (`quick`) or on more (`full`). Default: quick.")
+_DTYPE = flags.resources("Load the weights in this type. Default: the checkpoint's own; float32 on a CPU.")
 _SAMPLES = flags.data("Read this many held-out documents. Default: the suite's number.")
 _SEQ_LEN = flags.data("Read this many tokens of each document. Default: the suite's number.")
 
@@ -78,7 +79,7 @@ def evaluate(
         "Simulate how this engine's attention reads FP8 caches. Default: exact, no engine. "
         "`vllm_triton_fp8` is vLLM on NVIDIA and, from 0.33, on AMD."
     ),
-    dtype: choices.DType | None = flags.DTYPE,
+    dtype: choices.DType | None = _DTYPE,
     resume: bool = flags.RESUME,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
     version: bool = flags.VERSION,
@@ -146,7 +147,7 @@ def recommend(
     seed: int | None = flags.SEED,
     set_: list[str] | None = flags.SET,
     backend: choices.Backend | None = flags.BACKEND,
-    dtype: choices.DType | None = flags.DTYPE,
+    dtype: choices.DType | None = _DTYPE,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
     write: Path | None = flags.output(
         "Make a directory that serves the cache, and measure it again. Default: print the commands.",
@@ -205,6 +206,5 @@ def _advice_blocks(
     )
     yield from (f"{name} is not offered: {reason}" for name, reason in advice.not_served.items())
     if written is not None:
-        kl = f"KL {written.kl.value:.2g} nats [{written.kl.low:.2g}, {written.kl.high:.2g}]"
-        yield f"written to {written.output}: {kl} on {written.tokens:,} tokens that its making did not read"
+        yield written.line
     yield from answer_lines(advice)

@@ -175,6 +175,12 @@ class Written(ReportPart):
     tokens: int  # that `kl` was measured on, new to the calibration
     problems: list[str]  # why it is not what was recommended; empty: it is
 
+    @property
+    def line(self) -> str:
+        """Say where it is, and what was measured of it."""
+        kl = f"KL {self.kl.value:.2g} nats [{self.kl.low:.2g}, {self.kl.high:.2g}]"
+        return f"written to {self.output}: {kl} on {self.tokens:,} tokens that its making did not read"
+
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"

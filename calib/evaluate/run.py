@@ -371,8 +371,8 @@ def saved_report(
     with report_place(output, overwrite=overwrite or is_cut_short) as write_report:
 
         def write(report: Report) -> list[str]:
-            problems.extend(write_report(report))
-            return [*problems]
+            problems[:] = write_report(report)
+            return problems
 
         yield SavedResults(place, bool(resume), 60 * recipe.save_minutes), write
         if place is not None and not problems:

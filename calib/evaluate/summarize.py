@@ -20,7 +20,7 @@ from calib.evaluate.inputs import EvaluationText
 from calib.evaluate.layer_errors import count_events, layer_row, predict_clipping, value_rows
 from calib.evaluate.measure import Measured
 from calib.evaluate.other_text import MeasuredElsewhere, summarize_text
-from calib.evaluate.recommend import Wish, advised_cache, recommend
+from calib.evaluate.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.evaluate.report import (
     SCHEMA,
     Data,
@@ -103,17 +103,21 @@ def summarize(evaluation: Evaluation) -> Report:
     judgement = Judgement(measured, rows, floor)
     recommended = _recommend(evaluation, judgement)
     advice = judgement.advise(evaluation.search, evaluation.config.get_text_config(decoder=True))
+    other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
+    verdict, subject = judgement.verdict(other_texts), judgement.subject
     if recommended is not None:
         advice.append(advised_cache(recommended))
-    other_texts = [summarize_text(text, measured, floor) for text in evaluation.other_texts]
+        if evaluation.wish is not None:  # the answer to another question than which scales are best
+            verdict, subject = f"{answer_lines(recommended)[0]}.", recommended.chosen.cache
+            advice = advice[-1:]
     return Report(
         **_conditions(evaluation),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values, evaluation.stats.places()),
         texts=evaluation.texts,
-        verdict=judgement.verdict(other_texts),
-        subject=judgement.subject,
+        verdict=verdict,
+        subject=subject,
         advised=judgement.advised,
         advice=advice,
         recommended=recommended,

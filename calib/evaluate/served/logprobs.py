@@ -16,8 +16,10 @@ from calib.capture.directory_scales import open_scales
 from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
+from calib.engines.loaded_scales import read_engine_scales
 from calib.errors import InputError
 from calib.evaluate.served.client import Answers, ServedModel, Server
+from calib.files.fingerprint import baked_for
 from calib.models.config import load_config, model_positions
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.sources import find_model
@@ -51,6 +53,7 @@ class ServerComparison:
     requests: int
     seconds: float  # of asking
     own_seconds: float  # of our runs: loading the model twice, and computing
+    is_baked: bool  # the directory needs no scales, and both runs are at 1.0
 
     @property
     def needs_scales(self) -> bool:
@@ -73,7 +76,8 @@ def compare_served(
     """
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server, checkpoint = Server(url), find_model(model_name)
-    fit_scales = open_scales(directory, checkpoint)
+    is_baked = baked_for(checkpoint) == "fp8" and not read_engine_scales(directory).layers
+    fit_scales = _unit_scales if is_baked else open_scales(directory, checkpoint)
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     served = server.choose_model(served_name)
@@ -86,16 +90,22 @@ def compare_served(
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
     scales, is_exact = fit_scales(model), model.dtype == torch.float32
-    scaled, ones = (_run(model, factors, answers) for factors in (scales, map_attention(model).unit_scales()))
+    scaled, ones = (_run(model, factors, answers) for factors in (scales, _unit_scales(model)))
     del model  # there may be memory for one
     dtype: DType = "bfloat16" if is_exact else "float32"
     rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
-    return compare(served, answers, scaled, ones, _run(rounded, scales, answers), time.monotonic() - start)
+    runs = (scaled, ones, _run(rounded, scales, answers))
+    return compare(served, answers, *runs, time.monotonic() - start, is_baked=is_baked)
+
+
+def _unit_scales(model: PreTrainedModel) -> KVScales:
+    return map_attention(model).unit_scales()
 
 
 def compare(
-    served: ServedModel, answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
-) -> ServerComparison:
+    served: ServedModel, answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float,
+    *, is_baked: bool,
+) -> ServerComparison:  # fmt: skip
     """Compare a server's answers with logprobs [T] of our runs: with the scales, at 1.0, in another dtype."""
     first, again = (torch.tensor([*chain(*logprobs)]) for logprobs in (answers.first, answers.again))
     pairs = ((first, scaled), (first, ones), (scaled, ones), (first, again), (scaled, rounded))
@@ -103,7 +113,7 @@ def compare(
     nats = {name: float((a - b).abs().mean()) for name, (a, b) in zip(names, pairs, strict=True)}
     return ServerComparison(
         decide(**nats), served.id, served.root, **nats, logprobs=len(first), of_prompt=answers.of_prompt,
-        requests=answers.requests, seconds=answers.seconds, own_seconds=own_seconds,
+        requests=answers.requests, seconds=answers.seconds, own_seconds=own_seconds, is_baked=is_baked,
     )  # fmt: skip
 
 

@@ -515,7 +515,13 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     assert (prepared in answer["chosen"]["cache"], f" {out}" in answer["written"]["serve"]) == (True, True)
     report = json.loads((page / "report.json").read_text())
     chosen = answer["chosen"]["cache"].replace("reference", "16 bits")
-    assert re.match(rf"(The (best|cheapest) within .* is|Serve) {chosen}[,:]", report["advice"][-1])
+    first, second = report["advice"]
+    assert re.match(rf"(The (best|cheapest) within .* is|Serve) {chosen}[,:]", first)
+    kl = answer["written"]["kl"]
+    assert f"was written to {out}: KL {kl['value']:.2g} nats [{kl['low']:.2g}, {kl['high']:.2g}]" in second
+    assert report["recommended"]["chosen"]["commands"] == [answer["written"]["serve"]]
+    assert report["verdict"].startswith(f"{chosen}: ")
+    assert report["subject"] == answer["chosen"]["cache"]
     recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
     mixed = fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", out)
     one_line_error(mixed, "would mix with the report in", "choose another --write")

@@ -169,6 +169,24 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
     assert 1 < found["noise"] < 4
 
 
+def test_a_baked_model_is_at_1_by_the_word_of_the_plugin(made, twin, tmp_path):
+    baked = tmp_path / "baked"
+    succeeded(fp8kv("bake", made / "twin", "--scales", made / "twin-fp8kv", "--for", "fp8", "-o", baked))
+    ones = [{"layer": i, "cache": "fp8", "k": [1.0], "v": [1.0]} for i in range(3)]
+    good = in_force(made / "twin-fp8kv") | {"layers": ones}
+    wrong = good | {"layers": [ones[0] | {"k": [0.5]}, *ones[1:]]}
+    right = "stores at 1.0, which is right for a baked model"
+    for said, first, status in (
+        (good, f"the server {right}, says its plugin", 0),
+        (wrong, "the server does not use all of the scales", 1),
+        (None, f"cannot tell whether the server {right}", 1),
+    ):
+        twin.in_force = said
+        done = verify(twin, baked)
+        assert (done.exit_code, done.stdout.startswith(first)) == (status, True)
+        assert "-o twin" not in done.stdout
+
+
 def test_what_is_wrong_is_said_before_a_server_is_asked_or_weights_are_read(
     made, twin, directory, tmp_path, monkeypatch
 ):
