@@ -149,13 +149,13 @@ def test_bad_numbers_are_named_by_layer_tensor_and_sample():
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = 3e38
-    with pytest.raises(CalibrationError, match=r"model.layers.1.self_attn: V .* in sample 0;"):
+    with pytest.raises(CalibrationError, match=r"model.layers.1.self_attn: V .* in sample 0 of those read;"):
         calibrate(model, batches(1), RECIPE)
     with torch.no_grad():
         model.model.embed_tokens.weight[77] = float("nan")
         model.model.layers[1].self_attn.v_proj.weight[0] = 0
     samples = [[5, 6, 7], [8, 9, 10], [11, 77, 12], [13, 14, 15]]
-    with pytest.raises(CalibrationError, match=r"model.layers.0.self_attn: K .* in sample 2;"):
+    with pytest.raises(CalibrationError, match=r"model.layers.0.self_attn: K .* in sample 2 of those read;"):
         calibrate(model, make_batches(samples, 4, pad_id=0), RECIPE)
 
 
