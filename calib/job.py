@@ -275,7 +275,7 @@ def _measure(
     if until is None:
         stats = world.reduce(world.together(measure_all))
     else:
-        stats, stop = read_until(world.together(open_share), batches, world, recipe)
+        stats, stop = read_until(world.together(open_share), batches, world, recipe, data)
         data = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
         notes += [stop.line(stats, sum(batch.num_tokens for batch in batches), until)]
     # counted here, and not where batches run: every process has all data, resumed or not

@@ -76,10 +76,10 @@ def run_recommendation(
         if write is not None:
             try:
                 written = _write(evaluation, answer.chosen, recipe, wish, write, overwrite=overwrite)
-                problems += [*written.problems, *write_report(_tell_written(report, answer, written))]
+                write_report(_tell_written(report, answer, written))
             except (Fp8kvError, OSError) as error:
                 problems.append(one_line(error))
-    return answer, report.warnings, written, problems
+    return answer, report.warnings, written, [*problems, *(written.problems if written else [])]
 
 
 def _tell_written(report: Report, answer: Recommendation, written: Written) -> Report:

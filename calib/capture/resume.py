@@ -33,6 +33,7 @@ from calib.recipe import Recipe
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_progress, save_stats
 from calib.scales.summary import covered_share
+from calib.scales.tail import MIN_TOKENS
 
 LOOKAHEAD = 4  # the scales must hold for this many times the tokens that were read
 LAYER_SHARE = 0.95  # and in this share of the layers
@@ -218,11 +219,15 @@ def decision_points(batches: Sequence[Batch]) -> list[int]:
     return numbers
 
 
-def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Recipe) -> tuple[KVStats, Stop]:
+def read_until(
+    share: Share, batches: Sequence[Batch], world: World, recipe: Recipe,
+    data: CalibrationData | None = None,
+) -> tuple[KVStats, Stop]:  # fmt: skip
     """Read `batches` together with the other processes until the scales hold; `share` is this process's part.
 
     Return the statistics of all processes, which do not depend on their number. Resumed processes skip the
-    decisions before the furthest position: each had been to go on.
+    decisions before the furthest position: each had been to go on. Text that `data` repeats
+    counts once; as long as too little is new, reading goes on.
     """
     counts = decision_points(batches)
     ends = [len(range(world.rank, count, world.size)) for count in counts]
@@ -233,7 +238,14 @@ def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Rec
             continue
         stats = reduce(KVStats.merge, [part for part in world.gather(own) if part is not None])
         # a draft may hold NaN
-        own = replace(stats, layers={n: stats.layers[n] for n in stats.layers if n in share.attention.cached})
+        cached = {n: stats.layers[n] for n in stats.layers if n in share.attention.cached}
+        read = (i for batch in batches[:count] for i in batch.sample_ids)
+        part = None if data is None else data.only(read)
+        text = part.summary(recipe.data.skip_first) if part is not None else None
+        own = replace(stats, layers=cached, text=text)
+        few = own.text is not None and own.text.unrepeated_tokens < MIN_TOKENS
+        if few and count < len(batches):
+            continue
         layers = covered_share(own, derive_scales(own, recipe), LOOKAHEAD, recipe.data.until or 0)
         if layers >= LAYER_SHARE or count == len(batches):
             return stats, Stop(count, layers)

@@ -94,6 +94,7 @@ def evaluate(
     from calib.models.sources import find_model
     from calib.recipe import load_recipe
 
+    flags.check_assignments(context.params, ("data", "evaluation"))
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     resolved = load_recipe(recipe, keys)
     if "dataset" not in resolved.data.model_fields_set:
@@ -168,6 +169,7 @@ def recommend(
     from calib.recommendation import run_recommendation
 
     wish = make_wish(budget_kl, budget_bytes, engine, gpu, request_tokens)
+    flags.check_assignments(context.params, ("data",))
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": _DATASET, **keys})
     advice, warnings, written, problems = run_recommendation(

@@ -116,6 +116,18 @@ def _split(names: str) -> list[str]:
     return [names] if Path(names).exists() else [name.strip() for name in names.split(",")]
 
 
+def check_assignments(parameters: dict[str, Any], sections: tuple[str, ...]) -> None:
+    """Refuse keys of `--set` that an evaluation does not read: it measures scales of its own making."""
+    from calib.errors import InputError
+
+    for key in parse_assignments(parameters.get("set_") or []):
+        section = key.partition(".")[0]
+        is_read = section in sections or section in ("device", "dtype", "trust_remote_code", "save_minutes")
+        if not is_read or key in ("data", "data.samples", "data.seq_len", "data.until"):
+            names = " and ".join(f"`{name}`" for name in sections)
+            raise InputError(f"--set {key} would not be read here; set keys of {names}, or give a flag")
+
+
 def parse_assignments(pairs: list[str]) -> dict[str, Any]:
     """Return the recipe keys of `--set KEY=VALUE`, the values read as YAML."""
     from calib.errors import InputError

@@ -372,7 +372,7 @@ def saved_report(
 
         def write(report: Report) -> list[str]:
             problems[:] = write_report(report)
-            return problems
+            return problems  # what is added to it keeps the results
 
         yield SavedResults(place, bool(resume), 60 * recipe.save_minutes), write
         if place is not None and not problems:

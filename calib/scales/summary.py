@@ -246,6 +246,7 @@ def covered_share(stats: KVStats, scales: KVScales, ahead: int, margin: float) -
     limit = FP8_MAX[scales.fp8_dtype]
     covered = 0
     for name, layer in stats.layers.items():
+        layer = stats.discount_repeats(layer)
         covered += all(
             bool((tail.reached_in(ahead * layer.tokens) <= level * (1 + margin)).all())
             for tail, level in _levels(layer, scales.layers[name], limit)

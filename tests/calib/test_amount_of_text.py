@@ -1,6 +1,7 @@
 """How much text is read: next to nothing is refused, little is said, the rest of a book is held out."""
 
 import json
+import random
 
 import pytest
 from command_line import fp8kv, one_line_error, ran, succeeded
@@ -190,3 +191,15 @@ def test_the_rest_of_a_book_is_held_out(first, model, book):
     assert len({pieces.index(ids) for ids in (*known, *held_out)}) == 18
     (warning,) = (line for line in warnings if "are pieces of" in line)
     assert warning.startswith(f"the {len(text.data.samples)} samples are pieces of fewer documents (1)")
+
+
+def test_until_counts_repeated_text_once(tiny_directory, tmp_path):
+    """400 samples of 128 tokens that share 120 hold 3,000 or so that are new: all of them are read."""
+    shared, rows = " ".join(f"w{i % 60}" for i in range(119)), []
+    words = random.Random(0)
+    for _ in range(400):
+        rows.append({"text": f"{shared} " + " ".join(f"w{words.randrange(60)}" for _ in range(8))})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--dataset", data, "--samples", 400, "--seq-len", 128, "--until", 0.05, "--headroom", "auto")
+    ran("calibrate", tiny_directory, *flags, "-o", tmp_path / "out", "--quiet")

@@ -268,7 +268,10 @@ class Server:
         try:
             return answer_type.model_validate_json(content)
         except ValidationError:
-            raise Fp8kvError(f"{url} answers something else than expected; {_EXAMPLE}") from None
+            problem = f"{url} answers something else than expected"
+            if b'"fingerprint"' in content:
+                raise Fp8kvError(f"{problem}; install the same fp8kv there as here") from None
+            raise InputError(f"{problem}; {_EXAMPLE}") from None
 
     def _receive(self, url: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytearray]:
         """Return the status and the content, not decompressed, of an answer of 64 MiB at most."""

@@ -474,6 +474,12 @@ def test_wishes_that_cannot_be_meant():
 
 def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     one_line_error(fp8kv("recommend", "gone", "--budget-kl", "-1"), "--budget-kl takes a number above 0")
+    one_line_error(
+        fp8kv("recommend", "gone", "--set", "evaluation.kl_budget=0.1"),
+        "--set evaluation.kl_budget would not be read here; set keys of `data`, or give a flag",
+    )
+    for pair in ("headroom=4", "data.samples=9"):
+        one_line_error(fp8kv("eval", "gone", "--set", pair), "would not be read here; set keys of `data` and")
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=40, num_hidden_layers=2), tmp_path / "40")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")

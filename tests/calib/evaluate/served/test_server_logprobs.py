@@ -135,12 +135,18 @@ def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
 def test_an_answer_of_a_plugin_that_lacks_a_part_is_refused(twin, directory):
     for part in ("fnuz", "layers", "problems"):
         twin.in_force = {x: value for x, value in in_force(directory).items() if x != part}
-        one_line_error(verify(twin, directory), f"v1/fp8kv/scales {STRANGE}")
+        one_line_error(
+            verify(twin, directory),
+            f"v1/fp8kv/scales {VERSION}",
+        )
+    twin.in_force = {"detail": "nothing here"}  # a server without the plugin that answers every path
+    assert facts(verify(twin, directory, "--json"))["plugin"] is None
+    twin.in_force = {x: value for x, value in in_force(directory).items() if x != "layers"}
     newer = FakeServer()
     newer.in_force = in_force(directory)
     with running(twin) as url, running(newer) as second:
         done = fp8kv("verify", directory, "--served", url, "--served", second)
-    one_line_error(done, f"{url}/v1/fp8kv/scales {STRANGE}")
+    one_line_error(done, f"{url}/v1/fp8kv/scales {VERSION}")
 
 
 def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell_nothing(
@@ -155,7 +161,7 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
     for said, first, status in (
         (good, "the server uses the scales", 0),
         (good | {"in_use": 5}, "cannot tell", 1),
-        (in_force(directory), "the server does not use all of the scales", 1),
+        (in_force(directory), "the server's plugin reports a problem", 1),
     ):
         plain.in_force = said
         done = verify(plain, made / "plain-fp8kv")
@@ -178,7 +184,7 @@ def test_a_baked_model_is_at_1_by_the_word_of_the_plugin(made, twin, tmp_path):
     right = "stores at 1.0, which is right for a baked model"
     for said, first, status in (
         (good, f"the server {right}, says its plugin", 0),
-        (wrong, "the server does not use all of the scales", 1),
+        (wrong, "the server's plugin reports a problem", 1),
         (None, f"cannot tell whether the server {right}", 1),
     ):
         twin.in_force = said
@@ -370,6 +376,7 @@ def sending(content, status=200, where="/v1"):
 
 
 NO_LOGPROBS = sending({"choices": [{"text": ""}]}, where="completions")
+VERSION = "answers something else than expected; install the same fp8kv there as here"
 STRANGE = "answers something else than expected; give the address of an OpenAI-compatible server"
 
 
