@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
@@ -251,8 +250,10 @@ def _read_recipe(source: str) -> dict[str, Any]:
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
     elif isinstance(document, dict) and "recipe" in document:
-        way = f"save that part, `jq .recipe {quote(source)} > recipe.json`, and give recipe.json"
-        raise InputError(f"'{source}' is not a recipe, but a report that holds one under 'recipe': {way}")
+        raise InputError(
+            f"'{source}' is a report, whose recipe has the evaluation's own samples and observer; give your "
+            "recipe, or the fp8kv_calibration.json of a calibration"
+        )
     if not isinstance(document, dict):
         raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document

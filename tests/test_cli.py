@@ -153,7 +153,7 @@ def test_git_lfs_pointers_in_place_of_text_and_scales_but_not_of_what_is_not_rea
     # nothing of the user's own can be downloaded again
     (out / SCALES_SHARD).write_bytes(b"cut off")
     one_line_error(
-        fp8kv("verify", out), "not a whole safetensors file", "; put it back, or delete it and write"
+        fp8kv("verify", out), "not a whole safetensors file", "; put it back, or delete it and run"
     )
     (out / SCALES_SHARD).unlink()
     one_line_error(fp8kv("verify", out), f"names '{SCALES_SHARD}' for KV-cache scales, and it is missing")

@@ -193,13 +193,14 @@ class Stop:
 
     batches: int
     layers: float  # share whose scales hold; at the end of the data it may be less than LAYER_SHARE
+    tokens: int  # new ones, of which the forecast is made
 
     def line(self, stats: KVStats, available: int, share: float) -> str:
         """Say how much was read, and what is expected of the rest."""
         read = max(layer.tokens_read for layer in stats.layers.values())
         text = (
             f"--until {share:g}: {read:,} of {available:,} tokens were read; "
-            f"the next {LOOKAHEAD * stats.tokens:,} are expected to go at most {100 * share:g}% beyond the "
+            f"the next {LOOKAHEAD * self.tokens:,} are expected to go at most {100 * share:g}% beyond the "
             f"scales in {int(100 * self.layers)}% of layers"
         )
         if self.layers >= LAYER_SHARE:
@@ -226,8 +227,8 @@ def read_until(
     """Read `batches` together with the other processes until the scales hold; `share` is this process's part.
 
     Return the statistics of all processes, which do not depend on their number. Resumed processes skip the
-    decisions before the furthest position: each had been to go on. Text that `data` repeats
-    counts once; as long as too little is new, reading goes on.
+    decisions before the furthest position: each had been to go on. Text that `data` repeats counts once; as
+    long as too little is new, reading goes on.
     """
     counts = decision_points(batches)
     ends = [len(range(world.rank, count, world.size)) for count in counts]
@@ -239,14 +240,14 @@ def read_until(
         stats = reduce(KVStats.merge, [part for part in world.gather(own) if part is not None])
         # a draft may hold NaN
         cached = {n: stats.layers[n] for n in stats.layers if n in share.attention.cached}
-        read = (i for batch in batches[:count] for i in batch.sample_ids)
-        part = None if data is None else data.only(read)
-        text = part.summary(recipe.data.skip_first) if part is not None else None
-        own = replace(stats, layers=cached, text=text)
-        few = own.text is not None and own.text.unrepeated_tokens < MIN_TOKENS
-        if few and count < len(batches):
+        own = replace(stats, layers=cached)
+        if data is not None:
+            read = data.only(i for batch in batches[:count] for i in batch.sample_ids)
+            own = replace(own, text=read.summary(recipe.data.skip_first))
+        tokens = max(own.discount_repeats(layer).tokens for layer in cached.values())
+        if data is not None and tokens < MIN_TOKENS and count < len(batches):
             continue
         layers = covered_share(own, derive_scales(own, recipe), LOOKAHEAD, recipe.data.until or 0)
         if layers >= LAYER_SHARE or count == len(batches):
-            return stats, Stop(count, layers)
+            return stats, Stop(count, layers, tokens)
     raise AssertionError("the last decision is at the end")

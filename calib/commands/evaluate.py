@@ -39,7 +39,7 @@ def evaluate(
     recipe: str | None = flags.option(
         "Take settings from this recipe's `evaluation` section. Flags override it."
     ),
-    set_: list[str] | None = flags.SET,
+    set_: list[str] | None = flags.SET_EVALUATION,
     suite: choices.SuiteName | None = _SUITE,
     output: Path | None = flags.option(
         "Write report.html, report.json and report.md to this directory.", "-o", "--output", metavar="DIR"
@@ -146,7 +146,7 @@ def recommend(
     seq_len: int | None = _SEQ_LEN,
     allow_few_tokens: bool = flags.ALLOW_FEW_TOKENS,
     seed: int | None = flags.SEED,
-    set_: list[str] | None = flags.SET,
+    set_: list[str] | None = flags.SET_DATA,
     backend: choices.Backend | None = flags.BACKEND,
     dtype: choices.DType | None = _DTYPE,
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,

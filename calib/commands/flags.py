@@ -47,7 +47,10 @@ IMAGES = option(
     metavar="COLUMN",
 )
 AUDIO = option("Read the sound in this column too, with a model that takes sound.", metavar="COLUMN")
-SET = option("Set any key of the recipe, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE")
+SET, SET_EVALUATION, SET_DATA = (
+    option(f"Set {keys}, such as data.column=text. Repeatable.", "--set", metavar="KEY=VALUE")
+    for keys in ("any key of the recipe", "a key of the recipe's `data` or `evaluation`", "a key of `data`")
+)
 SEED = data("Choose the text at random with this seed. Default: 42.")
 TRUST_REMOTE_CODE = resources(
     "Run Python code that comes with the model.", "--trust-remote-code", default=False

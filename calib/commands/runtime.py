@@ -58,11 +58,13 @@ def generate(
 
     options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend, cache)
 
-    heading = iter([f"with the cache in {'FP8' if cache == 'fp8' else cache}:\n"] * compare)
+    heading = f"with the cache in {'FP8' if cache == 'fp8' else cache}:\n" if compare else ""
 
     def print_new_text(text: str) -> None:
+        nonlocal heading
         progress.end()  # the text shows how far it is
-        print(*heading, text, sep="", end="", flush=True)
+        print(f"{heading}{text}", end="", flush=True)
+        heading = ""
 
     result = generate_text(
         model, prompt, scales=scales, options=options, overrides=flags.recipe_keys(context.params),

@@ -211,7 +211,7 @@ class KVStats:
     def discount_repeats(self, layer: LayerStats) -> LayerStats:
         """Return `layer` with the number of tokens of which its tail is: repeated text brings no new ones."""
         repeats = self.text.tokens - self.text.unrepeated_tokens if self.text else 0
-        return replace(layer, tokens=layer.tokens - repeats)
+        return replace(layer, tokens=max(0, layer.tokens - repeats))
 
     def replace_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
         """Return statistics of the same modules with other `tensors`, [H, columns] each, and `counts`."""

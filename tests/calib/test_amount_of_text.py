@@ -202,4 +202,6 @@ def test_until_counts_repeated_text_once(tiny_directory, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--dataset", data, "--samples", 400, "--seq-len", 128, "--until", 0.05, "--headroom", "auto")
-    ran("calibrate", tiny_directory, *flags, "-o", tmp_path / "out", "--quiet")
+    said = " ".join(ran("calibrate", tiny_directory, *flags, "-o", tmp_path / "out").stdout.split())
+    new = load_stats(tmp_path / "out").text.unrepeated_tokens
+    assert f"the next {4 * new:,} are expected" in said

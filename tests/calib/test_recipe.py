@@ -97,7 +97,7 @@ def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
     report = saved.rename(tmp_path / "report.json")
-    with pytest.raises(InputError, match=f"holds one under 'recipe': save .* `jq .recipe {report} > recipe"):
+    with pytest.raises(InputError, match="is a report, whose recipe .* or the fp8kv_calib"):
         load_recipe(str(report))
     for source, message in (("attn-head-mse", "did you mean 'attn_head-mse'"), ("x.yml", "recipe 'x.yml'")):
         with pytest.raises(InputError, match=message):

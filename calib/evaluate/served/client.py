@@ -101,10 +101,16 @@ class ServedScales(_Answer):
             layer.layer
             for layer in self.layers
             if (file := files.get(layer.layer))
-            and any(0 < len(getattr(layer, x)) < len({*file.values(x)}) for x in letters)
+            and any(is_reduced(file.values(x), len(getattr(layer, x))) for x in letters)
         ]
         compared = f"was compared with the largest of the heads in '{scales.directory.path}'"
         return [f"one scale of several heads {compared}, in {show_layers(reduced)}"] if reduced else []
+
+
+def is_reduced(values: Values, count: int) -> bool:
+    """Return whether `count` values of a server stand for heads whose `values` differ."""
+    size = len(values) // count if count else 0
+    return size > 1 and any(len({*values[i : i + size]}) > 1 for i in range(0, len(values), size))
 
 
 class _ModelList(_Answer):

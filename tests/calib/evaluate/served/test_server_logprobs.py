@@ -20,7 +20,7 @@ from fake_server import SECRET, FakeServer, facts, running, serving, verify
 from families import save_model, tiny_model
 
 from calib.errors import Fp8kvError, InputError
-from calib.evaluate.served.client import Server, _explanation
+from calib.evaluate.served.client import Server, _explanation, is_reduced
 from calib.evaluate.served.logprobs import ServerComparison, decide
 from calib.files.stored_scales import read_scales
 
@@ -104,6 +104,9 @@ def test_a_server_with_the_largest_of_the_heads_is_said_to_have_that(made, twin,
         twin.in_force = in_force(served)
         lines = succeeded(verify(twin, tmp_path / "heads")).stdout.splitlines()
         assert any(line.endswith(f"{compared}, in layers 0, 1, 2") for line in lines) == says
+    heads = (0.5, 0.75, 0.5, 0.75)
+    assert [is_reduced(heads, count) for count in (0, 1, 2, 4)] == [False, True, True, False]
+    assert not is_reduced((0.5, 0.5, 0.75, 0.75), 2)
 
 
 def test_a_server_says_whether_its_cache_is_not_watched_or_has_read_nothing(fake, monkeypatch):
