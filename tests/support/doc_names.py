@@ -143,7 +143,7 @@ def fake_hub(monkeypatch, names, home):
     monkeypatch.setattr(sources, "hf_hub_download", config)
     (chats := home / "chats").mkdir()
     (chats / "README.md").write_text(_CARD)
-    (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(48)))
+    (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(96)))
 
     def of_chats(function, path, *arguments, **options):
         is_of_hub = "/" in path and not Path(path).exists()
