@@ -36,8 +36,8 @@ docs: $(VENV)/.installed ## the documentation as a site, in build/site
 	# --quiet would hide warnings from --strict too
 	$(BIN)/python -m mkdocs build --strict
 
-pages: $(VENV)/.installed ## write what is generated in docs/: engines, caches, formats, observers, the picture of the house
-	for page in engines_page caches_page formats_table observers_table house_picture; do \
+pages: $(VENV)/.installed ## write what is generated in docs/: engines, caches, formats, the picture of the house
+	for page in engines_page caches_page formats_table house_picture; do \
 		$(BIN)/python tools/$$page.py || exit 1; \
 	done
 

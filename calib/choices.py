@@ -12,7 +12,7 @@ class ObserverEntry:
     needs_histogram: bool = True  # which cost time and memory
 
 
-# `calib/scales/observers.py` makes them; `--help`, the guide and recipes take their names from here
+# `calib/scales/observers.py` makes them; `--help` and recipes take their names from here
 OBSERVERS = {
     "absmax": ObserverEntry(
         "the largest magnitude seen, so nothing saturates on the calibration data", needs_histogram=False

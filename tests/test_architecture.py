@@ -47,9 +47,12 @@ def test_importing_any_module_leaves_the_environment_as_it_is():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment | own)
 
 
-def test_files_and_functions_stay_small():
+def test_files_and_functions_stay_small_and_short_files_have_a_reason():
     for file in sources():
-        assert len(file.read_text().splitlines()) <= 450, file
+        lines = len(file.read_text().splitlines())
+        assert lines <= 450, file
+        is_entry = file.name in ("__init__.py", "__main__.py", "cli.py")
+        assert lines >= 60 or is_entry or "of its own" in ast.get_docstring(ast.parse(file.read_text())), file
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.end_lineno - node.body[0].lineno + 1

@@ -79,23 +79,18 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
     name, blocks = ("FP8", f" in blocks of {result.block_size}") if result.block_size else (result.cache, "")
     if (in_blocks := result.bytes_per_token_in_blocks or 0) > result.bytes_per_token:
         blocks += f" ({in_blocks:,} bytes a token: smaller heads are filled up)"
-    ratio = result.bytes_per_token / result.bytes_per_token_16bit
-    own, full = (f"{size / 2**20:.2f} MiB" for size in (result.cache_bytes, result.cache_bytes_16bit))
-    yield ""
-    yield (
-        f"{len(fp8.token_ids)} token{'s' * (len(fp8.token_ids) != 1)} in {fp8.seconds:.1f} s "
-        f"({fp8.tokens_per_second:.1f} tokens/s, prompt included)"
-    )
-    yield (
-        f"KV cache: {result.bytes_per_token:,} bytes a token in {name}, "
-        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)"
-    )
+    tokens, size, size_16bit = len(fp8.token_ids), result.bytes_per_token, result.bytes_per_token_16bit
+    own, full = (f"{count / 2**20:.2f} MiB" for count in (result.cache_bytes, result.cache_bytes_16bit))
+    speed = f"{fp8.tokens_per_second:.1f} tokens/s, prompt included"
+    yield from ("", f"{tokens} token{'s' * (tokens != 1)} in {fp8.seconds:.1f} s ({speed})")
+    ratio = f"{size / size_16bit:.2f}x"
+    yield f"KV cache: {size:,} bytes a token in {name}, {size_16bit:,} in 16 bits ({ratio})"
     own += " of codes, beside which a CPU keeps what they stand for" * result.keeps_decoded
     yield f"{result.cached_tokens} tokens{blocks}: {own}; {full} in 16 bits"
     if result.simulated:
         yield f"simulated, so the speed is not an engine's; known from {result.simulated}"
     if plain is not None:
-        equal = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
+        equal = f"the first {result.same_tokens} of {tokens} tokens are the same"
         speed = f"{plain.tokens_per_second:.1f} tokens/s; one run each is not a benchmark"
         yield from ("", f"with a 16-bit cache ({speed}): {equal}")
         yield ModelText(plain.text)

@@ -1,4 +1,7 @@
-"""Folders that libraries keep their caches in, and the environment variables that move them."""
+"""Folders that libraries keep their caches in, and the environment variables that move them.
+
+A module of its own, because models, data and commands use it, which share nothing else of files.
+"""
 
 import os
 from errno import EACCES, EDQUOT, EEXIST, ENOSPC, ENOTDIR, EPERM, EROFS

@@ -1,4 +1,7 @@
-"""What the plugin does in an SGLang worker: compare the scales in use with the files'."""
+"""What the plugin does in an SGLang worker: compare the scales in use with the files'.
+
+A module of its own, because it is imported inside SGLang's processes, and vLLM's counterpart inside vLLM's.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""Paths of the user's machine, which stay out of what is published: the last part alone is named."""
+"""Paths of the user's machine, which stay out of what is published: the last part alone is named.
+
+A module of its own, because what must not leak is decided here, for every file of a pack.
+"""
 
 import os
 import re

@@ -60,16 +60,11 @@ class AttentionLayer(NamedTuple):
         cls, query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
     ) -> "AttentionLayer":
         """Collect the facts from the arguments of an attention call; `query` is [T, H, D]."""
+        q_scales = None if options.q_scale is None else scale_dims(options.q_scale)
         return cls(
-            query.shape[1],
-            query.dtype,
-            blocks.layout,
-            None if options.q_scale is None else scale_dims(options.q_scale),
-            options.sliding_window or 0,
-            options.softcap is not None,
-            options.sinks is not None,
-            sequences.seq_starts is not None,
-        )
+            query.shape[1], query.dtype, blocks.layout, q_scales, options.sliding_window or 0,
+            options.softcap is not None, options.sinks is not None, sequences.seq_starts is not None,
+        )  # fmt: skip
 
 
 class Constants(SimpleNamespace):
@@ -102,8 +97,7 @@ def attention_constants(layer: AttentionLayer, target: Target) -> Constants:
     """Return the constants that a layer and its options fix, in kernels of attention."""
     blocks = layer.blocks
     return block_constants(
-        blocks,
-        target,
+        blocks, target,
         num_heads=layer.num_heads,
         group=layer.num_heads // blocks.num_kv_heads,
         # a matrix instruction takes 32 bytes of every row, from even and odd channels apart
@@ -121,7 +115,7 @@ def attention_constants(layer: AttentionLayer, target: Target) -> Constants:
         ptx=target.backend == "cuda",
         multiplies=blocks.format in target.multiplied,
         overlaps=target.overlaps,
-    )
+    )  # fmt: skip
 
 
 class Launcher:

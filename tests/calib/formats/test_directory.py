@@ -9,7 +9,6 @@ from pathlib import Path
 
 import formats_table
 import jinja2
-import observers_table
 import pytest
 import torch
 from command_line import SMALL, calibrate, fp8kv, json_of, one_line_error, ran, succeeded
@@ -198,9 +197,8 @@ def test_text_of_others_cannot_begin_a_line_or_steer_a_terminal_and_its_markup_i
         render_card("bake", model="a card without its facts")
 
 
-def test_the_tables_of_formats_and_of_observers_are_fresh():
-    for tool in (formats_table, observers_table):
-        assert tool.PAGE.read_text() == tool.page(), "make pages"
+def test_the_table_of_formats_is_fresh():
+    assert formats_table.PAGE.read_text() == formats_table.page(), "make pages"
 
 
 def opens(directory):
