@@ -20,8 +20,8 @@ import torch
 from machine import machine, write_result
 from torch import Tensor
 
+from calib.evaluate.engine_attention import HopperAdds, fa3_attention
 from calib.evaluate.statistics import estimate, to_numpy
-from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention
 from fp8kv_runtime.options import AttentionOptions
 
 HEAD_DIM, NEEDLES = 128, 128

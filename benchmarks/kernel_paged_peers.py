@@ -8,7 +8,7 @@ import torch
 from kernel_peers import Attention, Prepare, try_import
 from torch import Tensor
 
-from fp8kv_runtime.bench import Case, Inputs
+from calib.bench.kernels import Case, Inputs
 from fp8kv_runtime.fp8 import dequantize
 
 _SEGMENTS = 16  # what vLLM splits a sequence's KV into

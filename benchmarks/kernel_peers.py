@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from fp8kv_runtime.bench import Case, Inputs
+from calib.bench.kernels import Case, Inputs
 
 Attention = Callable[[], Tensor]  # [T, H, D], or a view of it with more dimensions
 Prepare = Callable[[], Attention]

@@ -30,7 +30,7 @@ from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
 from kernels.variants import CASES
 
-from fp8kv_runtime.bench import (
+from calib.bench.kernels import (
     Case,
     Inputs,
     Launchers,

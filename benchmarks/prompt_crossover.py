@@ -23,7 +23,7 @@ from kernel_report import describe_machine
 from machine import write_result
 from triton.testing import do_bench
 
-from fp8kv_runtime.bench import TOLERANCE, Case, Inputs, build, call, load_launchers, output_error
+from calib.bench.kernels import TOLERANCE, Case, Inputs, build, call, load_launchers, output_error
 from fp8kv_runtime.kernels import attention
 
 HEADS = ((32, 8, 128), (32, 8, 64), (16, 8, 256))  # query heads, KV heads, head_dim

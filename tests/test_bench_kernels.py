@@ -11,9 +11,9 @@ import kernel_speed
 import pytest
 import torch
 
-from fp8kv_runtime import bench as gate
+from calib.bench import kernels as gate
+from calib.bench.kernels import shrink
 from fp8kv_runtime import reference
-from fp8kv_runtime.bench import shrink
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels import attention
 

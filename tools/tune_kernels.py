@@ -26,8 +26,8 @@ import torch
 # a checkout is enough: nothing has to be installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from calib.bench import attention_heads, parse_heads
-from fp8kv_runtime.bench import Case, Launchers, bench_cases, build, call, check, load_launchers, time_on_gpu
+from calib.bench.kernels import Case, Launchers, bench_cases, build, call, check, load_launchers, time_on_gpu
+from calib.bench.run import attention_heads, parse_heads
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.launch import current_target

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8kv_runtime.bench import Case
+from calib.bench.kernels import Case
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.attention import decode_attention, extend_attention

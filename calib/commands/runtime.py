@@ -15,7 +15,7 @@ from calib.commands.running import Answer, ModelText, TextTable, job_command
 from calib.progress import Progress
 
 if TYPE_CHECKING:
-    from calib.bench import BenchResult
+    from calib.bench.run import BenchResult
     from calib.generate import GenerationResult
 
 _BENCH_HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
@@ -118,7 +118,7 @@ def bench(
     from calib.doctor import interpret_without_gpu
 
     interpret_without_gpu()
-    from calib.bench import run_bench
+    from calib.bench.run import run_bench
 
     # a line for each case is progress enough, and would tear a bar
     has_lines, say = progress == "auto", partial(print, file=sys.stderr)

@@ -148,7 +148,7 @@ class Caches(Section):
 
 
 class Kernel(Section):
-    """An attention kernel for an FP8 cache, which fp8kv_runtime/engine_attention.py simulates."""
+    """An attention kernel for an FP8 cache, which calib/evaluate/engine_attention.py simulates."""
 
     name: str
     where: str  # the GPUs on which it runs

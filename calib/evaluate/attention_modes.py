@@ -13,8 +13,8 @@ from calib.capture.capabilities import check_queries, engine_class
 from calib.choices import AttentionMode
 from calib.engines.catalogue import Kernel, find_engine
 from calib.errors import InputError
+from calib.evaluate.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
 from calib.scales.scales import KVScales
-from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf.swap import EngineQuery, Replacement

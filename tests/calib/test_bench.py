@@ -11,9 +11,9 @@ import torch
 from command_line import fp8kv, one_line_error, succeeded
 from families import LATENT, UNEVEN, tiny_model
 
-from calib.bench import attention_heads, parse_heads
+from calib.bench import kernels as gate
+from calib.bench.run import attention_heads, parse_heads
 from calib.errors import InputError
-from fp8kv_runtime import bench as gate
 from fp8kv_runtime.kernels import targets
 
 CONFIGS, CPU = Path(__file__).parents[2] / "benchmarks" / "configs", torch.device("cpu")

@@ -15,8 +15,8 @@ from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
 from kernels.variants import CASES as TIMED
 from torch import Tensor
 
-from fp8kv_runtime.bench import TOLERANCE, build, call, load_launchers, output_error, shrink
-from fp8kv_runtime.engine_attention import vllm_triton_attention
+from calib.bench.kernels import TOLERANCE, build, call, load_launchers, output_error, shrink
+from calib.evaluate.engine_attention import vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.options import AttentionOptions
 

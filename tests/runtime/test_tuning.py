@@ -10,10 +10,10 @@ import tune_kernels
 from paged import Case, build
 from tune_kernels import write_table
 
+from calib.bench.kernels import Case as BenchCase
+from calib.bench.kernels import bench_cases
 from calib.doctor import examine
 from fp8kv_runtime import reference
-from fp8kv_runtime.bench import Case as BenchCase
-from fp8kv_runtime.bench import bench_cases
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.targets import INTERPRETER, TARGETS

@@ -19,6 +19,7 @@ from calib.capture.training import scales_for
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.evaluate.attention_modes import check_model, simulate_attention
+from calib.evaluate.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
 from calib.evaluate.page.page import render_html, render_markdown
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
@@ -26,7 +27,6 @@ from calib.evaluate.summarize import summarize
 from calib.evaluate.variants import Setup, Variant, select_variants
 from calib.recipe import Recipe, load_recipe
 from calib.scales.stats import derive_scales
-from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, vllm_triton_attention
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import fp8_attention, swap_attention
 from fp8kv_runtime.options import AttentionOptions

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from calib.bench import attention_heads
+from calib.bench.run import attention_heads
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import check_layers
 from calib.models import sources

@@ -20,7 +20,7 @@ from calib.models.sources import builtin_model, download_config
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from fp8kv_runtime.bench import KernelTime as KernelTime
+    from calib.bench.kernels import KernelTime as KernelTime
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
 Say = Callable[..., None]  # like print
@@ -127,7 +127,7 @@ def run_bench(
     gpu = torch.cuda.is_available()
     shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
-        from fp8kv_runtime.bench import bench_cases, check_cases, load_launchers, time_cases
+        from calib.bench.kernels import bench_cases, check_cases, load_launchers, time_cases
         from fp8kv_runtime.kernels.targets import gpu_name
         from fp8kv_runtime.kernels.tuning import tuned_path
     except ImportError as missing:

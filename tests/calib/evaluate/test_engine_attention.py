@@ -8,7 +8,7 @@ from operator import mul
 import pytest
 import torch
 
-from fp8kv_runtime.engine_attention import HopperAdds, fa3_attention, hopper_product, vllm_triton_attention
+from calib.evaluate.engine_attention import HopperAdds, fa3_attention, hopper_product, vllm_triton_attention
 from fp8kv_runtime.options import AttentionOptions
 
 # fp32 sums of a few hundred terms, in any order, and their exponentials beside float64
