@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from calib import choices
-from calib.caches.types import ALL_CACHES
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
 from calib.progress import Progress
@@ -34,7 +33,8 @@ def evaluate(
         "Measure only these variants, such as none,tensor. Default: all.", metavar="NAME,..."
     ),
     caches: str | None = flags.option(
-        f"Also measure these cache types, or `all`: {', '.join(ALL_CACHES)}.", metavar="NAME,..."
+        f"Also measure these cache types, or `all`: {', '.join(choices.SIMULATED_CACHES)}.",
+        metavar="NAME,...",
     ),
     recipe: str | None = flags.option(
         "Take settings from this recipe's `evaluation` section. Flags override it."
