@@ -6,7 +6,8 @@ model does between two layers is done; embeddings return what they had returned.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +45,20 @@ class _LayerDone(Exception):
     """The end of a forward pass; holds the output of the layer that was asked for."""
 
 
+@contextmanager
+def _replaced_forward(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let `replacement(forward, ...)` run for `forward`, the module's own too, as accelerate's is."""
+    own = vars(module).get("forward")
+    module.forward = partial(replacement, module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
 class Replay:
     """A model whose decoder layers run one at a time inside the block."""
 
@@ -55,22 +70,16 @@ class Replay:
         self._embedded: list[Tensor] = []
 
     def __enter__(self) -> "Replay":
-        # hooks such as accelerate's are a forward of the module's own
-        modules = (*self._layers, *self._embeddings)
-        self._own = [(module, vars(module).get("forward")) for module in modules]
-        for index, layer in enumerate(self._layers):
-            layer.forward = partial(self._layer, index, layer.forward)
-        for embedding in self._embeddings:
-            forward = partial(self._embedding, embedding.forward)
-            embedding.forward = forward  # type: ignore[method-assign]
+        with ExitStack() as stack:
+            for index, layer in enumerate(self._layers):
+                stack.enter_context(_replaced_forward(layer, partial(self._layer, index)))
+            for embedding in self._embeddings:
+                stack.enter_context(_replaced_forward(embedding, self._embedding))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, forward in self._own:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        self._stack.close()
 
     def run_embeddings(self, batch: Batch) -> Output:
         """Run the model up to its first layer and return what its embeddings returned."""

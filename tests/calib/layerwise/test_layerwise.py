@@ -16,6 +16,7 @@ import torch
 from command_line import calibrate, one_line_error
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, edit_json, tiny_model
 from families import tiny_vision_language_model as tiny_seeing_model
+from processes import assert_as_before, held
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,14 +77,25 @@ def test_nor_do_they_depend_on_where_things_are_held(plan, llama, monkeypatch):
     assert list(llama.scratch.iterdir()) == []
 
 
-def test_a_forward_of_a_modules_own_is_there_again_after_a_replay(llama):
+def test_the_model_is_as_before_after_an_error_in_a_replay_and_on_the_way_in(llama, monkeypatch):
     source = llama.open(llama.recipe())
-    layer, before = source.parts.layers[0], [vars(module).copy() for module in source.model.modules()]
+    layer, last = source.parts.layers[0], source.model.get_input_embeddings()
     own = layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
-    with Replay(source.model, source.parts):
+    before = held(source.model)
+    with pytest.raises(KeyError), Replay(source.model, source.parts):
         assert layer.forward is not own
-    assert vars(layer).pop("forward") is own
-    assert [vars(module) for module in source.model.modules()] == before
+        raise KeyError
+    assert_as_before(source.model, before)
+
+    def refuse(module, name, value):
+        assert layer.forward is not own
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(last), "__setattr__", refuse)  # the last forward to be replaced
+        with pytest.raises(KeyError), Replay(source.model, source.parts):
+            raise AssertionError("inside")
+    assert_as_before(source.model, before)
 
 
 def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save):

@@ -12,6 +12,7 @@ from baking import OTHERS, TOKENS, bake, calibrated, in_float32, latent_director
 from coded_forms import FORMS
 from command_line import SMALL, fp8kv, json_of, one_line_error, ran, succeeded
 from families import FAMILIES, LATENT, edit_json, edit_tensors, save_model, tiny_model
+from processes import assert_as_before, held
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
@@ -209,11 +210,11 @@ def test_scale_one_becomes_right_for_quantised_weights(form, tmp_path):
     after = scales_of(measured(out, tmp_path / "after"))
     factors = scales_of(before) / after
     assert factors.log2().frac().abs().max() == 0
-    for index, held in enumerate(HELD[form]):
+    for index, granularity in enumerate(HELD[form]):
         scales = after[:, index]
         assert scales.max() <= 1
-        assert scales.min() > 0.5 if held == "head" else scales.amax(-1).min() > 0.5
-        assert bool((factors[:, index, 0] == factors[:, index, 1]).all()) == (held == "layer")
+        assert scales.min() > 0.5 if granularity == "head" else scales.amax(-1).min() > 0.5
+        assert bool((factors[:, index, 0] == factors[:, index, 1]).all()) == (granularity == "layer")
     names = {"model.safetensors", "config.json", "fp8kv_bake.json", "README.md"}
     for file in source.iterdir():
         assert ((out / file.name).read_bytes() == file.read_bytes()) != (file.name in names)
@@ -448,14 +449,17 @@ def test_a_rounding_that_scores_would_notice_is_not_held():
     assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
 
 
-def test_norms_are_as_before_after_an_error():
-    model = tiny_model("gemma3_text")
-    norm = "model.layers.0.input_layernorm"
-    change = WeightChange(norm, "weight", torch.tensor(2.0), adds_one=True)
-    with pytest.raises(KeyError), apply_changes(model, [change]):
-        assert model.get_submodule(norm)._forward_hooks
+@pytest.mark.parametrize(("last", "error"), [("self_attn.q_proj", KeyError), ("nowhere", AttributeError)])
+def test_the_model_is_as_before_after_an_error_inside_and_on_the_way_in(last, error):
+    model, layer = tiny_model("gemma3_text"), "model.layers.0"
+    before, two = held(model), torch.tensor(2.0)
+    norm = WeightChange(f"{layer}.input_layernorm", "weight", two, adds_one=True)
+    other = WeightChange(f"{layer}.{last}", "weight", two)
+    with pytest.raises(error), apply_changes(model, [norm, other]):
+        assert model.get_submodule(norm.module)._forward_hooks
+        model(TOKENS)
         raise KeyError
-    assert not model.get_submodule(norm)._forward_hooks
+    assert_as_before(model, before)
 
 
 def test_a_rounded_norm_that_is_written_otherwise_is_seen(small_gemma, tmp_path, monkeypatch):
