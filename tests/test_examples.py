@@ -232,6 +232,8 @@ def test_the_notebook_shows_tables_and_pictures_and_is_committed_without_them(sm
 
 def test_the_training_loop_trains_and_without_vllm_it_asks_for_it(monkeypatch):
     script, model = str(ROOT / "examples" / "training_loop.py"), tiny_model("llama")
+    (shown,) = [block.text for block in BLOCKS["docs/howto/training-loop.md"]]
+    assert shown == Path(script).read_text()
     batch = torch.randint(3, 128, (8, 128), generator=torch.Generator().manual_seed(1))
     before = scales_for(model, [batch])
     losses = [*runpy.run_path(script)["updates"](model, batch)]

@@ -104,12 +104,11 @@ def _fit_row(name: str) -> list[str]:
 
 def _support_row(cache: str, support: Support) -> list[str]:
     engine, way = support
-    flag = f"{engine.serve.partition('{path}')[2]} {way.flag}".strip()
     sizes = [*map(str, way.head_sizes or ()), *(f"{r} + {p}" for r, p in way.latents or ())]
     others = "all" if way.least_head == 1 else f"{way.least_head} and more"
     place = [", ".join(way.gpus), ", ".join(way.attention), ", ".join(sizes) or others]
     name = f"{engine.name} {engine.caches.version}"
-    return [f"`{cache}`", name, f"`{flag}`", *place, engine.caches.evidence, way.note]
+    return [f"`{cache}`", name, f"`{way.flag}`", *place, engine.caches.evidence, way.note]
 
 
 def _kernel_row(mode: str, kernel: Kernel) -> list[str]:

@@ -182,7 +182,7 @@ class Engine(Section):
     architectures: tuple[str, ...] = ()
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
-    # the command that serves {path}, without the flag; arguments after the path are for FP8 caches alone
+    # the command that serves {path}, without the flag
     serve: str = ""
     flag: str  # what turns an FP8 cache on
     nvfp4: Nvfp4 | None = None  # None: not known

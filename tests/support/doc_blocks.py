@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").glob("*.ipynb"))
 _FENCE = re.compile(r" *(`{3,}|~{3,})([^`]*)")
-_INCLUDED = re.compile(r'^ *-+8<-+ "(.+)"\n', re.MULTILINE)
 # `# exit 1: why`; with an `if` both are right
 _EXIT = re.compile(r"# exit (\d+)(?=$|[:;,])|# .*\bexit (?:status )?(\d+) if ")
 
@@ -69,8 +68,8 @@ def blocks_of(page):
             fence, says = opened.groups()
             inner = takewhile(lambda line, end=fence: line[1].strip() != end, lines)
             body = [f"{line}\n" for _, line in inner]
-            text = _INCLUDED.sub(lambda file: (ROOT / file[1]).read_text(), dedent("".join(body)))
-            yield Block(page.relative_to(ROOT).as_posix(), number, re.match(r"[{. ]*(\w*)", says)[1], text)
+            language = re.match(r"[{. ]*(\w*)", says)[1]
+            yield Block(page.relative_to(ROOT).as_posix(), number, language, dedent("".join(body)))
 
 
 def commands_of(block):

@@ -79,7 +79,7 @@ def test_the_first_engine_that_serves_it():
     for name, layers, place, engine, flag, gpus in (
         ("fp8", [(1, 80, 80)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200")),
         ("fp8", [(1, 128, 64)], (), "vllm", FP8, ("l40s", "h100", "h200", "b200", "a100")),
-        ("fp8", HEADS, ("lmdeploy", "h100"), "lmdeploy", "--quant-policy 16", ("h100",)),
+        ("fp8", HEADS, ("lmdeploy", "h100"), "lmdeploy", "--backend pytorch --quant-policy 16", ("h100",)),
         ("nvfp4", OF_64, ("sglang",), "sglang", "--kv-cache-dtype nvfp4", ("b200",)),
         ("fp8", [Shape(1, 576, 192, "latents")], ("vllm", "h100"), "vllm", FP8, ("h100",)),
         ("fp8", [LATENTS], ("sglang",), "sglang", f"{FP8}_e4m3", ("l40s", "h100", "h200", "b200")),
