@@ -37,18 +37,40 @@ def test_the_command_line_imports_nothing_heavy_and_scales_are_read_and_verified
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_importing_any_module_leaves_the_environment_as_it_is():
-    code = (
-        "import importlib, os, pkgutil, calib, cli, fp8kv_runtime, torch\n"
-        "before = dict(os.environ)\n"
-        "for package in (calib, fp8kv_runtime):\n"
-        "    for module in pkgutil.walk_packages(package.__path__, f'{package.__name__}.'):\n"
-        "        module.name.endswith('__main__') or importlib.import_module(module.name)\n"
-        "assert before == dict(os.environ)"
-    )
+# what an import could change: nothing of the process, of the interpreter, of torch or of transformers
+IMPORTS = """
+import importlib, logging, os, pkgutil, signal, sys, threading, warnings
+import matplotlib.figure, torch, typer
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+def state():
+    yield from (dict(os.environ), os.getcwd(), os.umask(0o077), threading.enumerate())
+    yield from ({x: signal.getsignal(x) for x in signal.valid_signals()}, sys.getrecursionlimit())
+    yield from (sys.path[:], sys.meta_path[:], sys.path_hooks[:], sys.stdin, sys.stdout, sys.stderr)
+    yield from (sys.excepthook, threading.excepthook, warnings.filters[:], warnings.showwarning)
+    loggers = [logging.root, *map(logging.getLogger, [*logging.root.manager.loggerDict])]
+    yield logging.root.level, logging.root.manager.disable
+    yield {x.name: x.handlers[:] for x in loggers if x.handlers}
+    yield from (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled())
+    yield from (torch.get_num_threads(), torch.get_rng_state().tolist(), torch.cuda.is_initialized())
+    yield from (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())
+    yield torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.nn.Module.__call__
+    yield [dict(kind._global_mapping) for kind in (AttentionInterface, AttentionMaskInterface)]
+
+os.umask(0o077)
+before = [*state()]
+for package in map(importlib.import_module, ("cli", "calib", "fp8kv_runtime")):
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}."):
+        module.name.endswith("__main__") or importlib.import_module(module.name)
+for old, new in zip(before, state(), strict=True):
+    assert old == new, (old, new)
+"""
+
+
+def test_importing_any_module_changes_nothing_else():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     own = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT)}  # torch names one where there is none
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment | own)
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=environment | own)
 
 
 def test_files_and_functions_stay_small_and_short_files_have_a_reason():
