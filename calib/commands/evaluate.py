@@ -1,6 +1,8 @@
 """`fp8kv eval`, also installed as `fp8kv-eval`, and `fp8kv recommend`: caches measured beside 16 bits."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ import typer
 from calib import choices
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
-from calib.progress import Progress
+from calib.progress import WRITTEN, Progress
 
 if TYPE_CHECKING:
     from calib.evaluate.report import Recommendation, Report, Written
@@ -109,7 +111,8 @@ def evaluate(
         resume=resume,
         progress=progress,
     )
-    return Answer(report.to_json(), () if quiet else report_blocks(report), failures)
+    blocks = chain(report_blocks(report), _report_lines(output))
+    return Answer(report.to_json(), () if quiet else blocks, failures)
 
 
 def report_blocks(report: "Report") -> Iterator[Block]:
@@ -119,6 +122,11 @@ def report_blocks(report: "Report") -> Iterator[Block]:
     for table in printed_tables(report):
         yield TextTable(table.title, table.headings, table.lines)
     yield from summary_lines(report)
+
+
+def _report_lines(output: Path | None) -> list[str]:
+    """Say where the report is, if it was written."""
+    return [f"report written to {output / 'report.html'}"] if output and output in WRITTEN else []
 
 
 @job_command
@@ -180,7 +188,8 @@ def recommend(
         document["written"] = written.model_dump()
         chosen = advice.chosen.model_copy(update={"commands": (written.serve,)})
         advice = advice.model_copy(update={"chosen": chosen})
-    return Answer(document, _advice_blocks(model, advice, warnings, written), problems)
+    blocks = chain(_advice_blocks(model, advice, warnings, written), _report_lines(output))
+    return Answer(document, blocks, problems)
 
 
 def _advice_blocks(
@@ -206,7 +215,11 @@ def _advice_blocks(
         ("cache", "bytes", "of 16 bits", "tokens/GB", "KL", "why not"),
         rows,
     )
-    yield from (f"{name} is not offered: {reason}" for name, reason in advice.not_served.items())
+    names_by_reason = defaultdict[str, list[str]](list)
+    for name, reason in advice.not_served.items():
+        cache = name.removesuffix(", baked")
+        names_by_reason[reason.removeprefix(f"{cache} is ")].append(name)
+    yield from (f"not offered: {'; '.join(names)} ({reason})" for reason, names in names_by_reason.items())
     if written is not None:
         yield written.line
     yield from answer_lines(advice)

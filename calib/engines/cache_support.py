@@ -95,9 +95,9 @@ def _fitting_support(
 ) -> list[Support] | str:
     """Find all that engines have for a cache there, or say in a sentence why they have nothing."""
     if not (every := find_support(cache)):
-        return f"no engine serves {cache} yet"
+        return f"{cache} is in no engine yet"
     if not (own := [pair for pair in every if engine in (None, pair.engine.name)]):
-        return f"{engine} does not have {cache}, which is in {_engines(every)}"
+        return f"{cache} is in {_engines(every)}, not in {engine}"
     kinds = {shape.attention for shape in shapes}
     if not (holding := [pair for pair in own if kinds <= {*pair.way.attention}]):
         served = ", ".join(sorted({kind for pair in own for kind in pair.way.attention}))

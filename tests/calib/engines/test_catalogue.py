@@ -94,8 +94,8 @@ def test_the_first_engine_that_serves_it():
 def test_why_nobody_serves_it():
     at_1 = "FP8 at scale 1.0 is measured up to 448"
     for name, layers, place, said in (
-        ("fp8_k_nvfp4_v", OF_64, (), "no engine serves fp8_k_nvfp4_v yet"),
-        ("int8_per_token_head", OF_64, ("sglang", "h100"), "sglang does not have {}, which is in vllm"),
+        ("fp8_k_nvfp4_v", OF_64, (), "fp8_k_nvfp4_v is in no engine yet"),
+        ("int8_per_token_head", OF_64, ("sglang", "h100"), "{} is in vllm, not in sglang"),
         ("nvfp4_4over6", HEADS, (None, "h100"), "{} is served on b200 (vllm), not on h100"),
         ("nvfp4_4over6", [(1, 80, 80)], ("vllm",), f"{{}} is served with heads of 64, {SIZES}, not of 80"),
         ("int8_per_token_head", [(1, 8, 8)], (), "{} is served with heads of 32 and more (vllm), not of 8"),

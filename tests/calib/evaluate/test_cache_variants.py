@@ -488,18 +488,21 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
         one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
         few = fp8kv("recommend", directory, *flags, "--samples", "7")
         one_line_error(few, "--samples 7: an interval over 7 documents tells little: measure 8 or more, as")
-    done = ran("recommend", directory, *flags, "--request-tokens", "99")
+    done = ran("recommend", directory, *flags, "--request-tokens", "99", "-o", tmp_path / "page")
     assert any("nvfp4: head size 40" in each for each in done.stderr.splitlines())
     assert "in requests of 99, as vllm" in " ".join(done.stdout.split())
     assert {"tokens/GB", "speed was"} <= {*re.findall("tokens/GB|speed was", done.stdout)}
     for name in ("int4_per_token_head", "int8_per_token_head", "tensor"):
         assert f" {name} │" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith(f"  vllm serve {tmp_path / 'out'} --kv-cache-dtype int4")
+    serve, report = done.stdout.splitlines()[-2:]
+    assert serve.startswith(f"  vllm serve {tmp_path / 'out'} --kv-cache-dtype int4")
+    assert report == f"report written to {tmp_path / 'page' / 'report.html'}"
     one_line_error(fp8kv("recommend", directory, *flags), "exists; add --overwrite")
-    refused = [line.split(" does not have")[0] for line in done.stdout.splitlines() if "not offered" in line]
+    first, *further = [line for line in done.stdout.splitlines() if line.startswith("not offered: ")]
     types = [f"lmdeploy_{bits}{baked}" for bits in ("int8", "int4") for baked in ("", ", baked")]
-    assert refused[:4] == [f"{name} is not offered: vllm" for name in types]
-    assert all("octave_k3v" in line for line in refused[4:])
+    assert first.startswith(f"not offered: {'; '.join(types)}")
+    assert first.endswith(" (in lmdeploy, not in vllm)")
+    assert all("octave_k3v" in line for line in further)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
         assert "failed: mine: kl is " in each.stderr
         assert "tensor: top1" not in each.stderr
     assert "advice: " in gated.stdout
+    assert gated.stdout.endswith(f"report written to {tmp_path / 'report' / 'report.html'}\n")
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert (report["schema"], report["variants"]["mine"]["what"]) == (1, "given with --scales")
     assert "| mine |" in (tmp_path / "report/report.md").read_text()
