@@ -248,7 +248,8 @@ def _read_recipe(source: str) -> dict[str, Any]:
         raise InputError(f"cannot read recipe '{source}': {error}") from None
     document = read_yaml(text, f"recipe '{source}'")
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
-        document = document.get("recipe")
+        if not (document := document.get("recipe")):
+            raise InputError(f"'{source}' has no recipe; give the file of another calibration, or a recipe")
     elif isinstance(document, dict) and "recipe" in document:
         raise InputError(
             f"'{source}' is a report, whose recipe has the evaluation's own samples and observer; give your "

@@ -98,6 +98,10 @@ def verify(
     answer, blocks = report.to_json(), _report_blocks(report, place)
     if against is None and (directory / STATS_FILE).is_file():
         blocks = chain(blocks, [f"note: what the scales clip is seen with --against {quote(str(directory))}"])
+    if backend and report.baked == "int8":
+        raise InputError(
+            f"'{directory}' is baked for int8, whose cache makes its own scales; leave --backend out"
+        )
     if backend and copies:
         answer["backend"] = {**copies.model_dump(), "name": backend, "copies": engines[0].scale_copies}
         problems = head_size_problems(report.scales.directory, copies)
@@ -243,12 +247,13 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     simulations = report.simulations
     directory = report.scales.directory
     model = report.architecture or ("no architecture named" if directory.has_config else "no config.json")
-    headings = (*_HEADINGS, "NVFP4 cache" if report.nvfp4 else "FP8 cache")
+    model += ", baked for int8" * (report.baked == "int8")
+    headings = (*_HEADINGS, f"{'NVFP4' if report.nvfp4 else (report.baked or 'fp8').upper()} cache")
     rows = [
         (
             x.engine.title,
             *(_count(x, qkv, report.baked) for qkv in "kvq"),
-            "-" if x.refused else x.flag or "by itself",
+            "-" if x.refused else x.flag or ("-" if report.baked == "int8" else "by itself"),
         )
         for x in simulations
     ]
@@ -289,14 +294,16 @@ def _json_lines(directory: Path) -> Iterator[Block]:
     yield f"for other engines, {way}"
 
 
-def _count(simulation: "Simulation", letter: str, is_baked: bool) -> str:
+def _count(simulation: "Simulation", letter: str, baked: choices.Purpose | None) -> str:
     """Return how many scales of K, V or Q the engine loads, or what becomes of them."""
     if simulation.refused:
         return "crashes" if simulation.fate == "crash" else "refused"
     statuses = [outcome.status.value for outcome in simulation.outcomes if outcome.letter == letter]
     if "unknown" in statuses:
         return "not known"
-    if is_baked and letter != "q":
+    if baked == "int8":
+        return "made per token" if simulation.flag and letter != "q" else "-"
+    if baked and letter != "q":
         return "baked: right at 1.0"
     if loaded := statuses.count("loaded"):
         return f"{loaded} of {len(statuses)}"

@@ -133,7 +133,7 @@ def read_engine_scales(directory: Path) -> StoredScales:
     """Read the scales that an engine serves `directory` with, none of a model that was baked for FP8."""
     if (directory / PACK_FILE).exists():  # whose JSON has one scale for K and V
         raise NoScalesError(f"'{directory}' is a pack, which no engine loads; give what the engine serves")
-    return read_scales(directory, or_baked=True)
+    return read_scales(directory, or_baked=("fp8",))
 
 
 def layers_of_files(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calib.caches.types import cache_type
+from calib.choices import Purpose
 from calib.engines.catalogue import Backend, Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
@@ -34,7 +36,7 @@ class Verification:
     fits: list[Fit]  # where measured absmax was given
     problems: list[str]
     warnings: list[str]  # findings that may be intended
-    baked: bool  # 1.0 is the right scale, and the directory holds none
+    baked: Purpose | None  # the cache that the weights are baked for, without scales; for fp8 1.0 is right
     nvfp4: Convention | None  # of the values of an NVFP4 cache
     skipped: tuple[int, ...] = ()  # layers that stay in 16 bits, by the config
 
@@ -46,6 +48,8 @@ class Verification:
     @property
     def is_good(self) -> bool:
         """True where nothing is wrong, and at least one of the engines loads all scales, if any."""
+        if self.baked == "int8":
+            return not self.problems and any(s.is_known and not s.problem for s in self.simulations)
         return not self.problems and any(s.is_known if self.baked else s.is_good for s in self.simulations)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +58,8 @@ class Verification:
             "directory": str(self.scales.directory.path),
             "architecture": self.architecture,
             "good": self.is_good,
-            "baked": self.baked,
+            "baked": self.baked == "fp8",
+            "baked_for": self.baked,
             "nvfp4": self.nvfp4 and self.nvfp4._asdict(),
             "layers_in_16_bits": [*self.skipped],
             "problems": self.problems,
@@ -83,11 +88,14 @@ def verify_directory(
     path: Path, engines: Sequence[Engine], against: Calibration | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
-    scales = read_scales(path, strict=False, or_baked=True)
+    scales = read_scales(path, strict=False, or_baked=("fp8", "int8"))
     directory, layers = scales.directory, scales.layers
     bake, nvfp4 = {} if layers else read_bake(directory), nvfp4_convention(directory)
+    purpose: Purpose | None = bake.get("for")
     problems, warnings, fits = [*scales.problems, *_own_problems(path)], list[str](), list[Fit]()
-    if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
+    if purpose == "int8" and against:
+        raise InputError(f"'{path}' is baked for int8, whose cache makes its own scales; leave --against out")
+    if purpose == "fp8" and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problem = "K and V were baked for FP8 that ends at 448, so 1.0 clips them where it ends at 240"
         problems.append(f"{problem}; bake with scales of --fp8-dtype e4m3fnuz")
     if against:
@@ -107,7 +115,19 @@ def verify_directory(
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one, skipped = bake.get("latent") is True, skipped_layers(directory)
     simulations = [simulate(directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
-    return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4, skipped)
+    for simulation in simulations if purpose == "int8" else ():
+        _choose_int8(simulation)
+    return Verification(scales, simulations, fits, problems, warnings, purpose, nvfp4, skipped)
+
+
+def _choose_int8(simulation: Simulation) -> None:
+    """Put the flag of the engine's INT8 cache in place of FP8's, or say that none is known."""
+    caches = simulation.engine.caches.types
+    kinds = [kind for kind in map(cache_type, caches) if kind.integers and kind.k.bits == 8]
+    simulation.flag = caches[kinds[0].name][0].flag if kinds else None
+    if not kinds:
+        problem = "it has no INT8 cache" if caches else "it is not known to have an INT8 cache"
+        simulation.problem = f"{problem}, which the weights are baked for"
 
 
 def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:

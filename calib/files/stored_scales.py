@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from calib.choices import FP8Name, Strategy
+from calib.choices import FP8Name, Purpose, Strategy
 from calib.errors import InputError, NoScalesError
 from calib.files.cache_type import fp8_type
 from calib.files.config import Config, caches_latents, head_counts, layer_config
@@ -214,10 +214,10 @@ class StoredScales:
         ]
 
 
-def read_scales(path: Path, *, strict: bool = True, or_baked: bool = False) -> StoredScales:
+def read_scales(path: Path, *, strict: bool = True, or_baked: Sequence[Purpose] = ()) -> StoredScales:
     """Read the scales of a directory; unless `strict`, also those that only a report may show.
 
-    With `or_baked`, a model without scales will do that was baked for FP8, which needs none.
+    A model without scales will do if it was baked for one of `or_baked`: it needs none.
 
     A NoScalesError where there are none; if `strict`, also where only files that the index does not list have
     some, and an InputError where one scale has two values.
@@ -228,11 +228,11 @@ def read_scales(path: Path, *, strict: bool = True, or_baked: bool = False) -> S
         json = directory.json.layer_scales
         layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
     if not layers and (purpose := baked_for(directory)):
-        if or_baked and purpose == "fp8":
+        if purpose in or_baked:
             return StoredScales(directory, [])
-        way = f"serve it as it is{f', and check its files with fp8kv verify {path}' * (purpose == 'fp8')}"
         raise NoScalesError(
-            f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}; {way}"
+            f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}; "
+            f"serve it as it is, and check its files with fp8kv verify {path}"
         )
     unlisted = {} if layers else _group_by_layer(directory, directory.unlisted)
     if unlisted and strict:

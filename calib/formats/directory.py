@@ -28,6 +28,7 @@ from calib.files.names import (
     is_of_cache,
 )
 from calib.files.strict_json import exact_json_text, json_text, read_optional
+from calib.files.text import plain
 from calib.formats.base import Export
 from calib.formats.card import prepend_card
 
@@ -45,6 +46,11 @@ _FOR_TRANSFORMERS = (
 
 def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model", flag: str = "-o") -> None:
     """Refuse a path, of `flag`, that would harm the source, a `kind` of directory, or others' files."""
+    if not str(out).isprintable():
+        raise InputError(
+            f"output '{plain(str(out))}' has a control character, which no printed command can hold; "
+            f"choose another {flag}"
+        )
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:

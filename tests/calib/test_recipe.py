@@ -1,6 +1,7 @@
 """Recipes: bundled ones are legal, mistakes are named with the nearest key, saved ones return."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -96,7 +97,10 @@ def test_a_saved_calibration_is_a_recipe_and_another_name_is_none(tmp_path):
     recipe, saved = load_recipe("attn_head-mse", {"data.samples": 5}), tmp_path / "fp8kv_calibration.json"
     saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
     assert load_recipe(str(saved)) == recipe
-    report = saved.rename(tmp_path / "report.json")
+    report = shutil.copy(saved, tmp_path / "report.json")
+    saved.write_text(json.dumps({"model": "x"}))
+    with pytest.raises(InputError, match="' has no recipe; give the file of another"):
+        load_recipe(str(saved))
     with pytest.raises(InputError, match="is a report, whose recipe .* or the fp8kv_calib"):
         load_recipe(str(report))
     for source, message in (("attn-head-mse", "did you mean 'attn_head-mse'"), ("x.yml", "recipe 'x.yml'")):

@@ -139,6 +139,7 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
         with pytest.raises(InputError, match=message):
             check_output(place, source, overwrite=overwrite)
 
+    refused(tmp_path / "a\nb", False, "has a control character, which no printed")
     check_output(out, source, overwrite=False)
     out.mkdir()
     check_output(out, source, overwrite=False)

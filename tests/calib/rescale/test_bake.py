@@ -12,6 +12,7 @@ from command_line import calibrate, fp8kv, json_of, one_line_error, ran, succeed
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
+from calib.engines.catalogue import find_engine
 from calib.errors import UnsupportedModelError
 from calib.rescale import factors, rope_pairs
 from calib.rescale.factors import octave_factor, uniform_factors
@@ -234,6 +235,27 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
         done = fp8kv("verify", llama.baked, "--against", statistics)
         one_line_error(done, IS_BAKED, "were not measured on it")
         assert not done.stdout
+
+
+def test_verify_of_a_model_baked_for_int8_names_the_engines_with_that_cache(llama, tmp_path):
+    baked = tmp_path / "baked"
+    succeeded(bake(llama.source, llama.scales, baked, "--for", "int8"))
+    answer = json_of("verify", baked)
+    assert (answer["good"], answer["baked"], answer["baked_for"]) == (True, False, "int8")
+    flags = {x["engine"]: x["flag"] for x in answer["engines"] if x["problem"] is None}
+    int8 = {"vLLM": "int8_per_token_head", "LMDeploy": "lmdeploy_int8"}
+    assert flags == {x: find_engine(x.lower()).caches.types[name][0].flag for x, name in int8.items()}
+    shown = fp8kv("verify", baked, "--engine", "sglang")
+    assert shown.stdout.startswith(f"{baked}, LlamaForCausalLM, baked for int8, on one GPU")
+    assert (shown.exit_code, "it has no INT8 cache" in shown.stdout) == (1, True)
+    for flag, value in (("--against", llama.scales), ("--backend", "FLASH_ATTN")):
+        done = fp8kv("verify", baked, "--engine", "vllm", flag, value)
+        one_line_error(done, "is baked for int8, whose cache makes its own scales", f"leave {flag} out")
+    one_line_error(
+        fp8kv("convert", baked, "--to", "tgi", "-o", tmp_path / "no"), "is baked for int8; serve it"
+    )
+    other = shutil.copy(llama.source / "model.safetensors", baked / "model.safetensors")  # not what was baked
+    one_line_error(fp8kv("verify", other.parent), "holds no KV-cache scales")
 
 
 def test_scales_of_something_else(llama, tmp_path):
