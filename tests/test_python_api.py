@@ -150,6 +150,10 @@ def test_completion_and_type_checkers_see_every_public_name():
         assert all(hasattr(package, public) for public in package.__all__)
         with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'convrt'"):
             package.convrt  # noqa: B018
+    tree = ast.parse(inspect.getsource(fp8kv_runtime))
+    imports = [x for x in tree.body if isinstance(x, ast.ImportFrom) and "fp8kv_runtime" in x.module]
+    names = {alias.name for node in imports for alias in node.names} | {*fp8kv_runtime._HOMES}
+    assert names == {*fp8kv_runtime.__all__}
     # without the stub every name is `Any`, and py.typed promises what is not there
     tree = ast.parse(Path(calib.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
