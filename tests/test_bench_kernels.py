@@ -10,6 +10,7 @@ import generate_gpu
 import kernel_speed
 import pytest
 import torch
+from kernel_setting import nan_in_new_memory  # noqa: F401  for all tests here
 
 from calib.bench import kernels as gate
 from calib.bench.kernels import shrink

@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import fp8kv, one_line_error, succeeded
 from families import LATENT, UNEVEN, tiny_model
+from kernel_setting import nan_in_new_memory  # noqa: F401  for all tests here
 
 from calib.bench import kernels as gate
 from calib.bench.run import attention_heads, parse_heads

@@ -4,14 +4,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
+import oracle
 import pytest
 import torch
 from checks import assert_attention, assert_gathered
 from paged import FORMATS, Case, build
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from tune_kernels import pinned
 
-from fp8kv_runtime.kernels import dense
+from fp8kv_runtime.kernels import attention, dense
 from fp8kv_runtime.kernels.launch import Launcher
 from fp8kv_runtime.kernels.tuning import Config
 
@@ -58,6 +60,15 @@ def test_ragged_prompts(name, launched, device, monkeypatch):
 )
 def test_every_pair_of_codes_is_gathered_exactly(format, dtype, device):
     assert_gathered(format, dtype, device)
+
+
+def test_later_heads_of_a_later_sequence_are_gathered(device):
+    batch = build(replace(RAGGED, kv_heads=3), device)
+    prompt, table = dense.Prompt(1, 0, 1, 33, 133), batch.sequences.block_tables[1].tolist()
+    got = dense.gather(batch.blocks, batch.sequences, prompt, slice(1, 3), torch.float16)
+    for values, stored in zip(got, (batch.blocks.key, batch.blocks.value), strict=True):
+        want = oracle.dequantised(stored, torch.ones(3), table, 133)[33:, 1:].transpose(0, 1)
+        assert torch.equal(values.cpu().double(), want)
 
 
 def test_what_torch_has_no_attention_for_is_ours(launched, device):
@@ -144,6 +155,40 @@ def test_heads_start_after_what_is_there_and_end_before_what_follows(fails, monk
     ends = ["end a on a", "main waits for end a", "end b on b", "main waits for end b"]
     assert log == ["a waits for all on main", "b waits for all on main", *heads, *ends]
     assert current[-1] == "main"
+
+
+@pytest.mark.parametrize("queries", [None, (3, 1)])
+def test_parts_of_any_values_are_joined_as_their_softmaxes_say(queries, device, monkeypatch):
+    """The reduce kernel alone, beside float64: parts are [P, T, H, D], their maxima and sums [P, T, H, 2]."""
+    launch, random, drawn = Launcher.__call__, torch.Generator().manual_seed(0), []
+
+    def draw_parts(self, target, grid, blocks, inputs, arguments):
+        if self.kernel is attention.reduce_kernel:
+            partial, softmax, *_ = arguments
+            parts = int(partial[:, 0, 0, 0].isfinite().sum())  # the others are NaN, and nothing may read them
+            partial[:parts] = torch.randn(partial[:parts].shape, generator=random).to(device)
+            softmax[:parts] = torch.rand(softmax[:parts].shape, generator=random).to(device) * 20 + 0.1
+            softmax[1, ..., 0], softmax[1, ..., 1], partial[1] = -torch.inf, 0, 0  # it sees nothing
+            drawn.append((parts, partial.cpu().double(), softmax.cpu().double()))
+        launch(self, target, grid, blocks, inputs, arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", draw_parts)
+    splits = {"num_splits": 5} if queries is None else {"query_lens": queries, "extend_splits": 5}
+    case = Case((70, 9), format="float16", v_scales="channel", head_dim=80, group=3, **splits)
+    batch = build(case, device)
+    batch = replace(batch, blocks=replace(batch.blocks, v_scale=batch.blocks.v_scale * 2**18))  # about one
+    with pinned("decode" if queries is None else "extend", Config(16, 4, per_processor=100)):
+        out = batch.attend("kernel")
+    ((parts, partial, softmax),) = drawn
+    assert parts > 3
+    of_sequences = zip(queries or (1, 1), (slice(parts - 1), slice(parts - 1, parts)), strict=True)
+    rows = [(token, part) for tokens, part in of_sequences for token in range(tokens)]
+    scale = batch.blocks.v_scale.cpu().double().repeat_interleave(case.group, 0)
+    for row, (token, part) in enumerate(rows):
+        values, (maxima, sums) = partial[part, token], softmax[part, token].unbind(-1)
+        weights = 2 ** (maxima - maxima.amax(0))
+        want = (weights[..., None] * values).sum(0) / (weights * sums).sum(0)[:, None] * scale
+        assert_close(out[row].cpu().double(), want, rtol=1e-3, atol=1e-5)  # float16 rounds by 2^-11
 
 
 def test_a_sequence_of_one_part_is_one_launch(launched, device):
