@@ -226,6 +226,7 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
         "samples": len(data.samples),
         "tokens": data.num_tokens,
         "unread_tokens": data.unread,
+        "columns": {**data.columns},  # as found; the source names the split
         **data.media,
     }
 

@@ -26,6 +26,7 @@ from calib.data.generated import sample_at_random, sample_from_model
 from calib.data.hub_rows import find_split, stream_rows
 from calib.data.loading import open_source
 from calib.errors import InputError
+from calib.formats.output import dataset_facts
 from calib.recipe import DataRecipe
 
 BOS, EOS, PAD = 0, 1, 99
@@ -99,7 +100,9 @@ def test_local_rows_are_shuffled_by_the_seed_and_files_that_are_not_read_are_a_w
 
 
 @pytest.mark.parametrize(("config", "name"), [(None, "o/d [train]"), ("en", "o/d (en) [train]")])
-def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
+def test_any_other_name_is_a_dataset_on_the_hub_and_what_was_found_is_recorded(
+    monkeypatch, config, name, tokenizer
+):
     asked = []
 
     def load(*args, **kwargs):
@@ -108,9 +111,14 @@ def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *args: ["test", "train"])
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source = open_source(DataRecipe(dataset="o/d", config=config))
+    source = open_source(recipe := DataRecipe(dataset="o/d", config=config))
     assert (source.name, list(source.rows)) == (name, [("row 1 as shuffled", {"text": "streamed"})])
     assert asked == [(("o/d", config), {"split": "train", "streaming": True})]
+    loaded = load_data(recipe, tokenizer, None)
+    facts = dataset_facts(loaded)
+    assert (facts["source"], facts["columns"]) == (name, {"text": "text"})
+    named = recipe.model_copy(update={"split": "train", "column": "text"})
+    assert load_data(named, tokenizer, None) == loaded
 
 
 def texts(name, seq_len=256):
