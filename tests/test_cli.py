@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from command_line import SMALL, calibrate, fp8kv, json_of, one_line_error, ran, succeeded
-from families import edit_tensors
+from families import edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -78,6 +78,29 @@ def test_names_of_directories_cannot_steer_the_terminal(tiny_directory, tmp_path
         printed = done.stdout + done.stderr
         assert "\x1b" not in printed
         assert "oo x\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31mü" in printed
+
+
+def test_bad_numbers_are_named_by_the_row_of_the_file(tmp_path):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = float("nan")
+    directory, data = save_model(model, tmp_path / "model"), tmp_path / "a.jsonl"
+    lines = [" ".join(f"w{i + j}" for j in range(20)) for i in (3, 30, 70, 90)]  # the third has w77
+    data.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    done = fp8kv(
+        "calibrate",
+        directory,
+        "-o",
+        tmp_path / "out",
+        "--dataset",
+        data,
+        "--samples",
+        4,
+        "--seq-len",
+        32,
+        "--allow-few-tokens",
+    )
+    one_line_error(done, "K holds NaN or Inf in sample", "of those read (", "a.jsonl, line 3);")
 
 
 def test_a_recipe_with_flags_and_set_on_top_into_the_default_output(tiny_directory, tmp_path, monkeypatch):

@@ -183,13 +183,16 @@ def singles(batch: Batch) -> list[Batch]:
     if batch.media is not None:
         return [batch]
     rows = zip(batch.input_ids, batch.attention_mask, batch.sample_ids, strict=True)
-    return [Batch(ids[None], mask[None], (i,), 0, batch.skip_first) for ids, mask, i in rows]
+    return [
+        Batch(ids[None], mask[None], (i,), 0, batch.skip_first, places=batch.places) for ids, mask, i in rows
+    ]
 
 
 def blame(place: str | None, batch: Batch) -> CalibrationError:
     """Make the error for NaN or Inf; names the sample, or the batch if no sample alone shows it."""
     samples = list(batch.sample_ids)
     where = f"sample {samples[0]} of those read" if place else f"samples {samples}, only when batched"
+    where += "".join(f" ({batch.places[i]})" for i in samples[:1] if place and i in batch.places)
     return CalibrationError(
         f"{place or 'a layer'} holds NaN or Inf in {where}; "
         "check the weights, and where they are float16, use --dtype bfloat16 or float32"

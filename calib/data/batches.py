@@ -1,8 +1,8 @@
 """Batches of samples of similar length, with next to no padding."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Batch:
     first_token: int  # number of the first real token
     skip_first: int = 0  # tokens of each sample that are read and not counted
     media: MediaSample | None = None  # of the one sample of a batch that a processor has made
+    places: Mapping[int, str] = field(default_factory=dict)  # sample -> its row, such as "a.jsonl, line 3"
 
     @property
     def num_tokens(self) -> int:

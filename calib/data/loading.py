@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -46,6 +46,7 @@ class CalibrationData:
     unknown: frozenset[int] | None = None  # ids of what the tokenizer does not know
     words: tuple[int, int] | None = None  # of the documents, and the tokens that they became
     columns: Mapping[str, str] = field(default_factory=dict)  # that were read, each as `text` or `chats`
+    places: Sequence[str] = ()  # of the documents, such as "a.jsonl, line 3"; none where not known
 
     @cached_property
     def samples(self) -> list[list[int]]:
@@ -108,7 +109,9 @@ class CalibrationData:
     def batches(self, size: int, recipe: DataRecipe) -> list[Batch]:
         """Return batches of `size` samples: of one, with its pictures, if a processor has read the data."""
         batches = make_batches(self.samples, size, pad_id=0, seed=recipe.seed, skip_first=recipe.skip_first)
-        return [replace(batch, media=self.pieces[batch.sample_ids[0]].media) for batch in batches]
+        media = [self.pieces[batch.sample_ids[0]].media for batch in batches]
+        places = {i: self.places[piece.document] for i, piece in enumerate(self.pieces) if self.places}
+        return [replace(batch, media=x, places=places) for batch, x in zip(batches, media, strict=True)]
 
     def only(self, samples: Iterable[int]) -> CalibrationData:
         """Return the samples of these indices alone, in their order."""
@@ -150,8 +153,9 @@ def load_data(
         unknown, tokenized = None, reader.read(chain(first, rows), recipe, source.folder)
     else:
         unknown, tokenized = unknown_ids(tokenizer), tokenize_rows(chain(first, rows), tokenizer, recipe)
-    pieces, warnings, words, columns = tokenized
-    return CalibrationData(pieces, source.name, source.warnings + warnings, unknown or None, words, columns)
+    pieces, warnings, words, columns, places = tokenized
+    warnings = source.warnings + warnings
+    return CalibrationData(pieces, source.name, warnings, unknown or None, words, columns, places)
 
 
 class RowSource(NamedTuple):

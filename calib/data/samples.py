@@ -68,12 +68,10 @@ class SkippedRows:
 
     refusals: list[str] = field(default_factory=list)  # the template's reasons
     unusable: list[str] = field(default_factory=list)  # places and reasons
+    place: str = ""  # of the row that was read last
 
     def others(self, rows: Iterable[LocatedRow], read: Callable[[Row], T]) -> Iterator[T]:
-        """Yield what `read` returns of other rows, tokens last; end early where the first ones have none.
-
-        Raises an InputError that names the row.
-        """
+        """Yield what `read` returns of rows, tokens last, if the first have any; an error names the row."""
         has_tokens = False
         for where, row in rows:
             try:
@@ -85,7 +83,7 @@ class SkippedRows:
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
             else:
-                has_tokens = has_tokens or bool(result[-1])
+                has_tokens, self.place = has_tokens or bool(result[-1]), where
                 yield result
             if not has_tokens and len(self.refusals) + len(self.unusable) == MAX_REFUSALS:
                 return
@@ -127,6 +125,7 @@ class Tokenized(NamedTuple):
     warnings: tuple[str, ...]
     words: tuple[int, int]
     columns: dict[str, str]  # that were read, each as `text` or `chats`
+    places: Sequence[str] = ()  # of the documents
 
 
 def tokenize_rows(
@@ -139,7 +138,7 @@ def tokenize_rows(
     """
     pieces, skipped = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer)), SkippedRows()
     long_chats: list[tuple[int, list[Message], list[int]]] = []
-    words, word_tokens, columns = 0, 0, dict[str, str]()
+    words, word_tokens, columns, places = 0, 0, dict[str, str](), list[str]()
 
     def read(row: Row) -> tuple[Row, Document, list[int]]:
         document = find_document(row, recipe.column)
@@ -150,6 +149,7 @@ def tokenize_rows(
         if ids:
             columns |= columns_read(row, recipe.column)
             number = pieces.add(ids)
+            places.append(skipped.place)
             if isinstance(document, str):
                 pieces.cut(number, ids)
             elif len(ids) > recipe.seq_len:
@@ -162,7 +162,7 @@ def tokenize_rows(
         for number, messages, ids in long_chats:
             pieces.cut(number, ids, _turns(messages, tokenizer))
     samples = pieces.all()
-    return Tokenized(samples, skipped.warnings(recipe, len(samples)), (words, word_tokens), columns)
+    return Tokenized(samples, skipped.warnings(recipe, len(samples)), (words, word_tokens), columns, places)
 
 
 def columns_read(row: Row, column: str | None) -> dict[str, str]:

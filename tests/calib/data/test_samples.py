@@ -80,7 +80,7 @@ def recipe_of(**settings):
 
 def tokenize(rows, tokenizer, recipe):
     located = ((f"a.jsonl, line {n}", row) for n, row in enumerate(rows, 1))
-    pieces, warnings, words, _ = tokenize_rows(located, tokenizer, recipe)
+    pieces, warnings, words, *_ = tokenize_rows(located, tokenizer, recipe)
     return [piece.ids for piece in pieces], warnings, words
 
 
