@@ -238,7 +238,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) ->
 def _refuse_nan(input_ids: Tensor, scores: Tensor) -> Tensor:
     """Return the logits [1, V] as they are; an InputError if one is NaN."""
     if scores.isnan().any():
-        raise InputError("the model's logits hold NaN, which is not text; check its weights and --dtype")
+        raise InputError(
+            "the model's logits hold NaN, which is not text; check its weights, --dtype, --cache and --scales"
+        )
     return scores
 
 

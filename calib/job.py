@@ -23,6 +23,7 @@ from calib.capture.resume import (
     NOTHING_SAVED,
     SavedProgress,
     Share,
+    check_resumable,
     compared_inputs,
     progress_file,
     read_until,
@@ -98,6 +99,8 @@ def run(
         progress.stage("load")
         checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
         with _claimed_output(destination, world) as claim:
+            if resume:
+                world.together(lambda: check_resumable(progress_file(path, world.rank), checkpoints))
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = time.perf_counter()
             (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)

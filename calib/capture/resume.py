@@ -51,16 +51,29 @@ def compared_inputs(
 ) -> dict[str, Any]:
     """Return the inputs of the statistics, by their names in errors: a run resumes only with equal ones."""
     return {
-        **package_versions(),
-        "model": [*map(fingerprint, checkpoints)],
-        "file beside the weights": [*map(settings_digest, checkpoints)],
-        # values that the fingerprint did not sample
-        "state of the weight files": [checkpoint.sizes_and_times() for checkpoint in checkpoints],
+        **_inputs_of_files(checkpoints),
         "recipe": recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
         "dataset": data.fingerprint,
         "number of processes": [world.rank, world.size],
         # a GPU's results do not depend on it
         THREADS: recipe.device == "cpu" and torch.get_num_threads(),
+    }
+
+
+def check_resumable(path: Path, checkpoints: Sequence[ModelDirectory]) -> None:
+    """Refuse progress in `path` of another model, before any is loaded; without such a file do nothing."""
+    if path.exists():
+        _, progress = load_progress(path, START_AGAIN)
+        check_same_run(path, progress.get("run", {}), _inputs_of_files(checkpoints))
+
+
+def _inputs_of_files(checkpoints: Sequence[ModelDirectory]) -> dict[str, Any]:
+    return {
+        **package_versions(),
+        "model": [*map(fingerprint, checkpoints)],
+        "file beside the weights": [*map(settings_digest, checkpoints)],
+        # values that the fingerprint did not sample
+        "state of the weight files": [checkpoint.sizes_and_times() for checkpoint in checkpoints],
     }
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -51,13 +50,16 @@ class SavedResults:
         """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
 
         Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
-        inputs, and a damaged file, if this run is to go on with them.
+        inputs, and a damaged file, if this run is to go on with them. Until `begin`, any other run leaves them.
         """
         assert self.path is not None
         self._inputs = json.loads(json_text(inputs))
         if self.path.exists():
-            with suppress(*[InputError] * (not self.resume)):
+            try:
                 self._earlier, self._results = self._load(self.path, types)
+            except InputError:
+                if self.resume:
+                    raise
 
     def begin(self, inputs: dict[str, Any], progress: Progress = SILENT) -> list[str]:
         """Begin a run that has these `inputs` besides, or go on with the earlier one; return warnings."""

@@ -181,13 +181,14 @@ def _inputs_of_files(evaluation: Evaluation) -> dict[str, Any]:
 
     A run goes on only with equal inputs, these and `_inputs_in_memory`.
     """
-    checkpoint, later = evaluation.checkpoint, _RESOLVED | {"evaluation": {"fail_if", "backend"}}
+    checkpoint = evaluation.checkpoint
+    not_compared = {**_FREE_TO_CHANGE, **_RESOLVED, "evaluation": {"fail_if", "backend"}}
     return {
         **package_versions(_LIBRARIES),
         "model": fingerprint(checkpoint),
         "file beside the weights": settings_digest(checkpoint),
         "state of the weight files": checkpoint.sizes_and_times(),
-        **_settings(evaluation.recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE | later)),
+        **_settings(evaluation.recipe.model_dump(mode="json", exclude=not_compared)),
         "suite": asdict(evaluation.suite),
         "command": "recommend" if evaluation.wish else "eval",
         "--engine": evaluation.wish and evaluation.wish.engine,

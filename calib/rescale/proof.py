@@ -39,8 +39,9 @@ class Observation:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether nothing is NaN or infinite."""
-        return all(x.isfinite().all() for x in (self.logits, *(x for pair in self.kv.values() for x in pair)))
+        """Return whether nothing is NaN or infinite, but for -inf in logits, which rules a token out."""
+        logits = self.logits.where(~self.logits.isneginf(), 0)
+        return all(x.isfinite().all() for x in (logits, *(x for pair in self.kv.values() for x in pair)))
 
 
 def load_exact(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -255,16 +255,17 @@ class TextSummary:
 
     def warnings(self, advice: str = _MORE_TEXT) -> list[str]:
         """Return why scales of this text may not hold others, one line each; `advice` is on few tokens."""
-        lines = _few_tokens(self.tokens, advice) or _few_tokens(self.unrepeated_tokens, advice, "new ")
+        lines = _few_tokens(self.tokens, advice)
         if self.distinct_tokens < FEW_DISTINCT:
             lines.append(
                 f"only {self.distinct_tokens:,} different tokens occur among the {self.tokens:,} "
                 "that were read; use text with more of the vocabulary"
             )
-        return lines + self._causes()
+        return lines + self._causes(advice)
 
-    def _causes(self) -> list[str]:
-        causes = []
+    def _causes(self, advice: str = _MORE_TEXT) -> list[str]:
+        causes, new = [], self.unrepeated_tokens
+        is_few = new < FEW_TOKENS <= self.tokens
         if self.words and (self.word_tokens or 0) < FEW_PER_WORD * self.words:
             causes.append(
                 f"{self.words:,} words became {self.word_tokens:,} tokens; check that "
@@ -275,11 +276,14 @@ class TextSummary:
                 f"{self.unknown_tokens / self.tokens:.0%} of the tokens are the unknown token; "
                 "check that the tokenizer is this model's, and knows the text's language"
             )
-        if self.unrepeated_tokens < FEW_UNREPEATED * self.tokens:
+        if new < FEW_UNREPEATED * self.tokens:
+            end = f"; {new:,} are new, too few: {advice}" if is_few else " and add nothing"
             causes.append(
-                f"the {self.samples:,} samples are alike: {self.tokens - self.unrepeated_tokens:,} of "
-                f"{self.tokens:,} tokens repeat the beginning of another sample and add nothing"
+                f"the {self.samples:,} samples are alike: {self.tokens - new:,} of "
+                f"{self.tokens:,} tokens repeat the beginning of another sample{end}"
             )
+        elif is_few:
+            causes += _few_tokens(new, advice, "new ")
         return causes
 
 

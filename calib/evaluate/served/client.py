@@ -302,7 +302,7 @@ class Server:
             return InputError(f"{problem}; {self._key_advice}")
         if status == 404 and not is_prompt:
             return _UnknownPathError(f"{problem}; see the server's log, or {_EXAMPLE}")
-        if status == 425:  # of our plugin's
+        if status == 425 and url.endswith("/fp8kv/watch"):
             return InputError(
                 f"{self._url} has read no text yet; send it a request, or see in its log why not"
             )

@@ -384,9 +384,13 @@ ENOUGH = TextSummary.of(texts(), unknown={1}, words=(1500, 2048))
 def test_each_doubt_is_one_line_of_its_own():
     for said, field, doubtful, close in (
         ("only 1,023 tokens were read", "tokens", 1023, 1024),
-        ("only 1,023 new tokens were read", "unrepeated_tokens", 1023, 1024),
         ("only 31 different tokens occur", "distinct_tokens", 31, 32),
-        ("the 32 samples are alike: 1,025 of 2,048", "unrepeated_tokens", 1023, 1024),
+        (
+            "the 32 samples are alike: 1,025 of 2,048 tokens repeat",
+            "unrepeated_tokens",
+            1023,
+            1024,
+        ),
         ("4,097 words became 2,048 tokens", "words", 4097, 4096),
         ("10% of the tokens are the unknown token", "unknown_tokens", 205, 204),
     ):
@@ -394,7 +398,9 @@ def test_each_doubt_is_one_line_of_its_own():
         lines = replace(ENOUGH, **{field: doubtful}).warnings()
         assert [line.startswith(said) for line in lines].count(True) == 1
         assert all(len(line.split()) <= 25 for line in lines)
-        assert len(lines) == 1 + (field == "unrepeated_tokens")
+        assert len(lines) == 1
+    few = replace(ENOUGH, tokens=1100, unrepeated_tokens=1000).warnings()
+    assert few == ["only 1,000 new tokens were read, too few to tell how large K and V become; " + _MORE_TEXT]
 
 
 def test_next_to_nothing_is_refused_for_a_cause():
