@@ -50,7 +50,7 @@ class SavedResults:
         """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
 
         Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
-        inputs, and a damaged file, if this run is to go on with them. Until `begin`, any other run leaves them.
+        inputs, and a damaged file, if this run is to go on with them.
         """
         assert self.path is not None
         self._inputs = json.loads(json_text(inputs))
