@@ -99,9 +99,8 @@ def run(
         progress.stage("load")
         checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
         with _claimed_output(destination, world) as claim:
-            if resume:
-                world.together(lambda: check_resumable(progress_file(path, world.rank), checkpoints))
-            prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
+            saved = progress_file(path, world.rank) if resume else None
+            prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, saved))
             loaded = time.perf_counter()
             (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)
             measured = time.perf_counter()
@@ -119,8 +118,8 @@ def run(
 
             result = world.together(write)  # what goes wrong there ends all of them
             remove_progress(progress_file(path, world.rank))
-            end = time.perf_counter()
-    seconds = {"load": loaded - start, "calibrate": measured - loaded, "write": end - measured}
+    write_seconds = time.perf_counter() - measured
+    seconds = {"load": loaded - start, "calibrate": measured - loaded, "write": write_seconds}
     return result and replace(result, seconds=seconds)
 
 
@@ -153,15 +152,24 @@ class Prepared:
     data: CalibrationData
 
 
-def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
-    """Load the data and the model, or its skeleton, and rehearse what will be written."""
+def _prepare(
+    checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, saved: Path | None
+) -> Prepared:
+    """Load the data and the model, or its skeleton, and rehearse what will be written.
+
+    `saved` is the place of the progress with which the run shall go on.
+    """
+    if saved is not None:
+        check_resumable(saved, checkpoints)
     checkpoint, *drafters = checkpoints
     config = load_config(checkpoint, recipe.trust_remote_code)
     states = [layers_read(drafter, config, recipe) for drafter in drafters]
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
-    by_layer = (offload := resolve_offload(checkpoint, config, recipe, resume=resume)) == "layerwise"
+    by_layer = (
+        offload := resolve_offload(checkpoint, config, recipe, resume=saved is not None)
+    ) == "layerwise"
 
     @cache
     def model() -> PreTrainedModel:
