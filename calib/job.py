@@ -118,8 +118,11 @@ def run(
 
             result = world.together(write)  # what goes wrong there ends all of them
             remove_progress(progress_file(path, world.rank))
-    write_seconds = time.perf_counter() - measured
-    seconds = {"load": loaded - start, "calibrate": measured - loaded, "write": write_seconds}
+    seconds = {
+        "load": loaded - start,
+        "calibrate": measured - loaded,
+        "write": time.perf_counter() - measured,
+    }
     return result and replace(result, seconds=seconds)
 
 
