@@ -1,13 +1,13 @@
 """The whole job: find the model, prepare, measure, derive, write. The CLI calls this, and so may you."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -95,15 +95,15 @@ def run(
     destination = Destination(path, in_place, overwrite, progress.copied)
     with joined_world() as world:
         world.check_same("commands or recipes", [names, str(path), recipe.model_dump()])
-        start = time.perf_counter()
+        start = perf_counter()
         progress.stage("load")
         checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
         with _claimed_output(destination, world) as claim:
             saved = progress_file(path, world.rank) if resume else None
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, saved))
-            loaded = time.perf_counter()
+            loaded = perf_counter()
             (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)
-            measured = time.perf_counter()
+            measured = perf_counter()
             progress.stage("write")
 
             def write() -> Result | None:
@@ -118,11 +118,7 @@ def run(
 
             result = world.together(write)  # what goes wrong there ends all of them
             remove_progress(progress_file(path, world.rank))
-    seconds = {
-        "load": loaded - start,
-        "calibrate": measured - loaded,
-        "write": time.perf_counter() - measured,
-    }
+    seconds = {"load": loaded - start, "calibrate": measured - loaded, "write": perf_counter() - measured}
     return result and replace(result, seconds=seconds)
 
 
