@@ -97,10 +97,10 @@ def run(
         world.check_same("commands or recipes", [names, str(path), recipe.model_dump()])
         start = perf_counter()
         progress.stage("load")
-        checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
+        saved = progress_file(path, world.rank) if resume else None
+        checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination, saved))
         with _claimed_output(destination, world) as claim:
-            saved = progress_file(path, world.rank) if resume else None
-            prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, saved))
+            prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = perf_counter()
             (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)
             measured = perf_counter()
@@ -122,13 +122,20 @@ def run(
     return result and replace(result, seconds=seconds)
 
 
-def _find_checkpoints(names: list[str], recipe: Recipe, destination: Destination) -> list[ModelDirectory]:
-    """Find a model and its drafter; refuse an output that cannot be written before any weight is read."""
+def _find_checkpoints(
+    names: list[str], recipe: Recipe, destination: Destination, saved: Path | None
+) -> list[ModelDirectory]:
+    """Find a model and its drafter, before any weight is read.
+
+    Refuse an output that cannot be written, and `saved`, the progress to go on with, of another model.
+    """
     checkpoints = [find_model(name, kind) for name, kind in zip(names, ("model", "drafter"), strict=False)]
     for checkpoint in checkpoints if not destination.in_place else ():
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     if "json" in recipe.export.formats:
         check_split(checkpoints[-1], recipe.export.tp_size)
+    if saved is not None:
+        check_resumable(saved, checkpoints)
     return checkpoints
 
 
@@ -151,24 +158,15 @@ class Prepared:
     data: CalibrationData
 
 
-def _prepare(
-    checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, saved: Path | None
-) -> Prepared:
-    """Load the data and the model, or its skeleton, and rehearse what will be written.
-
-    `saved` is the place of the progress with which the run shall go on.
-    """
-    if saved is not None:
-        check_resumable(saved, checkpoints)
+def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, *, resume: bool) -> Prepared:
+    """Load the data and the model, or its skeleton, and rehearse what will be written."""
     checkpoint, *drafters = checkpoints
     config = load_config(checkpoint, recipe.trust_remote_code)
     states = [layers_read(drafter, config, recipe) for drafter in drafters]
     check_scales(recipe, recipe.export.formats, config, engine_class(config, config.model_type))
     is_default = "seq_len" not in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
-    by_layer = (
-        offload := resolve_offload(checkpoint, config, recipe, resume=saved is not None)
-    ) == "layerwise"
+    by_layer = (offload := resolve_offload(checkpoint, config, recipe, resume=resume)) == "layerwise"
 
     @cache
     def model() -> PreTrainedModel:
