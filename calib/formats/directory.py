@@ -6,6 +6,7 @@ import shutil
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 from calib.arguments import to_path
 from calib.choices import FORMATS
@@ -46,7 +47,7 @@ _FOR_TRANSFORMERS = (
 
 def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model", flag: str = "-o") -> None:
     """Refuse a path, of `flag`, that would harm the source, a `kind` of directory, or others' files."""
-    if not str(out).isprintable():
+    if any(category(character) == "Cc" for character in str(out)):
         raise InputError(
             f"output '{plain(str(out))}' has a control character, which no printed command can hold; "
             f"choose another {flag}"

@@ -140,7 +140,8 @@ def test_where_an_output_may_go(checkpoint, tmp_path):
             check_output(place, source, overwrite=overwrite)
 
     refused(tmp_path / "a\nb", False, "has a control character, which no printed")
-    check_output(out, source, overwrite=False)
+    for name in (out, tmp_path / "\u5168\u3000\u89d2"):  # a wide space is not a control character
+        check_output(name, source, overwrite=False)
     out.mkdir()
     check_output(out, source, overwrite=False)
     (out / "thesis.txt").write_text("x")
