@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 from typing import Literal
 
 import psutil
@@ -133,6 +134,10 @@ def _put(scratch: Path, claim: Claim) -> bool:
 
 def _replace(scratch: Path, claim: Claim) -> bool:
     path, old = claim.path, scratch.with_suffix(".old")
+    status = path.stat()
+    with suppress(OSError):  # a directory of another user's
+        os.chown(scratch, status.st_uid, status.st_gid)
+        scratch.chmod(S_IMODE(status.st_mode))
     if _exchange(scratch, path):
         is_claimed = _identity(scratch) == claim.replaces
         return is_claimed or not _exchange(scratch, path)
@@ -159,7 +164,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _remove_abandoned(out: Path) -> None:
     """Remove scratch directories of `out` whose process, of this machine, has ended."""
-    pattern = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old)"
+    pattern = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old|backup)"
     for path in out.parent.iterdir():
         match = re.fullmatch(pattern, path.name)
         if match and not psutil.pid_exists(int(match[1])):

@@ -196,28 +196,31 @@ def local_directory(model_name: str) -> Path:
 
 
 def complete(scratch: Path, model: Path) -> None:
-    """Link all other files of `model` into `scratch`, which will replace it."""
-    for file in _files(model):
-        target = scratch / file.relative_to(model)
+    """Link all of `model` that stays as it is into `scratch`, which will replace it."""
+    for path in sorted(model.rglob("*")):
+        target = scratch / path.relative_to(model)
+        if path.is_dir() and not path.is_symlink():
+            target.mkdir(exist_ok=True)
+            continue
         # the weights have another name now, the document holds scales that are not the model's any more
-        is_stale = file.name in (SINGLE_FILE, JSON_FILE) and file.parent == model
-        if not (target.exists() or target.is_symlink() or is_stale):
-            _link(file, target)
+        if path.name in (SINGLE_FILE, JSON_FILE) and path.parent == model:
+            continue
+        if target.exists() and _is_same(path, target):
+            target.unlink()  # a copy has another owner, and is not a symbolic link
+        if not (target.exists() or target.is_symlink()):
+            _link(path, target)
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
     """Link what `scratch` changes or drops in a directory beside `model`; None if nothing does."""
-    changed = []
-    for file in _files(model):
-        new = scratch / file.relative_to(model)
-        if not (new.exists() and (file.samefile(new) or filecmp.cmp(file, new, shallow=False))):
-            changed.append(file)
+    files = (path for path in sorted(model.rglob("*")) if path.is_symlink() or not path.is_dir())
+    changed = [file for file in files if not _is_same(file, scratch / file.relative_to(model))]
     if not changed:
         return None
     name = f"{model.name}.before-fp8kv"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     backup = next(path for path in map(model.with_name, names) if not path.exists())
-    partial = backup.with_name(f".{backup.name}.{os.getpid()}.partial")
+    partial = scratch.with_suffix(".backup")
     try:
         for file in changed:
             _link(file, partial / file.relative_to(model))
@@ -227,8 +230,10 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     return backup
 
 
-def _files(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.rglob("*")) if path.is_symlink() or path.is_file()]
+def _is_same(file: Path, new: Path) -> bool:
+    if not new.exists():  # as where both are links to nothing
+        return file.is_symlink() and new.is_symlink()
+    return file.samefile(new) or filecmp.cmp(file, new, shallow=False)
 
 
 def _link(file: Path, target: Path) -> None:

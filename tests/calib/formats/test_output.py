@@ -2,8 +2,12 @@
 
 import errno
 import json
+import os
+import socket
+import subprocess
 from itertools import product
 from pathlib import Path
+from stat import S_IMODE
 from unittest.mock import Mock
 
 import pytest
@@ -76,6 +80,31 @@ def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(mo
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
     assert "fp8kv_calibration.json" in contents(second.backup)
+
+
+def test_what_the_scales_do_not_change_stays_what_it_is(model, tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+    (model / "linked.txt").symlink_to("../secret.txt")
+    (model / "nowhere").symlink_to("../nothing")
+    (model / "empty").mkdir()
+    os.mkfifo(model / "pipe")
+    model.chmod(0o700)
+    kept = ("linked.txt", "nowhere", "pipe", "tokenizer.json")
+    before = {name: (model / name).lstat().st_ino for name in kept}
+    abandoned = tmp_path / f".{model.name}.{socket.gethostname()}-{ended_process()}.backup"
+    abandoned.mkdir()  # by a run that was killed
+    calibrate(model, in_place=True)
+    assert {name: (model / name).lstat().st_ino for name in kept} == before
+    assert os.readlink(model / "linked.txt") == "../secret.txt"
+    assert (model / "empty").is_dir()
+    assert S_IMODE(model.stat().st_mode) == 0o700
+    assert not abandoned.exists()
+
+
+def ended_process():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def test_a_linked_shard_stays_a_link(model, tmp_path):
