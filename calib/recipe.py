@@ -265,6 +265,6 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         child = document.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise InputError(f"'{dotted}' cannot be set: '{parent}' is one value in the recipe")
+            raise InputError(f"'{dotted}' cannot be set: '{parent}' is not a mapping in the recipe")
         document = child
     document[leaf] = value

@@ -79,8 +79,11 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
             model = model.model_fields[part].annotation  # type: ignore[assignment]
         legal = [*model.model_fields]
         suggestion = f" (did you mean {' or '.join(homes)}?)" if homes else did_you_mean(leaf, legal)
+        if "." in leaf and homes:  # as --set takes it
+            section, _, name = leaf.partition(".")
+            suggestion = f" (write `{section}: {{{name}: ...}}`)"
         return f"{where}: unknown key '{dotted}'{suggestion}; legal keys here: {', '.join(legal)}"
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another
         message += f", or {problems[1]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]

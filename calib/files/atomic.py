@@ -134,10 +134,7 @@ def _put(scratch: Path, claim: Claim) -> bool:
 
 def _replace(scratch: Path, claim: Claim) -> bool:
     path, old = claim.path, scratch.with_suffix(".old")
-    status = path.stat()
-    with suppress(OSError):  # a directory of another user's
-        os.chown(scratch, status.st_uid, status.st_gid)
-        scratch.chmod(S_IMODE(status.st_mode))
+    copy_access(path, scratch)
     if _exchange(scratch, path):
         is_claimed = _identity(scratch) == claim.replaces
         return is_claimed or not _exchange(scratch, path)
@@ -150,6 +147,14 @@ def _replace(scratch: Path, claim: Claim) -> bool:
         raise
     shutil.rmtree(old, ignore_errors=True)
     return is_claimed
+
+
+def copy_access(source: Path, target: Path) -> None:
+    """Give `target` the permissions of `source`, and its owner where this process may."""
+    status = source.stat()
+    with suppress(PermissionError):
+        os.chown(target, status.st_uid, status.st_gid)
+    target.chmod(S_IMODE(status.st_mode))
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -11,7 +11,7 @@ from unicodedata import category
 from calib.arguments import to_path
 from calib.choices import FORMATS
 from calib.errors import InputError
-from calib.files.atomic import OnCopied, Placing, place_shard, save_tensors
+from calib.files.atomic import OnCopied, Placing, copy_access, place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import (
     BAKE_FILE,
@@ -224,6 +224,7 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     try:
         for file in changed:
             _link(file, partial / file.relative_to(model))
+        copy_access(model, partial)
         partial.rename(backup)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

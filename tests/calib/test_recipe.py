@@ -59,6 +59,8 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path):
             r"unknown key 'batch_size' \(did you mean 'data.batch_size'\?\); legal keys here: ver",
         ),
         ("samples: 4", r"\(did you mean 'data.samples' or 'evaluation.samples'\?\)"),
+        ("data.samples: 4", r"unknown key 'data.samples' \(write `data: {samples: ...}`\); legal keys"),
+        ("evaluation: {fail_if: kl>1}", r"evaluation.fail_if: Input should be a list, got 'kl>1'"),
         ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
         ("evaluation: {seq_len: 15}", "evaluation.seq_len: Input should be greater than or equal to 16"),
