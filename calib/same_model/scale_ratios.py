@@ -38,6 +38,9 @@ class ScaleComparison:
             return "no scales of A and B can be compared"
         count, wrong = len({name for name, _ in ratios}), {name for (name, _), x in ratios.items() if x != 1}
         layers = f"{count} layer{'s' * (count != 1)}"
+        single = sum(bool(a.values(part)) != bool(b.values(part)) for a, b in self.pairs for part in "kv")
+        if not wrong and single:
+            return f"{single} of the scales of K and V {'is' if single == 1 else 'are'} in A or B alone"
         if not wrong:
             return f"all scales are equal, of {layers}"
         name, letter = worst = max(ratios, key=lambda place: _distance(ratios[place]))

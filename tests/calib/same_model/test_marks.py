@@ -146,6 +146,8 @@ def test_ratios_of_each_layer_where_one_scale_stands_for_all_heads(tmp_path):
     assert rounding in ScaleComparison([(one, rounded)], []).summary
     assert "differ in 1 of 2 layers, most in layer 0: K of B / A is 0.25" in ran("compare", a, edited).stdout
     assert ran("compare", a, a).stdout.endswith("all scales are equal, of 2 layers\n")
+    full, half = (StoredLayer(0, k=(0.5,), v=values) for values in ((0.5,), None))
+    assert ScaleComparison([(full, half)], []).summary == "1 of the scales of K and V is in A or B alone"
     assert "note" not in said
     per_head = model(tmp_path / "heads", k=([0.5, 0.25], [0.25, 0.25]), v=([0.5, 0.125], [0.5, 0.5]))
     assert compare_scales(a, per_head).to_json()["layers"][0]["k"] == (0.5, 1.0)
