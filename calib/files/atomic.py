@@ -150,11 +150,14 @@ def _replace(scratch: Path, claim: Claim) -> bool:
 
 
 def copy_access(source: Path, target: Path) -> None:
-    """Give `target` the permissions of `source`, and its owner where this process may."""
-    status = source.stat()
-    with suppress(PermissionError):
-        os.chown(target, status.st_uid, status.st_gid)
-    target.chmod(S_IMODE(status.st_mode))
+    """Give `target` the owner, group and permissions of `source`, as far as this process may."""
+    status, mode = source.stat(), S_IMODE(source.stat().st_mode)
+    for owner, group in ((status.st_uid, -1), (-1, status.st_gid)):
+        with suppress(OSError):  # PermissionError, or EINVAL of an owner whom a container does not know
+            os.chown(target, owner, group)
+    if target.stat().st_gid != status.st_gid:  # another group gets what everybody has
+        mode = (mode & ~0o2070) | (mode & 0o007) << 3
+    target.chmod(mode)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, nan
+from unicodedata import category
 
 from calib.choices import METRICS
 from calib.errors import InputError
@@ -19,7 +20,7 @@ _CONDITION = re.compile(r"\s*(?:([^:]+):)?(\w+)\s*([<>]=?)\s*(\S+)\s*")
 
 def plain(text: str) -> str:
     """Return text that cannot steer a terminal: names may come from files that others made."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(c if c.isprintable() or category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def show_number(value: float, form: str = "{:.2g}") -> str:

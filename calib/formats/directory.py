@@ -6,7 +6,6 @@ import shutil
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 from calib.arguments import to_path
 from calib.choices import FORMATS
@@ -47,7 +46,7 @@ _FOR_TRANSFORMERS = (
 
 def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model", flag: str = "-o") -> None:
     """Refuse a path, of `flag`, that would harm the source, a `kind` of directory, or others' files."""
-    if any(category(character) == "Cc" for character in str(out)):
+    if plain(str(out)) != str(out):
         raise InputError(
             f"output '{plain(str(out))}' has a control character, which no printed command can hold; "
             f"choose another {flag}"
@@ -197,9 +196,10 @@ def local_directory(model_name: str) -> Path:
 
 def complete(scratch: Path, model: Path) -> None:
     """Link all of `model` that stays as it is into `scratch`, which will replace it."""
+    folders = [path for path in sorted(model.rglob("*")) if path.is_dir() and not path.is_symlink()]
     for path in sorted(model.rglob("*")):
         target = scratch / path.relative_to(model)
-        if path.is_dir() and not path.is_symlink():
+        if path in folders:
             target.mkdir(exist_ok=True)
             continue
         # the weights have another name now, the document holds scales that are not the model's any more
@@ -209,6 +209,8 @@ def complete(scratch: Path, model: Path) -> None:
             target.unlink()  # a copy has another owner, and is not a symbolic link
         if not (target.exists() or target.is_symlink()):
             _link(path, target)
+    for folder in reversed(folders):  # one that nobody may write is full by now
+        copy_access(folder, scratch / folder.relative_to(model))
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
@@ -232,8 +234,10 @@ def back_up(model: Path, scratch: Path) -> Path | None:
 
 
 def _is_same(file: Path, new: Path) -> bool:
-    if not new.exists():  # as where both are links to nothing
-        return file.is_symlink() and new.is_symlink()
+    if file.is_symlink() and new.is_symlink():
+        return os.readlink(file) == os.readlink(new)
+    if not (file.exists() and new.exists()):
+        return False
     return file.samefile(new) or filecmp.cmp(file, new, shallow=False)
 
 

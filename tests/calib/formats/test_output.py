@@ -86,7 +86,7 @@ def test_what_the_scales_do_not_change_stays_what_it_is(model, tmp_path):
     (tmp_path / "secret.txt").write_text("x")
     (model / "linked.txt").symlink_to("../secret.txt")
     (model / "nowhere").symlink_to("../nothing")
-    (model / "empty").mkdir()
+    (model / "empty").mkdir(0o700)
     os.mkfifo(model / "pipe")
     model.chmod(0o700)
     kept = ("linked.txt", "nowhere", "pipe", "tokenizer.json")
@@ -97,7 +97,7 @@ def test_what_the_scales_do_not_change_stays_what_it_is(model, tmp_path):
     assert {name: (model / name).lstat().st_ino for name in kept} == before
     assert os.readlink(model / "linked.txt") == "../secret.txt"
     assert (model / "empty").is_dir()
-    assert {S_IMODE(path.stat().st_mode) for path in (model, backup)} == {0o700}
+    assert {S_IMODE(path.stat().st_mode) for path in (model, backup, model / "empty")} == {0o700}
     assert not abandoned.exists()
 
 
