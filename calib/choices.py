@@ -1,8 +1,6 @@
 """The closed lists a user picks from; imports nothing heavy, so `--help` shows them at once."""
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 
@@ -55,9 +53,6 @@ VariantName = Literal[
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
-# rows of `calib/caches/types.yaml` that are simulated; reading it as YAML would take a tenth of `--help`
-_TYPES = Path(__file__).with_name("caches").joinpath("types.yaml").read_text("utf-8")
-SIMULATED_CACHES = re.findall(r"^(\w+):\n(?!(?: .*\n)* *evidence: none)", _TYPES, re.MULTILINE)
 
 REFERENCE = "reference"  # the model's own cache, which all variants are compared with
 CONTROLS = ("bf16", "eager")  # variants that are measured whatever is chosen

@@ -18,7 +18,7 @@ def test_the_pictures_of_the_house_are_fresh_and_leave_out_what_a_longer_way_exp
 
 def test_the_command_line_imports_nothing_heavy_and_scales_are_read_and_verified_without_torch():
     light = {"typer", "calib", *sys.stdlib_module_names}
-    heavy = {*("torch", "transformers", "yaml", "pydantic", "numpy", "jinja2", "safetensors", "datasets")}
+    heavy = {*("torch", "transformers", "pydantic", "numpy", "jinja2", "safetensors", "datasets")}
     heavy |= {"triton", "packaging", "accelerate", "huggingface_hub", "matplotlib"}
     for file in (ROOT / "calib" / "commands").glob("*.py"):
         assert set(top_level_imports(file)) <= light, file

@@ -154,7 +154,8 @@ def test_weights_that_are_damaged_or_that_the_disk_has_no_room_for(tiny_director
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", INDEX_FILE])
 def test_a_git_lfs_pointer_in_place_of_a_file_of_the_model(name, tiny_directory):
     (tiny_directory / name).write_text(POINTER)
-    done = fp8kv("calibrate", tiny_directory, *SMALL, "--dataset", "builtin:python-docs")
+    out = tiny_directory.with_name("out")
+    done = fp8kv("calibrate", tiny_directory, *SMALL, "--dataset", "builtin:python-docs", "-o", out)
     one_line_error(done, f"'{tiny_directory / name}' {ADVICE}")
 
 

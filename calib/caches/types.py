@@ -149,7 +149,7 @@ def cache_type(name: str) -> CacheType:
 
 def _read_types() -> dict[str, CacheType]:
     text = Path(__file__).with_name("types.yaml").read_text("utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # every --help waits for it
     for row in rows.values():
         row |= {part: Layout(**row[part]) for part in "kv"}
         row["attention"] = tuple(row.get("attention", ["heads"]))

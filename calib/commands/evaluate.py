@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from calib import choices
+from calib.caches.types import ALL_CACHES
 from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, print_blocks
 from calib.progress import WRITTEN, Progress
@@ -35,7 +36,7 @@ def evaluate(
         "Measure only these variants, such as none,tensor. Default: all.", metavar="NAME,..."
     ),
     caches: str | None = flags.option(
-        f"Also measure these cache types, or `all`: {', '.join(choices.SIMULATED_CACHES)}.",
+        f"Also measure these cache types, or `all`: {', '.join(ALL_CACHES)}.",
         metavar="NAME,...",
     ),
     recipe: str | None = flags.option(

@@ -78,14 +78,19 @@ class MediaReader:
         dataset of which none can be read.
         """
         skipped = SkippedRows()
-        samples = [*islice(skipped.others(rows, lambda row: self._read(row, recipe, folder)), recipe.samples)]
+        samples, places = [], list[str]()
+        for sample in islice(
+            skipped.others(rows, lambda row: self._read(row, recipe, folder)), recipe.samples
+        ):
+            samples.append(sample)
+            places.append(skipped.place)
         pieces = [piece._replace(document=i) for i, (piece, *_) in enumerate(samples)]
         words = sum(x for _, _, x, _ in samples), sum(x for *_, x in samples)
         columns = {name: kind for _, own, *_ in samples for name, kind in own.items()}
         if not any(any(piece.media.counts) for piece in pieces if piece.media):
             reason = next(iter([*skipped.unusable, *skipped.refusals]), "no row has one")
             raise InputError(f"no picture or sound of dataset '{recipe.dataset}' can be read: {reason}")
-        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), words, columns)
+        return Tokenized(pieces, skipped.warnings(recipe, len(pieces)), words, columns, places)
 
     def _read(
         self, row: Row, recipe: DataRecipe, folder: Path | None

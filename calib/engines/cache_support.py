@@ -111,11 +111,11 @@ def _fitting_support(
     if not (local := [pair for pair in proven if gpu in (None, *pair.way.gpus)]):
         gpus = _list(name for pair in proven for name in pair.way.gpus)
         return f"{cache} is served on {gpus} ({_engines(proven)}), not on {gpu}"
-    fitting = [pair for pair in local if all(_takes(pair.way, shape) for shape in shapes)]
-    return fitting or _size_problem(cache, local, shapes, gpu)
+    fitting = [pair for pair in local if all(takes(pair.way, shape) for shape in shapes)]
+    return fitting or size_problem(cache, local, shapes, gpu)
 
 
-def _takes(way: CacheSupport, shape: Shape) -> bool:
+def takes(way: CacheSupport, shape: Shape) -> bool:
     """Return whether its kernels have these sizes."""
     if shape.attention == "heads":
         sizes = {shape.k, shape.v}
@@ -123,7 +123,7 @@ def _takes(way: CacheSupport, shape: Shape) -> bool:
     return way.latents is None or (shape.k, shape.v) in way.latents
 
 
-def _size_problem(cache: str, support: Sequence[Support], shapes: Sequence[Shape], gpu: str | None) -> str:
+def size_problem(cache: str, support: Sequence[Support], shapes: Sequence[Shape], gpu: str | None) -> str:
     """Say which sizes are served, and which of `shapes` are not."""
     sizes, served = set[tuple[int, ...]](), set[tuple[int, ...]]()
     if all(shape.attention == "heads" for shape in shapes):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calib.caches.types import cache_type
+from calib.caches.types import Shape, cache_type
 from calib.choices import Purpose
+from calib.engines.cache_support import Support, size_problem, takes
 from calib.engines.catalogue import Backend, Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
@@ -115,26 +116,37 @@ def verify_directory(
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one, skipped = bake.get("latent") is True, skipped_layers(directory)
     simulations = [simulate(directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
-    for simulation in simulations if purpose == "int8" else ():
-        _choose_int8(simulation)
+    if purpose == "int8":
+        sizes = _head_sizes(directory)
+        for simulation in simulations:
+            _choose_int8(simulation, sizes)
     return Verification(scales, simulations, fits, problems, warnings, purpose, nvfp4, skipped)
 
 
-def _choose_int8(simulation: Simulation) -> None:
-    """Put the flag of the engine's INT8 cache in place of FP8's, or say that none is known."""
-    caches = simulation.engine.caches.types
-    kinds = [kind for kind in map(cache_type, caches) if kind.integers and kind.k.bits == 8]
-    simulation.flag = caches[kinds[0].name][0].flag if kinds else None
-    if not kinds:
+def _choose_int8(simulation: Simulation, sizes: Iterable[int]) -> None:
+    """Put the engine's INT8 cache in place of FP8's, or say why it has none for heads of these `sizes`."""
+    caches, shapes = simulation.engine.caches.types, [Shape(1, size, size) for size in sizes]
+    kinds = [kind.name for kind in map(cache_type, caches) if kind.integers and kind.k.bits == 8]
+    support = [Support(simulation.engine, way) for name in kinds for way in caches[name]]
+    flags = [way.flag for _, way in support if all(takes(way, shape) for shape in shapes)]
+    simulation.flag, simulation.outcomes = next(iter(flags), None), []
+    if not support:
         problem = "it has no INT8 cache" if caches else "it is not known to have an INT8 cache"
         simulation.problem = f"{problem}, which the weights are baked for"
+    elif not flags:
+        simulation.problem = size_problem(kinds[0], support, shapes, None)
 
 
 def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:
     """Say which head sizes of the model `backend` does not take, where both are known."""
-    allowed, sizes = backend.head_sizes, set[int]()
-    if allowed is None:
-        return []
+    allowed = backend.head_sizes
+    wrong = [size for size in _head_sizes(directory) if size not in allowed] if allowed else []
+    return [f"with an FP8 cache the head size must be {allowed}; this model's is {size}" for size in wrong]
+
+
+def _head_sizes(directory: ModelDirectory) -> list[int]:
+    """Return the sizes of the model's heads; none where they are not known, or it caches latents."""
+    sizes = set[int]()
     from calib.models.config import caches_latents, layer_configs, read_config  # imports transformers
 
     with suppress(AttributeError, Fp8kvError, TypeError):  # code of its own, or no heads
@@ -142,8 +154,7 @@ def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]
         if not caches_latents(config):
             layers = layer_configs(config)
             sizes = {getattr(x, "head_dim", 0) or x.hidden_size // x.num_attention_heads for x in layers}
-    wrong = sorted(size for size in sizes if size not in allowed)
-    return [f"with an FP8 cache the head size must be {allowed}; this model's is {size}" for size in wrong]
+    return sorted(sizes)
 
 
 def _own_problems(path: Path) -> list[str]:

@@ -245,7 +245,7 @@ class TextSummary:
         is_enough = self.tokens >= LEAST_TOKENS and self.distinct_tokens >= LEAST_DISTINCT
         if is_enough or not self.tokens:
             return
-        causes = self._causes()
+        causes = self._causes("")
         raise InputError(
             f"{self.tokens:,} tokens, {self.distinct_tokens:,} of them different, are too few to "
             f"calibrate on: {LEAST_TOKENS} and {LEAST_DISTINCT} are the least"
@@ -263,9 +263,9 @@ class TextSummary:
             )
         return lines + self._causes(advice)
 
-    def _causes(self, advice: str = _MORE_TEXT) -> list[str]:
+    def _causes(self, advice: str) -> list[str]:
         causes, new = [], self.unrepeated_tokens
-        is_few = new < FEW_TOKENS <= self.tokens
+        is_few = bool(advice) and new < FEW_TOKENS <= self.tokens
         if self.words and (self.word_tokens or 0) < FEW_PER_WORD * self.words:
             causes.append(
                 f"{self.words:,} words became {self.word_tokens:,} tokens; check that "

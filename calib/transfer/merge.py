@@ -182,4 +182,5 @@ def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
     parts = sorted(part for dataset in datasets for part in _data_parts(dataset))
     source = " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets))
     fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
-    return {"source": source, "fingerprint": fingerprint, "parts": parts, **counts}
+    columns = {name: kind for data in datasets for name, kind in data.get("columns", {}).items()}
+    return {"source": source, "columns": columns, "fingerprint": fingerprint, "parts": parts, **counts}

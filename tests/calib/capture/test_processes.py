@@ -205,7 +205,9 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
         patch.setattr("calib.capture.resume.versions", lambda _: {"torch": "1.0"})
         refused("another version of torch (2.")
     other = save_model(tiny_model("llama", num_hidden_layers=2), tmp_path / "other")
-    refused("is of a run with another model", of=other)
+    with monkeypatch.context() as patch:  # before anything is loaded
+        patch.setattr("calib.job.load_config", lambda *_: pytest.fail("loaded"))
+        refused("is of a run with another model", of=other)
     weights = model / "model.safetensors"
     before = weights.stat().st_mtime_ns
     os.utime(weights, ns=(before, before + 1))

@@ -136,6 +136,8 @@ def test_what_cannot_be_in_place_is_refused(model):
     ):
         with pytest.raises(InputError, match=message):
             calibrate(source, out, in_place=True, changes=changes)
+    with pytest.raises(InputError, match="has a control character, which no printed command can hold"):
+        calibrate(model.rename(model.with_name("a\nb")), in_place=True)
 
 
 @pytest.fixture

@@ -238,8 +238,14 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
 
 
 def test_verify_of_a_model_baked_for_int8_names_the_engines_with_that_cache(llama, tmp_path):
-    baked = tmp_path / "baked"
-    succeeded(bake(llama.source, llama.scales, baked, "--for", "int8"))
+    small = tmp_path / "small"
+    succeeded(bake(llama.source, llama.scales, small, "--for", "int8"))
+    problem = "int8_per_token_head is served with heads of 32 and more (vllm), not of 16"
+    for answer in json_of("verify", small, "--engine", "vllm", status=1)["engines"]:
+        assert (answer["flag"], answer["problem"], answer["layers"]) == (None, problem, [])
+    source = save_model(tiny_model("llama", head_dim=32).to(torch.bfloat16), tmp_path / "source")
+    scales, baked = calibrated(source, tmp_path / "scales"), tmp_path / "baked"
+    succeeded(bake(source, scales, baked, "--for", "int8"))
     answer = json_of("verify", baked)
     assert (answer["good"], answer["baked"], answer["baked_for"]) == (True, False, "int8")
     flags = {x["engine"]: x["flag"] for x in answer["engines"] if x["problem"] is None}

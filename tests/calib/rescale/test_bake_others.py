@@ -24,7 +24,7 @@ from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.rescale import factors, pipeline
 from calib.rescale.bake import baked_factors
 from calib.rescale.factors import nearest_powers, uniform_factors
-from calib.rescale.proof import apply_changes, load_exact, observe
+from calib.rescale.proof import Observation, apply_changes, load_exact, observe
 from calib.rescale.stored_weights import edited_scales
 from calib.rescale.weight_changes import WeightChange, cached_attention, is_held, list_changes
 from calib.scales.stats_file import load_stats
@@ -474,3 +474,11 @@ def test_a_rounded_norm_that_is_written_otherwise_is_seen(small_gemma, tmp_path,
     done = bake(*small_gemma, tmp_path / "out", "--for", "int8")
     one_line_error(done, "k_norm.weight' was not written as it was rounded")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("value", "is_finite"), [(-torch.inf, True), (torch.inf, False), (torch.nan, False)])
+def test_only_a_token_that_is_ruled_out_may_be_infinite(value, is_finite):
+    kv = torch.ones(1, 1, 2, 4)
+    logits = torch.tensor([[[0.0, value], [1.0, 2.0]]])
+    assert Observation(logits, {"layer": (kv, kv)}).is_finite == is_finite
+    assert not Observation(torch.ones(1, 2, 2), {"layer": (kv, kv - torch.inf)}).is_finite

@@ -109,11 +109,13 @@ def test_a_server_with_the_largest_of_the_heads_is_said_to_have_that(made, twin,
     assert not is_reduced((0.5, 0.5, 0.75, 0.75), 2)
 
 
-def test_a_server_says_whether_its_cache_is_not_watched_or_has_read_nothing(fake, monkeypatch):
+def test_a_server_says_whether_its_cache_is_not_watched_or_has_read_nothing(fake, directory, monkeypatch):
     for status, said in (404, "does not watch its cache; serve with"), (425, "has read no text yet; send it"):
         monkeypatch.setattr(fake, "answer", lambda path, body, status=status: (status, b""))
         with running(fake) as url:
             one_line_error(fp8kv("watch", f"{url}/v1"), f"fp8kv: {url} {said}")
+    # still 425, of another path
+    one_line_error(verify(fake, directory), "/v1/models answers HTTP 425; see the server's log")
 
 
 def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
