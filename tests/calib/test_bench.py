@@ -117,7 +117,9 @@ def test_with_a_gpu_the_table_has_every_case_and_progress_counts_them(monkeypatc
 
 def test_a_kernel_that_is_wrong_is_named(monkeypatch):
     verdict = gate.Verdict
-    monkeypatch.setattr(gate, "check", lambda case, *_: verdict(case.format != "float16", "so it is"))
+    monkeypatch.setattr(
+        gate, "check", lambda case, *_, also_split: verdict(case.format != "float16", "so it is")
+    )
     cases, lines = gate.bench_cases((2, 1, 16), 16, CPU), []
     wrong = gate.check_cases(cases, {}, CPU, lambda *words, **how: lines.append(*words))
     assert len(wrong) == len(cases)

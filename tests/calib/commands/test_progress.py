@@ -167,7 +167,7 @@ def test_a_terminal_has_a_bar_of_the_stage_that_runs_and_no_line_for_each_end(te
 
 
 def test_text_of_a_model_is_printed_as_it_is(capsys):
-    print_blocks([ModelText("\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%"), "a\u3000b"])
+    print_blocks([ModelText("\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%"), "a\u2028b"])
     assert capsys.readouterr().out == "\u6771\u4eac\u3000\u5927\u962a, 10\u00a0%\na\ufffdb\n"
 
 
