@@ -1,7 +1,8 @@
-"""Charts of a report, as SVG by matplotlib; text that others chose is not in them but beside them."""
+"""Charts of a report, as SVG by matplotlib; of text that others chose, only plain names are in them."""
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import product, zip_longest
 from math import inf, isfinite, log10, nan
@@ -26,7 +27,7 @@ _STYLE = Path(__file__).with_name("chart.mplstyle")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _LETTERS: tuple[Tensors, ...] = ("k", "v")
 _SMALLEST_SHARE = 1e-6  # of all values, in a bar that is drawn
-_CUSTOM = "given"  # stands for the name of scales, which the user chose
+_PLAIN = re.compile(r"[\w.+/-]{1,24}", re.ASCII)  # names of directories that may be drawn
 # colour, dashes and marker
 _LOOKS: dict[str, tuple[int, tuple[int, ...], str]] = {
     "tensor": (1, (), "o"),
@@ -46,10 +47,11 @@ _BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
 class Point(NamedTuple):
     """A cache in the picture of KL against bytes."""
 
-    name: str  # ours: what others named is not drawn
+    name: str
     share: float  # its memory beside 16 bits
     kl: Interval
     is_subject: bool = False
+    label: str = ""  # drawn in place of a name that is not ours
 
 
 class Series(NamedTuple):
@@ -72,6 +74,7 @@ class Chart(NamedTuple):
 
     svg: str
     legend: Sequence[Series] = ()
+    points: Sequence[Point] = ()
     frontier: Sequence[Point] = ()
     by_tokens: bool = False  # its axis: tokens that fit, not bytes
     omitted: Sequence[str] = ()  # of which the number of tokens is not known
@@ -131,64 +134,67 @@ def _bytes_chart(report: Report) -> Chart | None:
     served = [x for x in (answer.chosen, *answer.alternatives) if x.tokens_per_gb] if answer else []
     memory = {cache.cache: cache.memory for cache in served}
     by_bytes = {cache.bytes_per_token: cache.memory for cache in served}
+    custom = [name for name, row in report.variants.items() if row.kind == "given"]
+    labels = {n: n if _PLAIN.fullmatch(n) else f"--scales {i}" for i, n in enumerate(custom, 1)}
     points, omitted = list[Point](), list[str]()
     for name, row in report.variants.items():
         if not (row.bytes_per_token and row.kl.is_finite and row.kl.low > 0 and can_be_served(name, row)):
             continue
-        is_custom = row.kind == "given"  # FP8 scales of the user's
         share = row.bytes_per_token / whole
         if memory:
-            share = memory.get(name, by_bytes.get(row.bytes_per_token, 0) if is_custom else 0)
+            share = memory.get(name, by_bytes.get(row.bytes_per_token, 0) if name in labels else 0)
         if share:
-            points.append(Point(_CUSTOM if is_custom else name, share, row.kl, name == report.subject))
+            points.append(Point(name, share, row.kl, name == report.subject, labels.get(name, "")))
         else:
             omitted.append(name)
     if len({point.share for point in points}) < 2:
         return None
     svg = draw_kl_by_bytes(points, report.noise_floor, by_tokens=bool(memory))
-    return Chart(svg, frontier=frontier(points), by_tokens=bool(memory), omitted=omitted)
+    return Chart(svg, points=points, frontier=frontier(points), by_tokens=bool(memory), omitted=omitted)
 
 
 def draw_kl_by_bytes(points: Sequence[Point], floor: float, *, by_tokens: bool = False) -> str:
     """Draw mean KL with its interval, above 0, against bytes or tokens that fit; steps join the frontier."""
     best = frontier(points)
     figure, axes = new_figure()
-    for point in points:
+    places = {x: (1 / x.share if by_tokens else x.share, x.kl.value) for x in points}
+    for point, (x, y) in places.items():
         color = "C2" if point.is_subject else "C1" if point in best else "C8"
         fill = color if point.is_subject or point in best else "none"
         marker = "D" if point.is_subject else "o"
-        axes.vlines(point.share, point.kl.low, point.kl.high, color=color, linewidth=1.2)
-        axes.plot(point.share, point.kl.value, marker, color=color, markerfacecolor=fill, markersize=6)
+        axes.vlines(x, point.kl.low, point.kl.high, color=color, linewidth=1.2)
+        axes.plot(x, y, marker, color=color, markerfacecolor=fill, markersize=6)
     axes.margins(x=0.12)
-    end = axes.get_xlim()[1]
-    shares, kl = [point.share for point in best], [point.kl.value for point in best]
-    axes.step([*shares, end], [*kl, kl[-1]], where="post", color="C1", linewidth=1.0, zorder=1)
+    left, right = axes.get_xlim()
+    xs, ys = zip(*(places[point] for point in best), strict=True)
+    end = left if by_tokens else right  # the one of most memory
+    axes.step([*xs, end], [*ys, ys[-1]], where="post", color="C1", linewidth=1.0, zorder=1)
     if floor > 0:
         axes.axhline(floor, color="C8", linestyle=(0, (2, 2)), linewidth=1.0)
-    axes.set_xlim(right=end)
+    axes.set_xlim(left, right)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlabel("bytes per token, beside a 16-bit cache")
     if by_tokens:
-        axes.xaxis.set_major_locator(ticker.FixedLocator([1 / x for x in (4, 3, 2.5, 2, 1.5, 1.2, 1)]))
-        axes.xaxis.set_major_formatter(lambda share, _: f"{1 / share:.3g}x")
+        axes.xaxis.set_major_formatter("{x:.3g}x")
         axes.set_xlabel("tokens that fit, beside a 16-bit cache")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")
     figure.draw_without_rendering()
     ranks = {point: number for number, point in enumerate(best)}
     ordered = sorted(points, key=lambda point: (ranks.get(point, len(best)), point.kl.value))
-    _annotate(axes, sorted(ordered, key=lambda point: (not point.is_subject, point.name != _CUSTOM)))
+    ordered.sort(key=lambda point: (not point.is_subject, not point.label))
+    _annotate(axes, {point.label or point.name: places[point] for point in ordered})
     return write_svg(figure)
 
 
-def _annotate(axes: Axes, points: Sequence[Point]) -> None:
+def _annotate(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     """Write names beside points, the first ones first, where they cover neither a point nor another name."""
-    places = axes.transData.transform([(point.share, point.kl.value) for point in points])
-    boxes = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in places]
-    for point in points:
+    centres = axes.transData.transform([*points.values()])
+    boxes = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in centres]
+    for name, place in points.items():
         for height, (side, offset) in product((6, -7), (("left", 7), ("right", -7))):
             label = axes.annotate(
-                point.name, (point.share, point.kl.value), (offset, height), textcoords="offset points",
+                name, place, (offset, height), textcoords="offset points",
                 fontsize=9, verticalalignment="center", horizontalalignment=side,
             )  # fmt: skip
             label.set_in_layout(False)

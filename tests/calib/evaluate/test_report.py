@@ -17,7 +17,7 @@ import pytest
 from calib.data.batches import CPU_TOKENS_PER_BATCH
 from calib.evaluate import report as report_module
 from calib.evaluate.page import page as files
-from calib.evaluate.page.charts import Point, charts, frontier
+from calib.evaluate.page.charts import Point, chart_style, charts, draw_kl_by_bytes, frontier
 from calib.evaluate.report import Figure, Report
 from calib.recipe import Recipe
 
@@ -222,7 +222,7 @@ def test_files_are_written_whole_or_not_at_all(small_report, whole, tmp_path, mo
     assert written() == old
 
 
-def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(cache_report, whole):
+def test_the_picture_of_bytes_names_the_frontier_and_plain_names_of_directories(cache_report, whole):
     points = {"large": (0.6, 0.5), "best": (0.53, 0.001), "same bytes": (0.53, 0.002)}
     points |= {"small": (0.28, 0.1), "same KL": (0.3, 0.1), "middle": (0.5, 0.01)}
     drawn = [Point(n, share, Figure(value=x, low=x, high=x)) for n, (share, x) in points.items()]
@@ -233,14 +233,16 @@ def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(c
     assert "fp8_k_nvfp4_v, baked" not in texts  # no engine has it
     hostile = "<b>hostile</b>"
     given = cache_report.variants["tensor"].model_copy(update={"kind": "given"})
-    changes = {"variants": cache_report.variants | {hostile: given}, "subject": hostile}
-    text = charts(cache_report.model_copy(update=changes))["bytes"].svg
+    variants = cache_report.variants | {"my/scales-1.0": given, hostile: given}
+    report = cache_report.model_copy(update={"variants": variants, "subject": hostile})
+    text = charts(report)["bytes"].svg
     assert "hostile" not in text
-    assert "given" in text
+    assert {"my/scales-1.0", "--scales 2"} <= {*re.findall(r">([^<>]+)</text>", text)}
+    assert f"--scales 2: {hostile} ." in Page(files.render_html(report)).line
     page = files.render_html(cache_report)  # drawn first, and in the table in groups of their bytes
     assert page.index('id="bytes"') < page.index('id="variants"')
     assert re.search(r'role="img" aria-label="Scatter plot[^"]*"', page)
-    assert "from the smallest: int4_per_token_head, baked (0.042), " in " ".join(page.split())
+    assert "from the smallest: <bdi>int4_per_token_head, baked</bdi> (0.042), " in " ".join(page.split())
     groups = re.findall(r'scope="rowgroup"[^>]*>([^<]+)<', page)
     bits = [f"about {n} bits a value" for n in (8, 4)]
     assert groups == [*bits, "for comparison", "reference and controls"]
@@ -248,6 +250,19 @@ def test_the_picture_of_bytes_names_the_frontier_and_nothing_that_others_named(c
     assert page.rindex('rowgroup"', 0, row) == page.index("about 4 bits") - len('rowgroup" colspan="8">')
     assert 'id="bytes"' not in whole  # without other caches there is no picture
     assert bits[0] in whole
+
+
+def test_more_tokens_are_further_right():
+    points = {"larger": 0.53, "half": 0.5, "smaller": 0.45}
+    kl = {name: Figure(value=1 - x, low=1 - x, high=1 - x) for name, x in points.items()}
+    with chart_style():
+        svg = draw_kl_by_bytes([Point(name, x, kl[name]) for name, x in points.items()], 0, by_tokens=True)
+    places = {text: float(x) for x, text in re.findall(r' x="([\d.]+)"[^>]*>([^<>]+)</text>', svg)}
+    ticks = {float(text[:-1]): x for text, x in places.items() if re.fullmatch(r"[\d.]+x", text)}
+    assert len(ticks) >= 3
+    assert [*ticks.values()] == sorted(ticks.values())
+    assert [*ticks] == sorted(ticks)
+    assert places["larger"] < ticks[2] < places["half"] < places["smaller"]
 
 
 def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_report):
