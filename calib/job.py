@@ -23,7 +23,7 @@ from calib.capture.resume import (
     NOTHING_SAVED,
     SavedProgress,
     Share,
-    check_resumable,
+    check_progress,
     compared_inputs,
     progress_file,
     read_until,
@@ -97,9 +97,8 @@ def run(
         world.check_same("commands or recipes", [names, str(path), recipe.model_dump()])
         start = perf_counter()
         progress.stage("load")
-        saved = progress_file(path, world.rank) if resume else None
-        checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination, saved))
-        with _claimed_output(destination, world) as claim:
+        checkpoints = world.together(lambda: _find_checkpoints(names, recipe, destination))
+        with _claimed_output(destination, checkpoints, world, resume=resume) as claim:
             prepared = world.together(lambda: _prepare(checkpoints, recipe, world.size, resume=resume))
             loaded = perf_counter()
             (stats, mtp), data, notes = _measure(checkpoints, prepared, path, world, progress, resume=resume)
@@ -122,29 +121,30 @@ def run(
     return result and replace(result, seconds=seconds)
 
 
-def _find_checkpoints(
-    names: list[str], recipe: Recipe, destination: Destination, saved: Path | None
-) -> list[ModelDirectory]:
-    """Find a model and its drafter, before any weight is read.
-
-    Refuse an output that cannot be written, and `saved`, the progress to go on with, of another model.
-    """
+def _find_checkpoints(names: list[str], recipe: Recipe, destination: Destination) -> list[ModelDirectory]:
+    """Find a model and its drafter, before any weight is read; refuse an output that cannot be written."""
     checkpoints = [find_model(name, kind) for name, kind in zip(names, ("model", "drafter"), strict=False)]
     for checkpoint in checkpoints if not destination.in_place else ():
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     if "json" in recipe.export.formats:
         check_split(checkpoints[-1], recipe.export.tp_size)
-    if saved is not None:
-        check_resumable(saved, checkpoints)
     return checkpoints
 
 
 @contextmanager
-def _claimed_output(destination: Destination, world: World) -> Iterator[Claim | None]:
-    """Claim the output for the first process, which writes it; the others get None."""
+def _claimed_output(
+    destination: Destination, checkpoints: list[ModelDirectory], world: World, *, resume: bool
+) -> Iterator[Claim | None]:
+    """Claim the output for the first process, which writes it; the others get None.
+
+    Then refuse progress towards it that this run cannot `resume`, or would lose.
+    """
     claim = claimed(destination.path, overwrite=destination.overwrite or destination.in_place)
+    saved = progress_file(destination.path, world.rank)
     with ExitStack() as stack:
-        yield world.together(lambda: stack.enter_context(claim) if world.is_first else None)
+        claimed_first = world.together(lambda: stack.enter_context(claim) if world.is_first else None)
+        world.together(lambda: check_progress(saved, checkpoints, resume=resume))
+        yield claimed_first
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _measure(
         inputs = compared_inputs(checkpoints, recipe, data, world)
         saved = SavedProgress(progress_file(output, world.rank), inputs, 60 * recipe.save_minutes)
         reports = progress.advance, progress.skip
-        return Share(prepared.model, own, recipe, prepared.attention, saved, resume, *reports)
+        return Share(prepared.model, own, recipe, prepared.attention, saved, *reports)
 
     def measure_all() -> KVStats:
         if prepared.layers is None:

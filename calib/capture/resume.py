@@ -40,7 +40,7 @@ LAYER_SHARE = 0.95  # and in this share of the layers
 FIRST_TOKENS, FIRST_SAMPLES = 8192, 16  # a few documents say little about others
 THREADS = "number of threads"  # a name of an input
 _GROWTH = 1.25  # tokens at a decision, over those at the one before
-START_AGAIN = "leave --resume away to start again"
+START_AGAIN = "delete that file to start again"
 NOTHING_SAVED = "--resume found no saved progress, and began at the start"
 # parts of a recipe that no statistic depends on
 _FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
@@ -60,11 +60,20 @@ def compared_inputs(
     }
 
 
-def check_resumable(path: Path, checkpoints: Sequence[ModelDirectory]) -> None:
-    """Refuse progress in `path` of another model, before any is loaded; without such a file do nothing."""
+def check_progress(path: Path, checkpoints: Sequence[ModelDirectory], *, resume: bool) -> None:
+    """Refuse progress in `path` that this run would lose, or of another model, before any is loaded."""
+    check_resumed(path, resume=resume)
     if path.exists():
         _, progress = load_progress(path, START_AGAIN)
         check_same_run(path, progress.get("run", {}), _inputs_of_files(checkpoints))
+
+
+def check_resumed(path: Path, *, resume: bool) -> None:
+    """Refuse to begin again where an earlier run has saved its progress in `path`."""
+    if path.exists() and not resume:
+        raise InputError(
+            f"'{path}' is the progress of a run that was stopped; give --resume to go on, or {START_AGAIN}"
+        )
 
 
 def _inputs_of_files(checkpoints: Sequence[ModelDirectory]) -> dict[str, Any]:
@@ -156,7 +165,7 @@ def remove_progress(path: Path) -> None:
 class Share:
     """The `batches` of one process; `stats` covers the first `batches_read`, or is refused.
 
-    With `resume`, reading continues where `saved` says that an earlier run of the same inputs was stopped.
+    Reading continues where `saved` says that an earlier run of the same inputs was stopped.
     `advance` is called with the tokens of each batch, after `skip` where an earlier run read it.
     """
 
@@ -165,17 +174,14 @@ class Share:
     recipe: Recipe
     attention: AttentionMap
     saved: SavedProgress
-    resume: bool
     advance: Callable[[int], None] = lambda tokens: None
     skip: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        if not self.resume:
-            remove_progress(self.saved.path)
         self.stats, self.batches_read = self.saved.load()
         if self.batches_read > len(self.batches):
             raise InputError(
-                f"the saved progress covers {self.batches_read} batches of {len(self.batches)}; "
+                f"'{self.saved.path}' covers {self.batches_read} batches of {len(self.batches)}; "
                 f"it is damaged, so {START_AGAIN}"
             )
         for batch in self.batches[: self.batches_read]:

@@ -20,8 +20,8 @@ import torch
 from calib.capture.resume import (
     NOTHING_SAVED,
     START_AGAIN,
+    check_resumed,
     check_same_run,
-    remove_progress,
     replace_progress,
 )
 from calib.errors import InputError
@@ -50,30 +50,22 @@ class SavedResults:
         """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
 
         Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
-        inputs, and a damaged file, if this run is to go on with them.
+        inputs, a damaged file, and results that this run would lose.
         """
         assert self.path is not None
         self._inputs = json.loads(json_text(inputs))
+        check_resumed(self.path, resume=self.resume)
         if self.path.exists():
-            try:
-                self._earlier, self._results = self._load(self.path, types)
-            except InputError:
-                if self.resume:
-                    raise
+            self._earlier, self._results = self._load(self.path, types)
 
     def begin(self, inputs: dict[str, Any], progress: Progress = SILENT) -> list[str]:
         """Begin a run that has these `inputs` besides, or go on with the earlier one; return warnings."""
         assert self.path is not None
         self._inputs |= json.loads(json_text(inputs))
         self._progress = progress
-        if not self.resume:
-            remove_progress(self.path)
-            self._results = []
-        elif not self._earlier:
-            return [NOTHING_SAVED]
-        else:
+        if self._earlier:
             check_same_run(self.path, self._earlier, self._inputs)
-        return []
+        return [NOTHING_SAVED] if self.resume and not self._earlier else []
 
     def once(
         self, work: Callable[Arguments, Result], *args: Arguments.args, **kw: Arguments.kwargs

@@ -158,14 +158,14 @@ def test_a_damaged_file_is_refused(tmp_path, tiny_llama):
     SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: one, 7)
     saved = SavedProgress(path, RUN, every_seconds=0)
     with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
-        Share(tiny_llama, BATCHES, RECIPE, map_attention(tiny_llama), saved, resume=True)
+        Share(tiny_llama, BATCHES, RECIPE, map_attention(tiny_llama), saved)
     whole, q = path.read_bytes(), one.tensors()["model.layers.0.self_attn", "q", "amax"].numpy()
     for bad, problem in (
         (whole[:-100], "cannot read statistics"),
         (whole.replace(q.tobytes(), (100 * q).tobytes()), "its values are not those that were written"),
     ):
         path.write_bytes(bad)
-        with pytest.raises(InputError, match=f"{problem}.*; leave --resume away to start again"):
+        with pytest.raises(InputError, match=f"{problem}.*; delete that file to start again"):
             saved.load()
     save_stats(one, path)  # statistics, but no progress
     with pytest.raises(InputError, match="another model"):
@@ -200,6 +200,8 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
         one_line_error(fp8kv("calibrate", of, "-o", out, *command, *flags), said)
         assert (saved.exists(), out.exists()) == (True, False)
 
+    lost = "give --resume to go on, or delete that file to start again"
+    one_line_error(fp8kv("calibrate", model, "-o", out, *COMMAND, "--overwrite"), lost)
     refused("is of a run with another recipe", "--seed", 7)
     with monkeypatch.context() as patch:
         patch.setattr("calib.capture.resume.versions", lambda _: {"torch": "1.0"})
@@ -264,23 +266,23 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
     model, batches = tiny_model("llama"), random_batches()
     attention, recipe = map_attention(model), Recipe(device="cpu", data={"until": SHARE})
 
-    def read(saved, goes_on):
+    def read(saved):
         told, skips = [], []
         advance, skip = told.append, partial(skips.append, 1)
-        share = Share(model, batches, recipe, attention, saved, goes_on, advance, skip)
+        share = Share(model, batches, recipe, attention, saved, advance, skip)
         assert len(skips) == len(told) == share.batches_read
         stats, stop = resume.read_until(share, batches, World(), recipe)
         assert sum(told) == stop.batches * BATCH * SEQ_LEN  # also of what was read before
         return stats, stop
 
-    whole, stop = read(SavedProgress(tmp_path / "a", {}, every_seconds=3600), False)
+    whole, stop = read(SavedProgress(tmp_path / "a", {}, every_seconds=3600))
     first, *_ = decision_points(batches)
     assert first < stop.batches < len(batches)
     for done in (1, first, first + 1):  # before, at and after the first look
         saved = SavedProgress(tmp_path / "b", {}, every_seconds=0)
         part = calibrate(model, batches[:done], recipe, attention=attention)
         saved.save_sometimes(lambda part=part: part, done)
-        again, at = read(SavedProgress(tmp_path / "b", {}, every_seconds=3600), True)
+        again, at = read(SavedProgress(tmp_path / "b", {}, every_seconds=3600))
         assert (at, bits(again)) == (stop, bits(whole))
 
 

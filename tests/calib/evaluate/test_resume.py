@@ -89,9 +89,10 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
             "calib.evaluate.run._load_model_and_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
         )
         goes_on = "progress is saved: the same command with --resume goes on"
-        for said, *flags in ((goes_on, "--resume"), (goes_on,), ("nothing was written", "--seed", 7)):
-            one_line_error(fp8kv(*command, "-o", out, *flags), f"terminated; {said}")
-            assert saved.exists()
+        one_line_error(fp8kv(*command, "-o", out, "--resume"), f"terminated; {goes_on}")
+        lost = "give --resume to go on, or delete that file to start again"
+        one_line_error(fp8kv(*command, "-o", out, "--overwrite"), lost)
+        assert saved.exists()
     refused("another setting 'dtype' (float32, now bfloat16)", "--dtype", "bfloat16")
     scale_file = scales / "kv_cache_scales.json"
     text = scale_file.read_text()
@@ -116,7 +117,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
     torch.set_num_threads(1)
     whole = saved.read_bytes()
     saved.write_bytes(whole[:-100] + bytes(100))
-    refused("is damaged (its values are not those that were written); leave --resume away to start again")
+    refused("is damaged (its values are not those that were written); delete that file to start again")
     saved.write_bytes(whole)
     statuses = []
     while (statuses or [-signal.SIGKILL])[-1] == -signal.SIGKILL:
