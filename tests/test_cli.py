@@ -30,9 +30,11 @@ def test_calibrate_prints_layers_speed_and_commands_that_run(tiny_directory, tmp
     done = succeeded(calibrate(tiny_directory, "-o", out, "--strategy", "attn_head"))
     for heading in ("layer", "K amax", "V scale"):
         assert heading in done.stdout
+    assert "strategy attn_head, largest of each layer" in done.stdout
     assert "K smallest head" not in done.stdout  # each has a scale of its own
     one = calibrate(tiny_directory, "-o", tmp_path / "one", "--strategy", "tensor")
     assert "K smallest head" in succeeded(one).stdout
+    assert "largest of each layer" not in one.stdout
     assert "128 tokens in" in done.stdout
     assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
     assert "random token ids" in done.stderr.lower()  # the warning about the data
@@ -106,11 +108,13 @@ def test_bad_numbers_are_named_by_the_row_of_the_file(tmp_path):
 def test_a_recipe_with_flags_and_set_on_top_into_the_default_output(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ("--recipe", "qkv-attn_head", "--set", "data.seed=7", "--set", "headroom=2.0")
-    ran("calibrate", tiny_directory, *SMALL, *flags, "--batch-size", "2")
+    done = ran("calibrate", tiny_directory, *SMALL, *flags, "--batch-size", "2")
     out = tmp_path / "tiny-llama-fp8kv-attn_head"
     saved = json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]
     assert (saved["targets"], saved["strategy"], saved["headroom"]) == ("qkv", "attn_head", 2.0)
     assert (saved["data"]["seed"], saved["data"]["batch_size"]) == (7, 2)
+    assert "those of queries (Q) are in the files" in done.stdout
+    assert "with scales of queries (Q)" in (out / "README.md").read_text()
 
 
 def test_a_model_or_a_dataset_that_cannot_be_reached(tiny_directory):

@@ -52,7 +52,7 @@ NOT_RUN = {
 VARIES = {"fp8kv generate": "words and speed of one machine"}
 # text that is a part of what a command prints, by its first line
 VERIFY = "fp8kv verify build/demo"
-OTHER_FIGURES = "FP8 KV-cache scales, strategy attn_head"  # those of more text
+OTHER_FIGURES = "FP8 KV-cache scales, strategy attn_head, largest of each layer"  # those of more text
 SHOWN = {
     "build/demo, LlamaForCausalLM, on one GPU": VERIFY,
     OTHER_FIGURES: f"{DIRECTORIES['build/demo']} -o build/demo",

@@ -190,7 +190,9 @@ def _title(result: "Result") -> str:
     if FORMATS[first].nvfp4:
         values = f"Values of an NVFP4 cache (absmax / {FP8_DIVISOR * factors[first]:g})"
     only = f", as format {first} holds them" if len({*factors.values()}) > 1 else ""
-    return f"{values}, strategy {result.recipe.strategy}{only}"
+    largest = ", largest of each layer" * (result.recipe.strategy != "tensor")
+    queries = "; those of queries (Q) are in the files" * (result.recipe.targets == "qkv")
+    return f"{values}, strategy {result.recipe.strategy}{largest}{only}{queries}"
 
 
 def layer_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
