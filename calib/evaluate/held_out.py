@@ -34,8 +34,8 @@ def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str
         readers[f"'{model}'"] = read_records(model / BAKE_FILE)
     unknown = [name for name, records in readers.items() if None in records]
     return readers, [
-        f"{name} has no record of the text behind its scales, so some of the held-out text may "
-        "not be new to it; calibrate again to have one"
+        f"{name} has {'a record of only a part' if any(readers[name]) else 'no record'} of the text behind "
+        "its scales, so some of the held-out text may not be new to it; calibrate again to record all of it"
         for name in unknown
     ]
 

@@ -154,8 +154,9 @@ def load_text(
     check_token_ids(chain(*data.samples, *passkeys, *long_ids), setup.tokenizer, setup.model)
     if data.documents < len(data.samples):
         warnings.append(
-            f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "
-            "intervals take them for independent, and are too narrow for other text"
+            f"the {len(data.samples)} samples come from {data.documents} document"
+            f"{'s' * (data.documents != 1)}: intervals take each sample for a document of its own, "
+            "and are too narrow for other text"
         )
     return text, [*data.warnings, *warnings, *long_warnings]
 

@@ -189,8 +189,8 @@ def test_the_rest_of_a_book_is_held_out(first, model, book):
     words = load_data(read.model_copy(update={"seq_len": WORDS}), setup.tokenizer, None).samples[0]
     pieces = [words[i : i + 32] for i in range(0, len(words), 32)]
     assert len({pieces.index(ids) for ids in (*known, *held_out)}) == 18
-    (warning,) = (line for line in warnings if "are pieces of" in line)
-    assert warning.startswith(f"the {len(text.data.samples)} samples are pieces of fewer documents (1)")
+    (warning,) = (line for line in warnings if "samples come from" in line)
+    assert warning.startswith(f"the {len(text.data.samples)} samples come from 1 document: ")
 
 
 def test_until_counts_repeated_text_once(tiny_directory, tmp_path):

@@ -395,12 +395,14 @@ def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(hel
     (line,) = [line for line in report["warnings"] if "left out" in line]
     assert "'out' was calibrated on their text" in line
     record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
-    record.unlink()
-    warnings = json.loads(held_out("a.jsonl", scales=["old"]).stdout)["warnings"]
-    assert [line for line in warnings if "no record" in line] == [
-        "'old' has no record of the text behind its scales, so some of the held-out text may not be new to "
-        "it; calibrate again to have one"
-    ]
+    partial = json.dumps({"records": [None, *json.loads(record.read_text())["records"]]})
+    for text, known in ((None, "no record"), (partial, "a record of only a part")):
+        record.write_text(text) if text else record.unlink()
+        warnings = json.loads(held_out("b.jsonl", scales=["old"]).stdout)["warnings"]
+        assert [line for line in warnings if "record" in line] == [
+            f"'old' has {known} of the text behind its scales, so some of the held-out text may not be new "
+            "to it; calibrate again to record all of it"
+        ]
     record.write_text('{"records": [{"salt": 1}]}')
     one_line_error(held_out("a.jsonl", scales=["old"]), "is damaged (records.0.")
 
