@@ -13,7 +13,7 @@ from calib.commands import flags
 from calib.commands.calibrate import result_blocks
 from calib.commands.running import Answer, job_command
 from calib.errors import InputError
-from calib.files.names import CALIBRATION_FILE
+from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.progress import Progress
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def strip(
 @partial(job_command, has_json=False)
 def repair(
     directory: Path = _CHECKPOINT,
-    stats: Path = flags.option(
-        "Take the measured absmax from these statistics, or this output of calibrate.", default=...
+    stats: Path | None = flags.option(
+        "Take the measured absmax from these statistics, or this output of calibrate. Required."
     ),
     output: Path = flags.OUTPUT,
     to: choices.FormatName = flags.option("Write this format.", default="vllm"),
@@ -166,8 +166,13 @@ def repair(
     """
     from calib.transfer.repair import repair as repair_scales
 
+    if stats is None:
+        own = directory / STATS_FILE
+        flag = f"--stats {quote(str(own))}" if own.exists() else "--stats OUTPUT, an output of calibrate"
+        raise InputError(f"repair replaces scales by measured absmax; add {flag}")
     result = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=progress)
-    lines = [f"replaced: {replacement}" for replacement in result.replacements] or ["replaced: nothing"]
+    lines = [f"replaced: {replacement}" for replacement in result.replacements] + result.name_changes
+    lines = lines or ["replaced: nothing"]
     lines += [*_warning_lines(result, to), f"written to {output}"]
     lines += [f"not mended: {problem}" for problem in result.problems]
     return Answer(None, lines, is_good=not result.problems)

@@ -14,6 +14,7 @@ from calib.errors import InputError, NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.names import SCALES_SHARD
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
 from calib.formats import FORMATS
@@ -56,6 +57,7 @@ class Repair(Conversion):
 
     replacements: list[Replacement]
     problems: list[str]
+    name_changes: list[str]  # a line for each scale that was called as no module of the model
 
 
 def repair(
@@ -78,6 +80,8 @@ def repair(
         stored = read_scales(directory)
     except NoScalesError:  # all are missing
         stored = StoredScales(checkpoint, [])
+    checkpoint, misnamed = _remove_misnamed(checkpoint)
+    stored, name_changes = _remove_strays(stored, checkpoint)
     stats = calibration.stats
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
@@ -97,7 +101,34 @@ def repair(
     notes += tuple(verification.warnings)
     if not (verification.problems or verification.is_good):
         notes += ("fp8kv verify knows of no engine that loads all of these scales",)
-    return Repair(scales, notes, replacements, verification.problems)
+    return Repair(scales, notes, replacements, verification.problems, [*misnamed, *name_changes])
+
+
+def _remove_misnamed(checkpoint: ModelDirectory) -> tuple[ModelDirectory, list[str]]:
+    """Leave out tensors of our own file of scales that have no name of one; return a line for each."""
+    tensors = checkpoint.headers.get(SCALES_SHARD, {})
+    strays = [name for name in checkpoint.misnamed if name in tensors and "scale" in name.lower()]
+    headers = {
+        file: {name: entry for name, entry in entries.items() if file != SCALES_SHARD or name not in strays}
+        for file, entries in checkpoint.headers.items()
+    }
+    lines = [f"removed: '{name}' is not a name that an engine looks for" for name in strays]
+    return replace(checkpoint, headers=headers), lines
+
+
+def _remove_strays(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[StoredScales, list[str]]:
+    """Leave out scales of layers that the model lacks; return a line for these, and for other modules'."""
+    modules, lines, layers = stored.modules(), list[str](), list[StoredLayer]()
+    for layer in stored.layers:
+        is_stray = bool(checkpoint.layers) and layer.layer not in checkpoint.layers
+        for tensor in layer.tensors:
+            own, module = tensor.parsed.module.removesuffix(".attn"), modules.get(layer.layer)
+            if is_stray:
+                lines.append(f"removed: '{tensor.name}' is of no layer of the model")
+            elif own != (module or own):
+                lines.append(f"renamed: '{tensor.name}' is now of {module}")
+        layers += [] if is_stray else [layer]
+    return replace(stored, layers=layers), lines
 
 
 def _check_model(
@@ -113,10 +144,13 @@ def _check_model(
         for index, layer in layer_stats.items()
     }
     model = model_facts(checkpoint, calibration.stats.layers)
+    advice = "give statistics of this model"
+    if checkpoint.misnamed:
+        advice += f", or rename the misspelt scale '{checkpoint.misnamed[0]}'"
     check_same_model(
         replace(scales_facts(calibration.path, report=report), layers=shapes),
         replace(model, layers=_shapes(stored.layers_by_module(), layer_stats, checkpoint)),
-        "give statistics of this model",
+        advice,
     )
     return [] if report.get("marks") else check_traffic(calibration, model, stored)
 

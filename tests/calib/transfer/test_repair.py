@@ -12,7 +12,7 @@ from command_line import fp8kv, json_of, one_line_error, ran
 from families import SHARED_KV, edit_json, save_model, tiny_model
 from safetensors.torch import load_file
 
-from calib.files.names import STATS_FILE
+from calib.files.names import INDEX_FILE, STATS_FILE
 from calib.scales.observers import AbsMax
 from calib.scales.stats import PER_TOKEN, TensorStats, shift_curve
 from calib.scales.stats_file import load_stats, save_stats
@@ -152,6 +152,37 @@ def test_old_and_new_values_are_listed(model, measured, tmp_path):
     ran("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
     assert scales(tmp_path / "repaired") == scales(good)
     assert config_of(tmp_path / "repaired")["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+SPELLINGS = {  # of the K scale of layer 1 -> what is said of it
+    "model.layers.1.self_attn.k_scales": "removed: '{}' is not a name that an engine looks for",
+    "model.layer1.self_attn.k_scale": "removed: '{}' is not a name that an engine looks for",
+    "model.layers.99.self_attn.k_scale": "removed: '{}' is of no layer of the model",
+    "model.layer.1.self_attn.k_scale": "renamed: '{}' is now of model.layers.1.self_attn",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_scale_with_a_misspelt_name_is_mended_and_named(spelling, measured, tmp_path):
+    scale = load_file(measured / SCALES)[name(1, "k")]
+    broken = damage(measured, tmp_path / "broken", {name(1, "k"): None, spelling: scale})
+    found, done = repaired(broken, measured, tmp_path / "out")
+    assert (done.exit_code, found) == (0, set() if "renamed" in SPELLINGS[spelling] else {(1, "k")})
+    assert SPELLINGS[spelling].format(spelling) in done.stdout.splitlines()
+    for file in (SCALES, INDEX_FILE):
+        assert (tmp_path / "out" / file).read_bytes() == (measured / file).read_bytes()
+
+
+def test_a_misspelt_scale_among_weights_is_named(model, measured, tmp_path):
+    misspelt = name(1, "k") + "s"
+    broken = copy(model, tmp_path / "broken", lambda tensors: tensors.update({misspelt: torch.ones(1)}))
+    done = fp8kv("repair", broken, "--stats", measured, "-o", tmp_path / "out")
+    one_line_error(done, f"; give statistics of this model, or rename the misspelt scale '{misspelt}'")
+
+
+def test_without_stats_those_that_are_there_are_named(model, measured, tmp_path):
+    for directory, way in ((measured, measured / STATS_FILE), (model, "OUTPUT, an output of calibrate")):
+        one_line_error(fp8kv("repair", directory, "-o", tmp_path / "out"), f"add --stats {way}")
 
 
 def test_a_missing_file_of_scales_per_head_is_made_per_head(per_head, tmp_path):
