@@ -39,6 +39,7 @@ class EngineLayer:
     backend: str = ""  # the attention backend; empty: not known
     written: tuple[str, ...] = ()  # the copies that it stores with; none: not known
     read: tuple[str, ...] = ()  # and those that it stores or attends with; none: not known, so all count
+    has_kernels: bool = True  # False: the backend says that it does not take such a cache
 
 
 @dataclass
@@ -89,6 +90,9 @@ def compare(
     for layer in sorted(layers, key=lambda layer: layer.layer):
         if not layer.is_fp8:
             report.not_fp8[layer.cache].append(layer.layer)
+            if not layer.has_kernels:
+                problem = f"{layer.backend} has no kernels for {layer.cache}, so the cache holds garbage"
+                layers_by_problem[problem].append(layer.layer)
             continue
         report.total += 2
         for letter in "kvq":

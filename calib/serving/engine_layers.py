@@ -27,7 +27,9 @@ def vllm_layers(model: Any, version: str | None = None) -> Iterator[EngineLayer]
         name = str(backend.get_name()) if backend else ""
         written, read = _used_copies(engine, name)
         is_fp8 = cache in FP8_CACHES
-        yield EngineLayer(index, is_fp8, k, v, q, name_cache(cache), name, written, read)
+        # vLLM asks a GPU's backend this before it chooses it, but not a CPU's
+        has_kernels = is_fp8 or cache in IN_16_BITS or not backend or backend.supports_kv_cache_dtype(cache)
+        yield EngineLayer(index, is_fp8, k, v, q, name_cache(cache), name, written, read, has_kernels)
 
 
 def vllm_attention(model: Any) -> dict[int, Any]:

@@ -162,6 +162,20 @@ def test_a_backend_is_named_with_the_copies_that_it_reads():
     assert (report.used, report.total) == (3, 4)  # a copy that nothing reads is in nobody's way
 
 
+@pytest.mark.parametrize("cache", ["fp8", "auto", "nvfp4", "int8_per_token_head"])
+def test_a_cache_that_the_backend_has_no_kernels_for_is_a_problem(cache):
+    layers = [Attention(f"model.layers.{i}.self_attn.attn", cache) for i in range(2)]
+    for module in layers:
+        has_kernels = "nvfp4".__eq__
+        module.attn_backend = SimpleNamespace(
+            get_name=lambda: "CPU_ATTN", supports_kv_cache_dtype=has_kernels
+        )
+    report = compare([*vllm_layers(nn.ModuleList(layers))], None, ONE)
+    said = "CPU_ATTN has no kernels for int8_per_token_head, so the cache holds garbage in layers 0, 1"
+    assert (said in report.problems, said in str(report)) == (("int8" in cache),) * 2
+    assert not any("kernels" in problem for problem in report.problems if problem != said)
+
+
 def test_repair_sets_every_copy_of_what_the_files_have():
     heads, fnuz = Attention("model.layers.0.self_attn.attn", k=(1.0, 1.0), v=(1.0, 1.0)), Place(2, fnuz=True)
     scalar = Attention("model.layers.1.self_attn.attn", v=(1.0,))
