@@ -54,7 +54,9 @@ def calibrate(
     ),
     device: choices.Device | None = flags.DEVICE,
     evaluate: bool = flags.option(
-        "Then measure what the scales change, as the recipe's `evaluation` says.", "--evaluate", default=False
+        "Then measure what the scales change, as the recipe's `evaluation` says, into DIR/evaluation.",
+        "--evaluate",
+        default=False,
     ),
     set_: list[str] | None = flags.SET,
     until: float | None = flags.data(
@@ -137,7 +139,7 @@ def calibrate(
         model, resolved, scales=scales, output=directory, overwrite=True, progress=progress
     )
     document = {**result.to_json(), "evaluation": report.to_json()}
-    return Answer(document, () if quiet else report_blocks(report), failures)
+    return Answer(document, () if quiet else report_blocks(report, directory), failures)
 
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
@@ -214,9 +216,8 @@ def _next_step(result: "Result") -> str:
 
     runs = not result.drafts_for and not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))
-    path = shlex.quote(str(directory))
-    runs = runs and not FORMATS[name].nvfp4
-    if runs and FORMATS[name].with_weights and result.recipe.export.weights != "none":
+    form, path = FORMATS[name], shlex.quote(str(directory))
+    if runs and form.with_weights and not form.nvfp4 and result.recipe.export.weights != "none":
         return f'next, see it write: fp8kv generate {path} "The capital of France is" --compare'
     return f"next, see which engines load the scales: fp8kv verify {path}"
 
@@ -226,9 +227,8 @@ def _speed_line(result: "Result") -> str:
     if result.tokens_per_second is None:
         return f"statistics of {result.tokens:,} tokens"
     return (
-        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
-        f"write {seconds['write']:.1f} s"
+        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s ({result.tokens_per_second:,.0f} "
+        f"tokens/s); load {seconds['load']:.1f} s, write {seconds['write']:.1f} s"
     )
 
 

@@ -112,17 +112,17 @@ def evaluate(
         resume=resume,
         progress=progress,
     )
-    blocks = chain(report_blocks(report), _report_lines(output))
-    return Answer(report.to_json(), () if quiet else blocks, failures)
+    return Answer(report.to_json(), () if quiet else report_blocks(report, output), failures)
 
 
-def report_blocks(report: "Report") -> Iterator[Block]:
-    """Yield the tables of an evaluation, and what follows from them."""
+def report_blocks(report: "Report", output: Path | None) -> Iterator[Block]:
+    """Yield the tables of an evaluation, what follows from them, and where the report was written."""
     from calib.evaluate.page.tables import printed_tables, summary_lines
 
     for table in printed_tables(report):
         yield TextTable(table.title, table.headings, table.lines)
     yield from summary_lines(report)
+    yield from _report_lines(output)
 
 
 def _report_lines(output: Path | None) -> list[str]:

@@ -22,7 +22,7 @@ from calib.evaluate import inputs
 from calib.evaluate.inputs import fit_suite
 from calib.evaluate.layer_errors import clipped_layer, count_events, poisson_interval
 from calib.evaluate.other_text import is_clipped, judge_difference
-from calib.evaluate.page.page import render_html, render_markdown
+from calib.evaluate.page.page import render_html, render_markdown, write_report
 from calib.evaluate.page.tables import other_text_tables
 from calib.evaluate.report import Events, Figure, Report, Suite
 from calib.evaluate.run import check_evaluation, evaluate
@@ -96,6 +96,16 @@ def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
     passed = json_of("eval", small_directory, "--dataset", "random", *gate)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert (passed["data"]["documents"], passed["recipe"]["device"]) == (4, device)
+
+
+def test_calibrate_says_where_its_report_is(small_directory, small_report, tmp_path, monkeypatch):
+    def run(*_, output, **__):
+        report = Report.model_validate(small_report)
+        return report, write_report(report, output)
+
+    monkeypatch.setattr("calib.evaluate.run.run_evaluation", run)
+    done = calibrate(small_directory, "-o", tmp_path / "out", "--evaluate")
+    assert done.stdout.endswith(f"report written to {tmp_path / 'out/evaluation/report.html'}\n")
 
 
 @pytest.mark.usefixtures("small_suite")
