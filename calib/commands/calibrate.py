@@ -159,6 +159,7 @@ def result_blocks(result: "Result") -> Iterator[Block]:
     """Yield a row per layer, warnings, where the output is, and how to serve it."""
     from calib.formats import FORMATS
     from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
+    from calib.formats.directory import backup_line
 
     rows = [*layer_rows(result.written_layers)]
     width = 5 if all({*row[5:]} == {"100%"} for row in rows) else 7  # as with a scale for each head
@@ -167,7 +168,7 @@ def result_blocks(result: "Result") -> Iterator[Block]:
     yield from (f"warning: {warning}" for warning in result.warnings)
     yield from ("", *result.notes, _speed_line(result), f"written to {result.output}")
     if result.backup:
-        yield f"the files that were replaced are in {result.backup}"
+        yield backup_line(result.output, result.backup)
     for name, directory in result.directories.items():
         form = FORMATS[name]
         if note := form.note_on(strategy):

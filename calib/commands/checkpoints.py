@@ -266,6 +266,8 @@ def bake(
 
 
 def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
+    from calib.formats.directory import backup_line
+
     plan = baked.rescaling.plan
     layers, (k, v) = len(plan.factors), plan.layers_per_head
     yield from baked.rescaling.lines()
@@ -289,7 +291,7 @@ def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
                 "best: its weights hold no larger factors"
             )
     if baked.backup:
-        yield f"what was replaced is in {baked.backup}"
+        yield backup_line(baked.output, baked.backup)
 
 
 @job_command

@@ -183,6 +183,8 @@ class _Session:
         inputs = next((each for each in candidates if each is not None), None)
         if inputs is None:
             raise AttentionError("give the model input_ids or inputs_embeds")
+        if 0 in inputs.shape[:2]:
+            raise AttentionError(f"the batch is empty: [rows, tokens] are {[*inputs.shape[:2]]}")
         if inputs.shape[1] > 1:
             self.read_masks()
         rows, mask = self._convert(cache, inputs.shape[0]), kwargs.get("attention_mask")

@@ -16,6 +16,7 @@ from command_line import fp8kv, one_line_error
 from engine_fixtures import make_scales
 from families import save_model, tiny_model, tiny_vision_language_model
 
+from calib.commands.calibrate import result_blocks
 from calib.errors import Fp8kvError, InputError
 from calib.files import atomic
 from calib.files.names import SCALES_SHARD, STATS_FILE
@@ -77,6 +78,10 @@ def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(mo
     assert (model / PLACED).stat().st_ino == weights
     assert names(tmp_path) == sorted(["out", model.name, first.backup.name])
     second = calibrate(model, in_place=True, changes={"data.seed": 7})  # a second time keeps both backups
+    where = f"the files that were replaced are in {first.backup}"
+    assert where in result_blocks(first)
+    where += f"-2; the oldest {model.name}.before-fp8kv* with a file has its original"
+    assert where in result_blocks(second)
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
     assert "fp8kv_calibration.json" in contents(second.backup)

@@ -84,6 +84,9 @@ def test_caches_that_are_not_its_own_and_a_block_in_a_block_are_refused_an_empty
             model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=16))
         with pytest.raises(AttentionError, match="^give the model input_ids or inputs_embeds$"):
             model()
+        for ids in (IDS[:0], IDS[:, :0]):
+            with pytest.raises(AttentionError, match=r"^the batch is empty: \[rows, tokens\] are "):
+                model(ids)
         with pytest.raises(AttentionError, match="inside an fp8_attention block: leave that one first"):
             fp8_attention(model, scales).__enter__()
         own = DynamicCache()
