@@ -349,7 +349,8 @@ def watch(
         metavar="CONDITION",
     ),
     model: Path | None = flags.option(
-        "Read what was expected in this calibration of the engine's model. Default with DIR: that model.",
+        "Read what was expected in this calibration of the engine's model. Default: that model, where the "
+        "engine is on this machine.",
         metavar="MODEL",
     ),
     follow: bool = flags.option(
@@ -375,21 +376,23 @@ def watch(
         from calib.evaluate.served.watch_report import read_expected, read_watched, report_on
 
         is_address = source.lower().startswith(("http://", "https://"))
-        watched = Server(source).watched() if is_address else read_watched(Path(source))
+        server = Server(source) if is_address else None
+        watched = server.watched() if server else read_watched(Path(source))
         if model:
             return report_on(watched, condition, read_expected(model, watched))
         expected: Expected | None = None
         with suppress(Fp8kvError, OSError):  # the engine's model need not be here, or hold a calibration
-            expected = None if is_address else read_expected(Path(watched.model), watched)
+            if server is None or server.is_local:  # else the same path may hold another calibration
+                expected = read_expected(Path(watched.model), watched)
         return report_on(watched, condition, expected)
 
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        directory = '"$FP8KV_WATCH"' if "://" in source else quote(source)
-        model_path = quote(report.watched.model)
-        advice = f"scales for this traffic: fp8kv repair {model_path} --stats {directory} -o NEW"
-        failures[-1] = f"{failures[-1]}; {advice}"
+        is_address, model_path = "://" in source, quote(report.watched.model)
+        command = f"fp8kv repair {model_path} --stats {'DIR' if is_address else quote(source)} -o NEW"
+        failures[-1] += f"; scales for this traffic: {command}"
+        failures[-1] += ", where DIR is what FP8KV_WATCH names at the server" * is_address
     return Answer(report.to_json(), _watch_blocks(report), failures)
 
 

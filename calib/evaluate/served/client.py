@@ -157,9 +157,9 @@ class Server:
             )
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._url = f"{parts.scheme}://{parts.netloc}{path}"
-        is_local = parts.hostname in (*_LOCAL_HOSTS, "0.0.0.0")
+        self.is_local = parts.hostname in (*_LOCAL_HOSTS, "0.0.0.0")
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.address = "localhost" if is_local else parts.hostname, port, path  # one for each server
+        self.address = "localhost" if self.is_local else parts.hostname, port, path  # one for each server
         name, key = _key(parts.scheme == "https" or parts.hostname in _LOCAL_HOSTS)
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._key_advice = f"it refuses the key in {name}" if key else f"give its key in {_KEY}"

@@ -141,7 +141,10 @@ class WatchReport:
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
         if self.rows and not self.has_calibration:
-            lines.append("for the share that was expected, give the calibration of this model with --model")
+            lines.append(
+                "the limit alone counts: for the share that was expected, give the calibration of this model "
+                "with --model"
+            )
         return lines
 
     @property

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
+from fake_server import web_server
 from families import edit_json
 from torch import nn
 
 from calib import load_stats, save_stats
 from calib.errors import InputError
-from calib.evaluate.served import watch_report
+from calib.evaluate.served import client, watch_report
 from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
 from calib.files.text import parse_condition
 from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads, join_watched
@@ -453,6 +454,14 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     no_alarm = "{} clips 5.00%: no alarm, as {} was expected, and 2 times that is allowed"
     cases = (("layer 0's K", "3.00%"), ("layer 1's K", "25.00%"), ("layer 1's V", "3.00%"))
     assert report.notes == [no_alarm.format(*case) for case in cases]
+    written = (tmp_path / "fp8kv_watch.json").read_bytes()
+    with web_server(lambda request, _: request.answer(200, written)) as url:
+        assert no_alarm.format(*cases[0]) in fp8kv("watch", url).stdout
+        monkeypatch.setattr(client, "_LOCAL_HOSTS", ())  # as if on another machine: what lies here is not its
+        done = fp8kv("watch", url)
+        assert "no alarm" not in done.stdout
+        command = f"fp8kv repair {tmp_path} --stats DIR -o NEW, where DIR is what FP8KV_WATCH names at"
+        assert command in done.stderr
     x[:100] = 448.0
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
