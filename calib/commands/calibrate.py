@@ -158,8 +158,7 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
 def result_blocks(result: "Result") -> Iterator[Block]:
     """Yield a row per layer, warnings, where the output is, and how to serve it."""
     from calib.formats import FORMATS
-    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
-    from calib.formats.directory import backup_line
+    from calib.formats.card import NO_WEIGHTS, backup_line, engine_of, serve_command, written_strategy
 
     rows = [*layer_rows(result.written_layers)]
     width = 5 if all({*row[5:]} == {"100%"} for row in rows) else 7  # as with a scale for each head
@@ -243,6 +242,5 @@ def recipes(
     if name:
         return Answer(load_recipe(name).model_dump(mode="json"), recipe_text(name).splitlines())
     descriptions = {name: load_recipe(name).description for name in recipe_names()}
-    return Answer(
-        descriptions, [TextTable("Bundled recipes", ("recipe", "what it does"), [*descriptions.items()])]
-    )
+    rows = [*descriptions.items()]
+    return Answer(descriptions, [TextTable("Bundled recipes", ("recipe", "what it does"), rows)])

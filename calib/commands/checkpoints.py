@@ -266,7 +266,7 @@ def bake(
 
 
 def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
-    from calib.formats.directory import backup_line
+    from calib.formats.card import backup_line
 
     plan = baked.rescaling.plan
     layers, (k, v) = len(plan.factors), plan.layers_per_head

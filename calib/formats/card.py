@@ -93,6 +93,12 @@ def serve_command(
     return " ".join(filter(None, (target.serve.format(path=place), per_head_flag, flags)))
 
 
+def backup_line(model: Path, backup: Path) -> str:
+    """Say where the files of `model` that were replaced are, and which backup has the originals."""
+    first, line = f"{model.name}.before-fp8kv", f"the files that were replaced are in {backup}"
+    return line if backup.name == first else f"{line}; the oldest {first}* with a file has its original"
+
+
 def written_strategy(strategy: Strategy, reduce: Reduce) -> Strategy:
     """Return the strategy of scales in a file, after `--reduce`."""
     return "tensor" if reduce == "max" else strategy

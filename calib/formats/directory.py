@@ -238,12 +238,6 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     return backup
 
 
-def backup_line(model: Path, backup: Path) -> str:
-    """Say where the files of `model` that were replaced are, and which backup has the originals."""
-    first, line = f"{model.name}.before-fp8kv", f"the files that were replaced are in {backup}"
-    return line if backup.name == first else f"{line}; the oldest {first}* with a file has its original"
-
-
 def _is_same(file: Path, new: Path) -> bool:
     if file.is_symlink() and new.is_symlink():
         return os.readlink(file) == os.readlink(new)
