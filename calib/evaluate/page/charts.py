@@ -86,6 +86,7 @@ def charts(report: Report) -> dict[str, Any]:
     """Return all charts by their names in the template; None or no entry for what was not measured."""
     with chart_style():
         return {
+            "drawn": len(_CUSTOM_DASHES),
             "bytes": _bytes_chart(report),
             "position": _position_chart(report),
             "layers": _layer_chart(report),
