@@ -220,7 +220,8 @@ def _advice_blocks(
     for name, reason in advice.not_served.items():
         cache = name.removesuffix(", baked")
         names_by_reason[reason.removeprefix(f"{cache} is ")].append(name)
-    yield from (f"not offered: {'; '.join(names)} ({reason})" for reason, names in names_by_reason.items())
+    for reason, names in names_by_reason.items():
+        yield f"{'; '.join(names)} {'are' if len(names) > 1 else 'is'} not offered ({reason})"
     if written is not None:
         yield written.line
     yield from answer_lines(advice)
