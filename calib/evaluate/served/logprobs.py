@@ -17,7 +17,7 @@ from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.engines.loaded_scales import read_engine_scales
-from calib.errors import InputError
+from calib.errors import InputError, NoScalesError
 from calib.evaluate.served.client import Answers, ServedModel, Server
 from calib.files.fingerprint import baked_for
 from calib.models.config import load_config, model_positions
@@ -76,8 +76,17 @@ def compare_served(
     """
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server, checkpoint = Server(url), find_model(model_name)
-    is_baked = baked_for(checkpoint) == "fp8" and not read_engine_scales(directory).layers
-    fit_scales = _unit_scales if is_baked else open_scales(directory, checkpoint)
+    purpose = baked_for(checkpoint)
+    is_baked = purpose == "fp8" and not read_engine_scales(directory).layers
+    try:
+        fit_scales = _unit_scales if is_baked else open_scales(directory, checkpoint)
+    except NoScalesError:
+        if purpose != "int8":
+            raise
+        raise InputError(
+            f"'{directory}' is baked for int8, whose cache makes its own scales, so none can be compared; "
+            "leave --served out, and see in the server's log which cache it has"
+        ) from None
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     served = server.choose_model(served_name)

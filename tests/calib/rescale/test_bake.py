@@ -66,7 +66,7 @@ def check_scale_one(model_type, outputs, before, baked, after):
     smallest = new.amax(-1) if model_type in SHARED_BY_HEADS else new
     assert smallest.min() > 0.5
     (baked / "fp8kv_bake.json").unlink()  # of the Hub engines fetch config.json alone
-    assert json_of("verify", baked)["baked"]
+    assert json_of("verify", baked)["baked"] == "fp8"
     card, flags = (baked / "README.md").read_text(), " ".join(["", *FLAGS.get(model_type, ())])
     assert f"vllm serve {baked} --kv-cache-dtype fp8{flags}\n" in card
     assert ("trtllm-serve" in card) == (not flags)  # which has no such flag
@@ -247,15 +247,20 @@ def test_verify_of_a_model_baked_for_int8_names_the_engines_with_that_cache(llam
     scales, baked = calibrated(source, tmp_path / "scales"), tmp_path / "baked"
     succeeded(bake(source, scales, baked, "--for", "int8"))
     answer = json_of("verify", baked)
-    assert (answer["good"], answer["baked"], answer["baked_for"]) == (True, False, "int8")
+    assert (answer["good"], answer["baked"]) == (True, "int8")
     flags = {x["engine"]: x["flag"] for x in answer["engines"] if x["problem"] is None}
     int8 = {"vLLM": "int8_per_token_head", "LMDeploy": "lmdeploy_int8"}
     assert flags == {x: find_engine(x.lower()).caches.types[name][0].flag for x, name in int8.items()}
     shown = fp8kv("verify", baked, "--engine", "sglang")
     assert shown.stdout.startswith(f"{baked}, LlamaForCausalLM, baked for int8, on one GPU")
     assert (shown.exit_code, "it has no INT8 cache" in shown.stdout) == (1, True)
-    for flag, value in (("--against", llama.scales), ("--backend", "FLASH_ATTN")):
-        done = fp8kv("verify", baked, "--engine", "vllm", flag, value)
+    vllm, no_server = ("--engine", "vllm"), ("--served", "http://localhost:9")
+    for *flags, flag, value in (
+        (*vllm, "--against", llama.scales),
+        (*vllm, "--backend", "FLASH_ATTN"),
+        no_server,
+    ):
+        done = fp8kv("verify", baked, *flags, flag, value)
         one_line_error(done, "is baked for int8, whose cache makes its own scales", f"leave {flag} out")
     one_line_error(
         fp8kv("convert", baked, "--to", "tgi", "-o", tmp_path / "no"), "is baked for int8; serve it"
