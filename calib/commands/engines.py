@@ -58,8 +58,9 @@ def verify(
         "Check for MI300 (gfx942), whose FP8 type ends at 240.", "--fnuz", default=False
     ),
     served: list[str] | None = flags.option(
-        "Ask this running, OpenAI-compatible server whether it uses the scales. Takes 120 s at most. Given "
-        "several times: whether servers with our plugin hold them, and read each other's KV blocks rightly.",
+        "Ask this running, OpenAI-compatible server whether it uses the scales. Asking takes 120 s at most; "
+        "our own runs of the model come on top. Given several times: whether servers with our plugin hold "
+        "them, and read each other's KV blocks rightly.",
         metavar="URL",
     ),
     model: str | None = flags.option(
@@ -108,7 +109,7 @@ def verify(
         answer["good"] = report.is_good and not problems
         answer["backend"]["problems"] = problems
         lines = (f"problem: {engines[0].title}, {backend}: {problem}" for problem in problems)
-        blocks = chain(blocks, _backend_lines(engines[0], backend, copies), lines)
+        blocks = chain(blocks, _backend_lines(engines[0], backend, copies, report.scales.strategy), lines)
     return Answer(answer, blocks, is_good=answer["good"])
 
 
@@ -227,12 +228,18 @@ def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bo
         yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
 
 
-def _backend_lines(engine: "Engine", name: str, backend: "Backend") -> Iterator[str]:
+def _backend_lines(
+    engine: "Engine", name: str, backend: "Backend", strategy: choices.Strategy
+) -> Iterator[str]:
     steps = (
         (engine.scale_copies[copy].format(x="k") for copy in step) for step in (backend.write, backend.read)
     )
     written, read = (", ".join(names) for names in steps)
     yield f"{engine.title}, {name}: stores with {written}, attends with {read} (V's alike)"
+    single = [key for key in [*engine.scale_copies][1:] if key in (*backend.write, *backend.read)]
+    if strategy == "attn_head" and single:
+        names = " and ".join(engine.scale_copies[key].format(x="k") for key in single)
+        yield f"{name}: these scales are per head, and of them {names} has the largest alone, for all heads"
     if backend.note:
         yield f"{name}: {backend.note}"
     if backend.freezes:

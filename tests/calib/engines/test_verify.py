@@ -68,6 +68,21 @@ def test_a_backend_says_which_head_sizes_it_takes_and_what_is_printed_can_be_pas
         assert [f"--against '{directory}'" in printed, said in printed] == [True, is_wrong]
 
 
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "ROCM_ATTN"])
+def test_a_backend_that_takes_the_largest_of_the_heads_is_said_to(backend, tmp_path):
+    copies = {"CPU_ATTN": "_k_scale_float", "ROCM_ATTN": "_k_scale_cpu"}
+    line = f"{backend}: these scales are per head, and of them {copies.get(backend, '')}"
+    for heads, config in (([0.5, 0.25], PER_HEAD), ([0.5], COMPRESSED)):
+        directory = model(tmp_path / str(len(heads)), k=[heads] * 2, v=[heads] * 2, config=config)
+        done = fp8kv("verify", directory, "--engine", "vllm", "--backend", backend)
+        assert (
+            (line in done.stdout)
+            == ("largest alone" in done.stdout)
+            == (backend in copies and len(heads) > 1)
+        )
+        assert f"{backend}: stores with" in done.stdout
+
+
 def test_heads_are_split_over_ranks(tmp_path):
     of_heads, shared = ([0.5, 0.25], [0.125, 1.0]), ([0.5], [0.25])
     for ranks, scales, expected in (
