@@ -103,7 +103,7 @@ def _check_measured_here(source: Path, facts: dict[str, Any]) -> Marks:
 
 
 def _fits_json(scales: KVScales) -> bool:
-    """Return whether `kv_cache_scales.json` can hold the scales as they are."""
+    """Return whether `kv_cache_scales.json` can hold the scales, of K and V the larger."""
     json, is_plain = FORMATS["json"], not (scales.latent or scales.has_q or scales.has_center)
     return is_plain and scales.strategy in json.strategies and scales.fp8_dtype in json.fp8_dtypes
 
