@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.capture.directory_scales import open_scales
+from calib.capture.resume import progress_file
 from calib.choices import REFERENCE, FormatName, Purpose
 from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
@@ -31,7 +32,7 @@ from calib.files.atomic import atomic_directory, claimed
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import Export
 from calib.formats.card import render_card
-from calib.formats.directory import check_output, write_checkpoint
+from calib.formats.directory import check_output, check_printable, write_checkpoint
 from calib.job import run as calibrate
 from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
@@ -62,6 +63,7 @@ def run_recommendation(
     results are saved beside that, and with `resume` a run that was stopped goes on. Returns the choice,
     warnings, what was written, and sentences on what went wrong after the choice.
     """
+    check_printable(Path(model_name))
     settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     own = recipe.model_copy(update={"evaluation": settings})
     if write is not None:
@@ -122,7 +124,8 @@ def _write(
             calibrate(model, recipe, scales, progress=progress)
             bake(model, scales, purpose, output, overrides=trust, overwrite=overwrite, progress=progress)
     elif variant.is_calibrated:
-        calibrate(model, recipe, output, overwrite=overwrite, progress=progress)
+        resume = progress_file(output, 0).exists()  # of a run that was stopped
+        calibrate(model, recipe, output, overwrite=overwrite, resume=resume, progress=progress)
     else:
         progress.stage("write")
         kind = "16 bits" if variant.kind == REFERENCE else f"type {variant.name}"

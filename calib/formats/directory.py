@@ -46,7 +46,7 @@ _FOR_TRANSFORMERS = (
 
 def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model", flag: str = "-o") -> None:
     """Refuse a path, of `flag`, that would harm the source, a `kind` of directory, or others' files."""
-    _check_printable(out)
+    check_printable(out)
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
@@ -62,7 +62,8 @@ def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another {flag}")
 
 
-def _check_printable(path: Path) -> None:
+def check_printable(path: Path) -> None:
+    """Refuse a path that the commands that we print could not hold."""
     if plain(str(path)) != str(path):
         raise InputError(
             f"'{plain(str(path))}' has a control character, which no printed command can hold; "
@@ -195,7 +196,7 @@ def local_directory(model_name: str) -> Path:
     path = to_path(model_name)
     if not path.is_dir():
         raise InputError(f"--in-place writes into a local directory, which '{model_name}' is not; use -o")
-    _check_printable(path)
+    check_printable(path)
     return path.resolve()
 
 
