@@ -84,7 +84,7 @@ def verify(
         return _compare_server(served[0], directory, model or str(directory), served_name, keys)
     from calib.engines.catalogue import choose_engines
     from calib.engines.outcome import Place
-    from calib.engines.verification import head_size_problems, verify_directory
+    from calib.engines.verification import backend_problems, verify_directory
 
     engines, place = choose_engines(engine, version), Place(tensor_parallel_size, fnuz)
     if backend is not None and engine is None:
@@ -105,7 +105,7 @@ def verify(
         )
     if backend and copies:
         answer["backend"] = {**copies.model_dump(), "name": backend, "copies": engines[0].scale_copies}
-        problems = head_size_problems(report.scales.directory, copies)
+        problems = backend_problems(report, copies)
         answer["good"] = report.is_good and not problems
         answer["backend"]["problems"] = problems
         lines = (f"problem: {engines[0].title}, {backend}: {problem}" for problem in problems)
@@ -321,7 +321,7 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
     title, flag = simulation.engine.title, simulation.engine.transformers_flag
     reasons = [simulation.refused] if simulation.refused else [reason for _, reason in simulation.ignored]
     reasons += [outcome.reason for outcome in simulation.outcomes if outcome.status != "default"]
-    reasons = [*filter(None, [*dict.fromkeys(reasons), simulation.problem])]
+    reasons = [*filter(None, [simulation.gap, *dict.fromkeys(reasons), simulation.problem])]
     yield from (f"{title}: {reason}" for reason in reasons[:4])
     if simulation.draft:
         yield f"{title}: {simulation.draft}"

@@ -97,6 +97,17 @@ class Simulation:
         return min(self.fates).value if len(self.fates) == 1 else "partly" * bool(self.fates)
 
     @property
+    def gap(self) -> str:
+        """The layers that files without a scale for them leave at 1.0, in words; "" if none or all."""
+        own = [scale for scale in self.outcomes if scale.letter != "q"]
+        modules = [*dict.fromkeys(scale.module for scale in own if scale.status == Outcome.DEFAULT)]
+        if not modules or all(scale.status == Outcome.DEFAULT for scale in own):
+            return ""
+        return (
+            f"nothing is in the files for {', '.join(modules[:3])}{', ...' * (len(modules) > 3)}: 1.0 there"
+        )
+
+    @property
     def is_known(self) -> bool:
         """True where the engine loads the directory, and the scales that it then computes with are known."""
         return not self.refused and all(scale.status != Outcome.UNKNOWN for scale in self.outcomes)

@@ -22,6 +22,7 @@ from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
+from calib.files.text import show_layers
 from calib.same_model.check import check_same_model, directory_facts, model_facts, scales_facts
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def verify_directory(
         fits, findings = own[0] + drafts[0], own[1] + drafts[1]
         problems += [finding.text for finding in findings if finding.is_problem]
         warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
+    else:
+        warnings = [f"{x} is 1.0 in the files, which nobody measured" for x in _unmeasured(layers)]
     at_one, skipped = bake.get("latent") is True, skipped_layers(directory)
     simulations = [simulate(directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
     if purpose == "int8":
@@ -136,11 +139,14 @@ def _choose_int8(simulation: Simulation, sizes: Iterable[int]) -> None:
         simulation.problem = size_problem(kinds[0], support, shapes, None)
 
 
-def head_size_problems(directory: ModelDirectory, backend: Backend) -> list[str]:
-    """Say which head sizes of the model `backend` does not take, where both are known."""
+def backend_problems(report: Verification, backend: Backend) -> list[str]:
+    """Say what of the model or its scales `backend` does not take, where that is known."""
     allowed = backend.head_sizes
-    wrong = [size for size in _head_sizes(directory) if size not in allowed] if allowed else []
-    return [f"with an FP8 cache the head size must be {allowed}; this model's is {size}" for size in wrong]
+    wrong = [size for size in _head_sizes(report.scales.directory) if size not in allowed] if allowed else []
+    problems = [f"with an FP8 cache the head size must be {allowed}; this model's is {x}" for x in wrong]
+    if report.scales.strategy == "attn_head" and not backend.starts_with_heads:
+        problems.append("on a GPU it takes no scale per head, and the engine does not start with it")
+    return problems
 
 
 def _head_sizes(directory: ModelDirectory) -> list[int]:
@@ -154,6 +160,14 @@ def _head_sizes(directory: ModelDirectory) -> list[int]:
             layers = layer_configs(config)
             sizes = {getattr(x, "head_dim", 0) or x.hidden_size // x.num_attention_heads for x in layers}
     return sorted(sizes)
+
+
+def _unmeasured(layers: Sequence[StoredLayer]) -> list[str]:
+    """Name K or V with layers where all scales are 1.0, though not everywhere."""
+    at_one = {x: [y.layer for y in layers if {*y.values(x)} == {1.0}] for x in "kv"}
+    if all({*layer.values(x)} == {1.0} for layer in layers for x in "kv"):
+        return []
+    return [f"the scale of {x.upper()} in {show_layers(at_one[x])}" for x in "kv" if at_one[x]]
 
 
 def _own_problems(path: Path) -> list[str]:

@@ -24,6 +24,7 @@ from calib.files.names import (
     SINGLE_FILE,
     SOURCE_DIRECTORY,
     STRESS_FILE,
+    TEXT_FILE,
     is_misspelt,
     is_of_cache,
 )
@@ -37,7 +38,7 @@ RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 ADAPTER_FILE = "adapter_config.json"
 # files of the source that an output replaces; it keeps them in a directory where no engine looks
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
-_OUR_FILES = (CALIBRATION_FILE, STRESS_FILE, BAKE_FILE, SOURCE_DIRECTORY)
+_OUR_FILES = (CALIBRATION_FILE, STRESS_FILE, BAKE_FILE, TEXT_FILE, SOURCE_DIRECTORY)
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 _FOR_TRANSFORMERS = (
     "\nBeside engines: transformers opens this directory only where `compressed-tensors` is installed.\n"

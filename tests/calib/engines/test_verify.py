@@ -1,6 +1,7 @@
 """`fp8kv verify`: what each engine loads, also of latents and NVFP4 values, on which GPUs; what is said."""
 
 import json
+from functools import partial
 
 import pytest
 from command_line import fp8kv, json_of, ran
@@ -81,6 +82,25 @@ def test_a_backend_that_takes_the_largest_of_the_heads_is_said_to(backend, tmp_p
             == (backend in copies and len(heads) > 1)
         )
         assert f"{backend}: stores with" in done.stdout
+        assert ("takes no scale per head" in done.stdout) == (backend == "ROCM_ATTN" and len(heads) > 1)
+        assert done.exit_code == ("takes no scale per head" in done.stdout)
+
+
+def test_what_files_lack_or_nobody_measured_is_named(tmp_path):
+    lacks, unmeasured = (
+        "nothing is in the files for model.layers.1.self_attn",
+        "1.0 in the files, which nobody measured",
+    )
+    for number, (make, line) in enumerate((
+        (partial(write, weights=WEIGHTS, scales=SCALES[:2]), lacks),
+        (partial(model, k=(0.5, 1.0)), f"the scale of K in layer 1 is {unmeasured}"),
+        (partial(model, k=(1.0, 1.0), v=(1.0, 1.0)), ""),
+    )):  # fmt: skip
+        (tmp_path / str(number)).mkdir()
+        done = fp8kv("verify", make(tmp_path / str(number)), "--engine", "vllm")
+        printed = " ".join((done.stdout + done.stderr).split())
+        assert line in printed
+        assert [x in printed for x in (lacks, unmeasured)] == [x in line for x in (lacks, unmeasured)]
 
 
 def test_heads_are_split_over_ranks(tmp_path):

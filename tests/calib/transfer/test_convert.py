@@ -97,7 +97,8 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
         assert scales(out) == scales(per_head)
     assert config_of(out)["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
     larger = [max(*k, *v) for _, k, v, _ in scales(measured)]
-    out = convert(measured, "json", tmp_path / "json")
+    for overwrite in ((), ("--overwrite",)):  # it bears a mark of ours
+        out = convert(measured, "json", tmp_path / "json", *overwrite)
     assert [k for _, (k,), _, _ in scales(out)] == pytest.approx(larger)
     ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
     source = damage(measured, tmp_path / "ones", ones)
