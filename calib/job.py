@@ -135,10 +135,7 @@ def _find_checkpoints(names: list[str], recipe: Recipe, destination: Destination
 def _claimed_output(
     destination: Destination, checkpoints: list[ModelDirectory], world: World, *, resume: bool
 ) -> Iterator[Claim | None]:
-    """Claim the output for the first process, which writes it; the others get None.
-
-    Then refuse progress towards it that this run cannot `resume`, or would lose.
-    """
+    """Claim the output for the first process, others get None; refuse progress that this run would lose."""
     claim = claimed(destination.path, overwrite=destination.overwrite or destination.in_place)
     saved = progress_file(destination.path, world.rank)
     with ExitStack() as stack:

@@ -150,6 +150,7 @@ class WatchedLayer:
         rows |= {kind: self.values(kind) for kind in ("saturated", "zero")}
         for part, letter in enumerate("kv"):
             answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
+            answer[letter]["scale"] = None if self.scales is None else self.scales[part].tolist()
         return answer
 
 
