@@ -84,6 +84,8 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
             suggestion = f" (write `{section}: {{{name}: ...}}`)"
         return f"{where}: unknown key '{dotted}'{suggestion}; legal keys here: {', '.join(legal)}"
     message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    if first["type"] == "model_type":  # a class of ours means nothing to whoever wrote the file
+        message = f"Input should be keys with values, as in `{dotted}: {{KEY: VALUE}}`"
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another
         message += f", or {problems[1]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]

@@ -108,6 +108,12 @@ class Simulation:
         )
 
     @property
+    def per_head_note(self) -> str:
+        """The engine's needs for a scale per head, in words, where any layer has one; else ""."""
+        is_per_head = any(len(scale.values) > 1 for scale in self.outcomes if scale.letter != "q")
+        return self.engine.per_head_note * is_per_head
+
+    @property
     def is_known(self) -> bool:
         """True where the engine loads the directory, and the scales that it then computes with are known."""
         return not self.refused and all(scale.status != Outcome.UNKNOWN for scale in self.outcomes)

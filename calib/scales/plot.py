@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ def plot_scales(scales: StoredScales, path: Path, places: Sequence[LayerPlaces] 
         axes[-1].set_title("amax against tokens: a line per layer", parse_math=False)
         axes[-1].legend(loc="lower right")
     try:
+        with suppress(FileExistsError):  # a file; then nothing can be saved below it
+            path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise InputError(f"cannot write '{path}': {error}") from None

@@ -187,9 +187,11 @@ class ClippedTokens(NamedTuple):
             usual = median(self.by_layer.values())
             worst = max(self.by_layer, key=self.by_layer.__getitem__)
             layer = "one of the other layers" if self.unknown else "a layer"
+            of_worst = f"{_one_in(self.by_layer[worst])} in layer {worst}"
+            if _one_in(usual) == _one_in(self.by_layer[worst]):
+                of_worst = "and no more in any"
             parts.append(
-                f"{_one_in(usual)} has a value beyond the scales in {layer} (the median), "
-                f"{_one_in(self.by_layer[worst])} in layer {worst}"
+                f"{_one_in(usual)} has a value beyond the scales in {layer} (the median), {of_worst}"
             )
         if self.unknown:
             names = name_layers(self.unknown)

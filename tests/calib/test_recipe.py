@@ -52,6 +52,10 @@ def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
 
 def test_a_mistake_is_one_line_that_names_it(tmp_path):
     for text, message in (
+        (
+            "data: a.jsonl",
+            r"data: Input should be keys with values, as in `data: {KEY: VALUE}`, got 'a.jsonl'",
+        ),
         ("data: {headroom: 1.2}", r"unknown key 'data.headroom' \(did you mean 'headroom'\?\); legal"),
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\); legal keys"),
         (

@@ -82,6 +82,7 @@ def test_a_backend_that_takes_the_largest_of_the_heads_is_said_to(backend, tmp_p
             == (backend in copies and len(heads) > 1)
         )
         assert f"{backend}: stores with" in done.stdout
+        assert ("per-head scales need FlashAttention 3" in done.stdout) == (len(heads) > 1)
         assert ("takes no scale per head" in done.stdout) == (backend == "ROCM_ATTN" and len(heads) > 1)
         assert done.exit_code == ("takes no scale per head" in done.stdout)
 

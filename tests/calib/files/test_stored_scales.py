@@ -173,8 +173,8 @@ def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
     assert "\x1b" not in done.stdout
     directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
     for suffix in ("png", "svg"):
-        ran("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
-        assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
+        ran("inspect", directory, "--plot", tmp_path / suffix / f"scales.{suffix}")
+        assert (tmp_path / suffix / f"scales.{suffix}").stat().st_size > 5000
     one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
     done = fp8kv("inspect", directory, "--plot", directory / "config.json" / "x.png")
     one_line_error(done, f"cannot write '{directory}/config.json/x.png'", "Not a directory")
