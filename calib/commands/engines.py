@@ -201,7 +201,7 @@ def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bo
         differ = "" if is_baked else ", and differ little at 1.0"
         yield f"the server {uses}, says its plugin; logprobs cannot tell{differ}"
     elif nearer == "cannot tell" and plugin_word is False:
-        yield "the server's plugin reports a problem; logprobs cannot tell whether scales are used"
+        yield "what the server's plugin says does not fit these scales; logprobs cannot tell if they are used"
     elif nearer == "cannot tell":
         yield f"cannot tell whether the server {uses}"
     elif nearer == "neither":

@@ -209,7 +209,7 @@ def find_document(row: Row, column: str | None, *, media: bool = False) -> Docum
 
 
 def _choice(row: Mapping[str, Any]) -> str:
-    return f"columns: {', '.join(row)}; choose one with `--set data.column=NAME`"
+    return f"columns: {', '.join(row)}{'; choose one with `--set data.column=NAME`' * (len(row) > 1)}"
 
 
 def has_media(row: Row) -> bool:

@@ -187,8 +187,10 @@ def judge(
     shares = _shares(layers, amax)
     for letter in "q" if mistake else "kvq":
         findings += _judge_range(letter, [share for share in shares if share.letter == letter], fits, largest)
-    if absent := {fit.layer for fit in fits} ^ {layer for layer, _ in amax}:
-        findings.append(Finding(f"layer {min(absent)} is only in the scales, or only in the statistics"))
+    stored = {fit.layer for fit in fits}
+    if unpaired := stored ^ {layer for layer, _ in amax}:
+        has = "scales, and no statistics" if min(unpaired) in stored else "statistics, and no scales"
+        findings.append(Finding(f"layer {min(unpaired)} has {has}"))
     return fits, findings
 
 

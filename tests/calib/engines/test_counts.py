@@ -197,6 +197,14 @@ def judged(factors, change=lambda scale: scale, amax=AMAX, *, per_head=True):
     return ([each.text for each in findings if each.is_problem == kind] for kind in (True, False))
 
 
+def test_a_layer_that_has_only_one_of_both_says_which():
+    for scales, amax, words in ((2, 1, "scales, and no statistics"), (1, 2, "statistics, and no scales")):
+        measured = {(i, x): (224.0,) for i in range(amax) for x in "kv"}
+        layers = [StoredLayer(i, (0.5,), (0.5,)) for i in range(scales)]
+        _, findings = judge(layers, MeasuredAmax(measured, 1.0, [], {}), Limits(448.0, SMALLEST))
+        assert [finding.text for finding in findings] == [f"layer 1 has {words}"]
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_scales_that_are_too_large(per_head):
     for factors, change, problem, warning in (

@@ -166,7 +166,7 @@ def test_answers_that_vary_or_of_a_model_that_needs_no_scales_or_of_another_tell
     for said, first, status in (
         (good, "the server uses the scales", 0),
         (good | {"in_use": 5}, "cannot tell", 1),
-        (in_force(directory), "the server's plugin reports a problem", 1),
+        (in_force(directory), "what the server's plugin says does not fit", 1),
     ):
         plain.in_force = said
         done = verify(plain, made / "plain-fp8kv")
@@ -189,7 +189,7 @@ def test_a_baked_model_is_at_1_by_the_word_of_the_plugin(made, twin, tmp_path):
     right = "stores at 1.0, which is right for a baked model"
     for said, first, status in (
         (good, f"the server {right}, says its plugin", 0),
-        (wrong, "the server's plugin reports a problem", 1),
+        (wrong, "what the server's plugin says does not fit", 1),
         (None, f"cannot tell whether the server {right}", 1),
     ):
         twin.in_force = said
