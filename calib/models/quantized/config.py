@@ -38,7 +38,7 @@ class QuantizationConfig(dict[str, Any]):
         """Return a JSON object inside the config, empty where it is absent; FormatError for another value."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
-            raise FormatError(f"{key} {value!r:.80} is not a JSON object")
+            raise FormatError(f"{one_line(key)} {value!r:.80} is not a JSON object")
         return QuantizationConfig(value or {})
 
     def sections(self, key: str) -> dict[str, "QuantizationConfig"]:
