@@ -163,11 +163,10 @@ def _head_sizes(directory: ModelDirectory) -> list[int]:
 
 
 def _unmeasured(layers: Sequence[StoredLayer]) -> list[str]:
-    """Name K or V with layers where all scales are 1.0, though not everywhere."""
-    at_one = {x: [y.layer for y in layers if {*y.values(x)} == {1.0}] for x in "kv"}
-    if all({*layer.values(x)} == {1.0} for layer in layers for x in "kv"):
-        return []
-    return [f"the scale of {x.upper()} in {show_layers(at_one[x])}" for x in "kv" if at_one[x]]
+    """Name K or V with layers where all scales are 1.0, unless all layers' are."""
+    at_one = {x: [y.name for y in layers if {*y.values(x)} == {1.0}] for x in "kv"}
+    letters = [x for x in "kv" if 0 < len(at_one[x]) < len(layers)]
+    return [f"the scale of {x.upper()} in {show_layers(at_one[x])}" for x in letters]
 
 
 def _own_problems(path: Path) -> list[str]:

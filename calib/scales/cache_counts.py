@@ -30,6 +30,11 @@ class CodeTable:
     upper: Tensor  # [128] float32: the largest magnitude that rounds to a code without its sign
     top: int  # the code of the largest finite value
 
+    @property
+    def edge(self) -> float:
+        """The magnitude, over the scale, from which a value has the last code."""
+        return float(self.upper[self.top - 1])
+
 
 @cache
 def code_table(dtype: torch.dtype, cuts_off: bool = False) -> CodeTable:
@@ -129,7 +134,7 @@ class WatchedLayer:
         """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
         assert self.dtype is not None
         table, tokens = code_table(self.dtype, self.cuts_off), self.counts.largest[part, head].double()
-        end, edge = float(table.values[table.top]), float(table.upper[table.top - 1])
+        end, edge = float(table.values[table.top]), table.edge
         values = table.values[:_MAGNITUDES].double()
         below = (values >= edge / 2) & (torch.arange(_MAGNITUDES) < table.top)
         clipped, inside = int(tokens[table.top :].sum()), float(tokens[below].sum())
@@ -150,7 +155,9 @@ class WatchedLayer:
         rows |= {kind: self.values(kind) for kind in ("saturated", "zero")}
         for part, letter in enumerate("kv"):
             answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
-            answer[letter]["scale"] = None if self.scales is None else self.scales[part].tolist()
+            if self.scales is not None:
+                edge = code_table(self.dtype, self.cuts_off).edge
+                answer[letter]["limit"] = (self.scales[part] * edge).tolist()
         return answer
 
 

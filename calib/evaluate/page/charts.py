@@ -77,7 +77,7 @@ class Chart(NamedTuple):
     points: Sequence[Point] = ()
     frontier: Sequence[Point] = ()
     by_tokens: bool = False  # its axis: tokens that fit, not bytes
-    omitted: Sequence[str] = ()  # of which the number of tokens is not known
+    omitted: Sequence[str] = ()  # that are not drawn
     layer: Layer | None = None
     row: LayerRow | None = None  # of the same layer, or of the worst
 
@@ -86,7 +86,6 @@ def charts(report: Report) -> dict[str, Any]:
     """Return all charts by their names in the template; None or no entry for what was not measured."""
     with chart_style():
         return {
-            "drawn": len(_CUSTOM_DASHES),
             "bytes": _bytes_chart(report),
             "position": _position_chart(report),
             "layers": _layer_chart(report),
@@ -226,7 +225,8 @@ def _position_chart(report: Report) -> Chart | None:
     axes.set_xticks(np.arange(len(ends)) - 0.5, [_tokens(end) for end in ends])
     axes.set_xlabel("position in the text, tokens")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")
-    return Chart(write_svg(figure), series)
+    custom = [name for name, row in report.variants.items() if row.kind == "given"]
+    return Chart(write_svg(figure), series, omitted=custom[len(_CUSTOM_DASHES) :])
 
 
 def _layer_chart(report: Report) -> Chart | None:

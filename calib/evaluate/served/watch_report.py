@@ -41,12 +41,12 @@ class _Counts(_Part):
     clipped: list[_Count]  # tokens
     saturated: list[_Count]  # values
     zero: list[_Count]
-    # what K or V is stored with
-    scale: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None
+    # the magnitude from which a value has the last code
+    limit: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None
 
     @model_validator(mode="after")
     def _check_heads(self) -> "_Counts":
-        lists = (self.tokens, self.clipped, self.saturated, self.zero, self.scale or self.tokens)
+        lists = (self.tokens, self.clipped, self.saturated, self.zero, self.limit or self.tokens)
         if len({*map(len, lists)}) > 1:
             raise ValueError("counts are of different heads")
         if any(part > whole for part, whole in zip(self.clipped, self.tokens, strict=True)):
@@ -228,13 +228,13 @@ def read_expected(model: Path, watched: Watched) -> Expected:
         ModelFacts(str(model), layers=layers, shared_layers=shared),
         "give --model its own calibration",
     )
-    stored = {
-        (layer.layer, letter): torch.tensor(counts.scale)
+    limits = {
+        (layer.layer, letter): torch.tensor(counts.limit)
         for layer in watched.layers
         for letter, counts in (("K", layer.k), ("V", layer.v))
-        if counts and counts.scale
+        if counts and counts.limit
     }
-    return expected_shares(stats, derive_scales(stats, calibration.recipe()), stored)
+    return expected_shares(stats, derive_scales(stats, calibration.recipe()), limits)
 
 
 def _layer_facts(heads: int, channels: int) -> LayerFacts:
@@ -242,16 +242,15 @@ def _layer_facts(heads: int, channels: int) -> LayerFacts:
 
 
 def expected_shares(
-    stats: KVStats, scales: KVScales, stored: Mapping[tuple[int, str], torch.Tensor] | None = None
+    stats: KVStats, scales: KVScales, limits: Mapping[tuple[int, str], torch.Tensor] | None = None
 ) -> Expected:
     """Return the share of a calibration's own tokens in the last code, of K and V: in the worst head.
 
     A scale that holds all of them has its largest token there, and where a value depends on the token alone,
     as V of the first layer does, every other one of that token.
 
-    An engine may hold larger scales than the calibration's, such as the largest head's for all: those are in
-    `stored`, by layer and letter, [K] float32 each. What smaller ones
-    clip is not expected.
+    An engine may clip later than the calibration's scales do, as with the largest head's for all of them:
+    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected.
     """
     table = code_table(FP8_DTYPES[scales.fp8_dtype])
     shares = {}
@@ -260,8 +259,9 @@ def expected_shares(
             scale = getattr(scales.layers[name], letter.lower())
             if part.tail is None or scale.dim() > 1:
                 continue
-            scale = torch.maximum(scale, (stored or {}).get((layer.layer_idx, letter), scale))
-            most = int((part.tail >= (scale * table.upper[table.top - 1]).view(-1, 1)).sum(-1).max())
+            limit = scale * table.edge
+            limit = torch.maximum(limit, (limits or {}).get((layer.layer_idx, letter), limit))
+            most = int((part.tail >= limit.view(-1, 1)).sum(-1).max())
             # of more tokens than are kept nothing is known: then most of the traffic has to clip
             shares[layer.layer_idx, letter] = most / layer.tokens if most < TAIL else 0.5 / _TIMES
     return shares

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, Layers, Shape, cache_type
+from calib.capture.resume import progress_file
 from calib.choices import REFERENCE
 from calib.engines.cache_support import Offer
 from calib.engines.tokens_that_fit import Pool
@@ -544,12 +545,18 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
         return
     succeeded(fp8kv("verify", out, "--engine", "sglang"))
 
-    def spoil(model, recipe, output, **flags):
+    saved, resumed = progress_file(out, 0), []  # as of a calibration that was killed
+
+    def spoil(model, recipe, output, *, resume, **flags):
+        resumed.append(resume)
+        saved.unlink()
         return calibrate_model(model, recipe.model_copy(update={"headroom": 1 / 16}), output, **flags)
 
     monkeypatch.setattr("calib.recommendation.calibrate", spoil)
     one_line_error(fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", page), "report' exists; add -")
     (page / ".report.md").mkdir()  # in the way of the report, and the answer is not lost
+    saved.touch()
     done = fp8kv("recommend", directory, *flags, "--overwrite", "-o", page)
+    assert resumed == [True]
     assert (done.exit_code, json.loads(done.stdout)["written"]["output"]) == (1, str(out))
     assert all(words in done.stderr for words in ("its KL is above", "no file of a report was replaced"))

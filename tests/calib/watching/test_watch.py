@@ -472,6 +472,10 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
         write(tmp_path, *(watched(x, stored, layer) for layer in range(2)))
         assert read_expected(tmp_path, read_watched(tmp_path))[0, "K"] == expected
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
+    limits = [
+        replace(watched(x, 0.5), cuts_off=x_is_cut).to_json()["k"]["limit"][0] for x_is_cut in (False, True)
+    ]
+    assert limits == [216.0, 224.0]  # values from 432 round to 448
     # per channel, or old: it was given, and expects nothing
     calibration.stats = KVStats({"a": LayerStats(0, 1000, rest, rest), "b": LayerStats(1, 1000, rest, rest)})
     assert "give the calibration" not in fp8kv("watch", tmp_path, "--model", tmp_path).stdout
