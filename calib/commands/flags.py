@@ -60,7 +60,11 @@ IN_PLACE = output(
     "--in-place",
     default=False,
 )
-RESUME = resources("Continue where the same command was stopped.", "--resume", default=False)
+RESUME = resources(
+    "Continue where the same command was stopped; a run without this flag is refused there.",
+    "--resume",
+    default=False,
+)
 PROGRESS = output("Show progress on stderr: `json` prints JSON lines, `none` prints nothing.", default="auto")
 VERSION = option(
     *("Print the version and exit.", "--version"),
