@@ -13,7 +13,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command
 from calib.errors import InputError, NoModelError, NoScalesError
 from calib.files.names import STATS_FILE
-from calib.files.text import show_number
+from calib.files.text import show_layers, show_number
 
 if TYPE_CHECKING:
     from calib.evaluate.compare import Comparison, Pair
@@ -101,6 +101,8 @@ def _scales_blocks(
     if scales.layers:
         rows = [_layer_row(x, scales) for x in (*scales.layers, *scales.drafts)]
         yield TextTable(str(path), _HEADINGS, rows)
+        if lacking := scales.layers_without_scales:
+            yield f"note: {show_layers(lacking)} {'have' if len(lacking) > 1 else 'has'} no scales"
     if places:
         limit, rows = _fp8_limit(scales), []
         title = f"amax by position in the sample; without position 0, divided by {limit:g} (no headroom)"

@@ -320,16 +320,18 @@ def _judge_range(
         yield Finding(text, _keys(indices, letter))
     if zero:
         worst = max(share for share in shares if share.layer == zero[0])  # the head with the largest scale
+        where = f" in layer {zero[0]}" * (len(zero) > 1)
         text = (
-            f"{name} becomes all zeros in {show_layers(zero)}: scales are too large, {worst.scale:.3g} "
-            f"in layer {zero[0]}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
+            f"{name} becomes all zeros in {show_layers(zero)}: scales are too large, "
+            f"{worst.scale:.3g}{where}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
         )
         yield Finding(text, _keys(zero, letter))
     if low and not kind:
         layer = min(low, key=lambda index: low[index])
+        where = f" in layer {layer}" * (len(low) > 1)
         text = (
             f"{name} uses under 1/16 of the FP8 range in {show_layers([*low])}, "
-            f"{100 * low[layer]:.2g}% in layer {layer}: scales are far larger than absmax / {largest:g}"
+            f"{100 * low[layer]:.2g}%{where}: scales are far larger than absmax / {largest:g}"
         )
         yield Finding(text, _keys(low, letter), is_problem=False)
 

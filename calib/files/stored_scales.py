@@ -94,6 +94,12 @@ class StoredScales:
         return [name for name, _ in counts.most_common()] + [JSON_FILE] * (self.directory.json is not None)
 
     @property
+    def layers_without_scales(self) -> list[int]:
+        """Layers with attention weights for which nothing is in the files; none known without weights."""
+        indices = {layer_of(module) for module in self.directory.modules}
+        return sorted(i for i in indices - {layer.layer for layer in self.layers} if i is not None)
+
+    @property
     def problems(self) -> list[str]:
         """All that is wrong for any engine, one line each."""
         own = _value_problems(self.layers) + _value_problems(self.drafts) + self.contradictions
@@ -163,6 +169,7 @@ class StoredScales:
                 | {"tensors": {t.name: [t.file, t.dtype, t.shape] for t in layer.tensors}}
                 for layer in (*self.layers, *self.drafts)
             ],
+            "layers_without_scales": self.layers_without_scales,
             "problems": self.problems,
         }
 

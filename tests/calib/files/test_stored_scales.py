@@ -168,6 +168,11 @@ def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
     assert "0.25 to 0.5 (2)" in done.stdout
     assert json_of("inspect", tmp_path)["layers"][1]["q"] == [3.0]
+    weights = {f"{LAYER.format(i)}.k_proj.weight": torch.ones(1) for i in range(4)}
+    for count, words in ((2, ["layers 2, 3 have"]), (3, ["layer 3 has"]), (4, [])):
+        shown = ran("inspect", write(tmp_path, weights | layers(count=count))).stdout
+        assert re.findall("note: (.*) no scales", shown) == words
+        assert json_of("inspect", tmp_path)["layers_without_scales"] == [*range(count, 4)]
     # names cannot steer a terminal
     done = fp8kv("inspect", write(tmp_path, {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}))
     assert "\x1b" not in done.stdout
