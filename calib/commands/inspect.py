@@ -186,7 +186,11 @@ def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]
 
 
 def _report_blocks(comparison: "Comparison") -> Iterator[Block]:
-    yield TextTable("Two evaluations", _REPORT_HEADINGS, [_row(pair) for pair in comparison.pairs])
+    yield TextTable(
+        "Two evaluations",
+        _REPORT_HEADINGS,
+        [_row(pair, is_comparable=comparison.is_comparable) for pair in comparison.pairs],
+    )
     yield from (f"A: {comparison.a}", f"B: {comparison.b}")
     for letter, names in (("A", comparison.only_a), ("B", comparison.only_b)):
         if names:
@@ -194,15 +198,16 @@ def _report_blocks(comparison: "Comparison") -> Iterator[Block]:
     yield from (f"warning: {warning}" for warning in comparison.warnings)
 
 
-def _row(pair: "Pair") -> tuple[str, ...]:
+def _row(pair: "Pair", *, is_comparable: bool) -> tuple[str, ...]:
     from calib.evaluate.page.tables import figure_cell
 
     a, b = pair.a, pair.b
     ratio = "-" if pair.kl_ratio is None else f"{pair.kl_ratio:.3g}x"
+    verdict = "no measurable difference" if pair.is_same else ratio
     return (
         pair.name,
         *(str(figure_cell(x.kl)) for x in (a, b)),
-        "no measurable difference" if pair.is_same else ratio,
+        verdict if is_comparable else "not comparable",
         _both(a.ppl_change, b.ppl_change, "{:+.2%}"),
         _both(a.top1, b.top1, "{:.1%}"),
         _both(a.same_tokens, b.same_tokens, "{:.0f}", " tokens"),

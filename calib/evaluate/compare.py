@@ -1,8 +1,7 @@
 """Two evaluation reports side by side."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from operator import attrgetter
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,27 +9,11 @@ from pydantic import ValidationError
 
 from calib.choices import REFERENCE
 from calib.errors import InputError, first_problem
-from calib.evaluate.report import REPORT_FILE, SCHEMA, Report, Row
+from calib.evaluate.report import REPORT_FILE, SCHEMA, Data, Report, Row, Suite
 from calib.files.strict_json import read_bytes, read_object
 
 _HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
-_NOT_COMPARABLE = "the figures are not comparable"
-_NOISE = "small differences may come from that"
-_OTHER_SUITE = "so does what was measured"
 _FIGURES = {"kl", "ppl_change", "top1", "measurable", "same_tokens", "passkey"}
-# what, where it is in a report, and what follows if it differs
-_CONDITIONS = (
-    ("the model", "model", _NOT_COMPARABLE),
-    ("the data", "data.source", _NOT_COMPARABLE),
-    ("the text's fingerprint", "data.fingerprint", _NOT_COMPARABLE),
-    ("the number of held-out documents", "data.documents", _NOT_COMPARABLE),
-    ("the number of held-out tokens", "data.tokens", _NOT_COMPARABLE),
-    ("the number of calibration tokens", "data.calibration_tokens",
-     "so do the scales that were derived from them"),
-    ("the dtype", "dtype", _NOISE),
-    ("the backend", "backend", _NOISE),
-    ("the engine's attention", "attention", _NOT_COMPARABLE),
-)  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -67,7 +50,18 @@ class Comparison(NamedTuple):
     pairs: list[Pair]
     only_a: list[str]
     only_b: list[str]
-    warnings: list[str]
+    obstacles: list[str]  # why no figure of A can be compared with one of B
+    doubts: list[str]  # what else differs
+
+    @property
+    def is_comparable(self) -> bool:
+        """Return whether both measured the same model in the same way on the same text."""
+        return not self.obstacles
+
+    @property
+    def warnings(self) -> list[str]:
+        """Say what differs, and what follows from it."""
+        return [f"A and B are not comparable: {why}" for why in self.obstacles] + self.doubts
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -78,11 +72,12 @@ class Comparison(NamedTuple):
                 pair.name: {
                     "a": pair.a.model_dump(include=_FIGURES),
                     "b": pair.b.model_dump(include=_FIGURES),
-                    "kl_ratio": pair.kl_ratio,
-                    "no_measurable_difference": pair.is_same,
+                    "kl_ratio": pair.kl_ratio if self.is_comparable else None,
+                    "no_measurable_difference": pair.is_same if self.is_comparable else None,
                 }
                 for pair in self.pairs
             },
+            "comparable": self.is_comparable,
             "only_a": self.only_a,
             "only_b": self.only_b,
             "warnings": self.warnings,
@@ -99,7 +94,8 @@ def compare_reports(a: Path, b: Path) -> Comparison:
         pairs=[Pair(name, row, rows_b[name]) for name, row in rows_a.items() if name in rows_b],
         only_a=[name for name in rows_a if name not in rows_b],
         only_b=[name for name in rows_b if name not in rows_a],
-        warnings=[*_differences(first, second)],
+        obstacles=[*_obstacles(first, second)],
+        doubts=[*_doubts(first, second)],
     )
 
 
@@ -122,11 +118,50 @@ def load_report(path: Path) -> Report:
         raise InputError(f"'{file}' is damaged: {first_problem(error)}; evaluate again") from None
 
 
-def _differences(a: Report, b: Report) -> Iterator[str]:
-    """Yield one line for each condition that differs."""
-    conditions = [(what, attrgetter(at)(a), attrgetter(at)(b), so) for what, at, so in _CONDITIONS]
-    for key, size in asdict(a.suite).items():
-        conditions.append((f"the suite's {key}", size, getattr(b.suite, key), _OTHER_SUITE))
-    for what, one, other, consequence in conditions:
+def _obstacles(a: Report, b: Report) -> Iterator[str]:
+    """Say why no figure of one report can be compared with one of the other."""
+    if a.model != b.model and _perplexity(a) != _perplexity(b):
+        yield f"A measured the model {a.model}, B {b.model}"
+    texts, prints = [_describe_text(x.data) for x in (a, b)], [x.data.fingerprint for x in (a, b)]
+    if prints[0] != prints[1] and texts[0] == texts[1]:
+        yield f"both read {texts[0]}, but not the same ones"
+    elif prints[0] != prints[1] or (a.data.documents, a.data.tokens) != (b.data.documents, b.data.tokens):
+        yield f"A read {texts[0]}, B {texts[1]}"
+    if a.attention != b.attention:
+        yield f"A was measured with --attention {a.attention}, B with --attention {b.attention}"
+
+
+def _perplexity(report: Report) -> float:
+    """Return the perplexity without FP8, by which a model with two names is recognised."""
+    return report.variants[REFERENCE].ppl if REFERENCE in report.variants else nan
+
+
+def _describe_text(data: Data) -> str:
+    plural = "s" * (data.documents != 1)
+    return f"{data.tokens:,} tokens in {data.documents} document{plural} of {data.source}"
+
+
+def _doubts(a: Report, b: Report) -> Iterator[str]:
+    """Say what differs that concerns some of the figures, or may explain a small difference."""
+    if a.model != b.model and _perplexity(a) == _perplexity(b):
+        yield f"A names the model {a.model}, B {b.model}; both have the same perplexity, so it is one model"
+    tokens_a, tokens_b = a.data.calibration_tokens, b.data.calibration_tokens
+    if tokens_a != tokens_b:
+        yield f"A derived its scales from {tokens_a:,} tokens, B from {tokens_b:,}: they may differ by that"
+    for what, one, other in (("in", a.dtype, b.dtype), ("with the backend", a.backend, b.backend)):
         if one != other:
-            yield f"{what} differs: {one} in A, {other} in B; {consequence}"
+            yield f"A was computed {what} {one}, B {what} {other}: small differences may come from that"
+    writing, passkeys = ([describe(x.suite) for x in (a, b)] for describe in (_show_writing, _show_passkeys))
+    if a.suite.prompts and b.suite.prompts and writing[0] != writing[1]:
+        yield f"A continued {writing[0]}, B {writing[1]}: 'same text' is not comparable"
+    if a.suite.passkey_tokens and b.suite.passkey_tokens and passkeys[0] != passkeys[1]:
+        yield f"A hid passkeys in {passkeys[0]}, B in {passkeys[1]}: 'passkeys' is not comparable"
+
+
+def _show_writing(suite: Suite) -> str:
+    return f"{suite.prompts} prompts by {suite.new_tokens} tokens"
+
+
+def _show_passkeys(suite: Suite) -> str:
+    depths = ", ".join(f"{depth:.0%}" for depth in suite.passkey_depths)
+    return f"texts of {' and '.join(map(str, suite.passkey_tokens))} tokens at {depths} of them"

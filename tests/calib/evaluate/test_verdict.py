@@ -315,25 +315,45 @@ def test_the_table_shows_both_and_names_what_one_alone_has(report):
 
 
 def test_other_conditions_are_warned_of(report, small_report):
-    a, suite = report("a"), small_report["suite"] | {"prompts": 4}
+    a, suite = report("a"), small_report["suite"] | {"passkey_tokens": [256], "passkey_depths": [0.0, 0.5]}
+    longer = suite | {"prompts": 4, "passkey_tokens": [256, 1024]}
+    other = {"model": "other", "variants": ROWS | {"reference": row(0.0) | {"ppl": 8.0}}}
+    mine, both = "4,096 tokens in 8 documents of mine", "both read 4,096 tokens in 8 documents of mine"
+    no, small = "A and B are not comparable: ", "small differences may come from that"
     for number, (change, warning) in enumerate(
         (
-            ({"model": "other"}, "the model differs: org/model in A, other in B; the figures are not"),
-            ({"attention": "fa3"}, "the engine's attention differs: exact in A, fa3 in B; the figures are"),
-            ({"source": "b"}, "the data differs: mine in A, b in B; the figures are not comparable"),
-            ({"fingerprint": "9"}, "fingerprint differs: 12 in A, 9 in B; the figures are not"),
-            ({"tokens": 99}, "held-out tokens differs: 4096 in A, 99 in B; the figures are not"),
-            ({"documents": 9}, "held-out documents differs: 8 in A, 9 in B; the figures are not"),
-            ({"calibration_tokens": 1}, "calibration tokens differs: 6144 in A, 1 in B; so do"),
-            ({"dtype": "bfloat16"}, "dtype differs: float32 in A, bfloat16 in B; small differences"),
-            ({"backend": "triton"}, "backend differs: torch in A, triton in B; small differences"),
-            ({"suite": suite}, "the suite's prompts differs: 2 in A, 4 in B; so does what"),
+            (other, f"{no}A measured the model org/model, B other"),
+            ({"attention": "fa3"}, f"{no}A was measured with --attention exact, B with --attention fa3"),
+            (DATA | {"source": "b", "fingerprint": "9"}, f"{no}A read {mine}, B {mine[:-4]}b"),
+            (DATA | {"fingerprint": "9"}, f"{no}{both}, but not the same ones"),
+            (DATA | {"tokens": 99, "documents": 1}, f"{no}A read {mine}, B 99 tokens in 1 document of mine"),
+            (DATA | {"source": "a copy"}, None),
+            ({"model": "a copy"}, "A names the model org/model, B a copy; both have the same perplexity, so"),
+            (DATA | {"calibration_tokens": 1}, "A derived its scales from 6,144 tokens, B from 1: they may"),
+            ({"dtype": "bfloat16"}, f"A was computed in float32, B in bfloat16: {small}"),
+            ({"backend": "triton"}, f"with the backend torch, B with the backend triton: {small}"),
+            (
+                {"suite": suite | {"prompts": 4}},
+                "A continued 2 prompts by 6 tokens, B 4 prompts by 6 tokens:",
+            ),
+            ({"suite": suite | {"prompts": 0, "seq_len": 9, "passkey_tokens": []}}, None),
         )
     ):
-        changes = {"data": DATA | change} if change.keys() <= DATA.keys() else change
-        (found,) = compared(a, b := report(f"b{number}", **changes))["warnings"]
-        assert warning in found
-    assert f"warning: {found}" in fp8kv("compare", a, b).stderr
+        changes = {"data": change} if "source" in change else change
+        document = compared(a, b := report(f"b{number}", **changes))
+        is_comparable = not (warning or "").startswith(no)
+        assert [warning in line for line in document["warnings"]] == [True] * (warning is not None)
+        assert document["comparable"] == is_comparable
+        verdicts = [row["no_measurable_difference"] for row in document["variants"].values()]
+        assert verdicts == [True if is_comparable else None] * 3
+        done = fp8kv("compare", a, b)
+        assert warning is None or f"warning: {document['warnings'][0]}" in done.stderr
+        assert (done.stdout.count("not comparable"), done.stdout.count("no measurable difference")) == (
+            (0, 3) if is_comparable else (3, 0)
+        )
+    hid = "A hid passkeys in texts of 256 tokens at 0%, 50% of them, B in texts of 256 and 1024 tokens at 0%, 50%"
+    found = compared(report("c", suite=suite), report("d", suite=longer | {"prompts": 2}))["warnings"]
+    assert found == [f"{hid} of them: 'passkeys' is not comparable"]
 
 
 def test_a_kl_that_is_no_number_differs_from_all_and_has_no_ratio(report):
