@@ -131,7 +131,7 @@ def _compare_server(
     comparison = compare_served(url, directory, weights, served_name, keys)
     plugin, is_compared = _ask_plugin(url, directory)
     has_problems = bool(plugin and plugin.problems)
-    # where scales change next to nothing, only the engine itself can say that it uses them
+    # where scales move logprobs by little more than noise, only the engine can say that it uses them
     is_proven = is_compared and not has_problems and comparison.is_like_both
     is_good = is_proven or comparison.nearer == "scales"
     word = False if has_problems else is_proven or None
@@ -198,8 +198,8 @@ def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bo
     uses = "stores at 1.0, which is right for a baked model" if is_baked else "uses the scales"
     tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
     if plugin_word:
-        differ = "" if is_baked else ", and differ little at 1.0"
-        yield f"the server {uses}, says its plugin; logprobs cannot tell{differ}"
+        why = "" if is_baked else ": scales move ours by no more than 4 times noise and rounding"
+        yield f"the server {uses}, says its plugin; logprobs cannot tell{why}"
     elif nearer == "cannot tell" and plugin_word is False:
         yield "what the server's plugin says does not fit these scales; logprobs cannot tell if they are used"
     elif nearer == "cannot tell":
