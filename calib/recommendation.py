@@ -66,10 +66,13 @@ def run_recommendation(
     check_printable(Path(model_name))
     settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     own = recipe.model_copy(update={"evaluation": settings})
-    if write is not None:
-        _check_places(find_model(model_name), write, output, overwrite=overwrite)
-        wish = replace(wish, is_written=True)
+    if output is None and write is not None and progress_file(write, 0).exists():
+        resume = None  # the calibration alone goes on
     with saved_report(output, own, overwrite=overwrite, resume=resume) as (saved, write_report):
+        if write is not None:
+            overwrite = overwrite or saved.written_cache(write) is not None
+            _check_places(find_model(model_name), write, output, overwrite=overwrite)
+            wish = replace(wish, is_written=True)
         evaluation = evaluate(model_name, own, wish=wish, saved=saved, progress=progress)
         report = summarize(evaluation)
         problems = write_report(report)
@@ -94,11 +97,11 @@ def _tell_written(report: Report, answer: Recommendation, written: Written) -> R
 
 def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, *, overwrite: bool) -> None:
     """Refuse, before anything is measured, places and models that nothing can be written for."""
+    if output is not None:
+        check_output(write, output, overwrite=overwrite, kind="report", flag="--write")
     check_output(write, checkpoint.path, overwrite=overwrite, flag="--write")
     with claimed(write, overwrite=overwrite):
         pass  # it can be written
-    if output is not None:
-        check_output(write, output, overwrite=overwrite, kind="report", flag="--write")
     if find_scale(checkpoint) or names_fp8_cache(checkpoint):
         raise InputError(
             f"--write takes a model without KV scales, and '{checkpoint.path}' has some, or a config that "
@@ -109,13 +112,38 @@ def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, 
 def _write(
     evaluation: Evaluation, chosen: ServedCache, recipe: Recipe, wish: Wish, output: Path, *, overwrite: bool
 ) -> Written:
-    """Make the directory: with scales, with baked weights, or as the model is; and measure it again."""
-    model, variant = evaluation.model_name, evaluation.measured[chosen.cache].variant
+    """Make the directory, unless the run that this one resumes has made it; and measure it again."""
+    variant, saved = evaluation.measured[chosen.cache].variant, evaluation.setup.saved
     offer, progress = evaluation.offers.find(variant, wish.engine, wish.gpu), evaluation.setup.progress
     assert not isinstance(offer, str)
     serve = evaluation.offers.serve(offer, str(output)).commands[-1]
     recipe, documents = _plan(evaluation, variant, recipe, format_for(offer.engine, wish.gpu))
     del evaluation.setup  # one model in memory
+    if saved.written_cache(output) != chosen.cache:
+        _make_directory(evaluation, variant, recipe, serve, output, progress, overwrite=overwrite)
+        saved.save_written(output, chosen.cache)
+    try:
+        kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
+    except (Fp8kvError, AttentionError, OSError) as error:
+        raise InputError(f"'{output}' was written, but could not be measured: {one_line(error)}") from error
+    if variant.is_calibrated or variant.cache == "fp8":
+        place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
+        if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
+            problems.append(f"{offer.engine} does not load it: see fp8kv verify {quote(str(output))}")
+    if not kl.is_finite:
+        problems.append(f"'{output}': its KL is not a finite number")
+    elif wish.kl is not None and kl.value > wish.kl:
+        problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
+    tokens = sum(map(len, documents))
+    return Written(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
+
+
+def _make_directory(
+    evaluation: Evaluation, variant: Variant, recipe: Recipe, serve: str, output: Path, progress: Progress,
+    *, overwrite: bool,
+) -> None:  # fmt: skip
+    """Make the directory: with scales, with baked weights, or as the model is."""
+    model = evaluation.model_name
     if variant.is_baked:
         trust = {"trust_remote_code": recipe.trust_remote_code}
         purpose: Purpose = "fp8" if variant.cache == "fp8" else "int8"
@@ -134,20 +162,6 @@ def _write(
         with atomic_directory(output, overwrite=overwrite) as scratch:
             write_checkpoint(Export(), source, scratch, weights="link", readme=card, on_copied=copied)
             source.check_unchanged()
-    try:
-        kl, problems = _measure_again(evaluation, variant, documents, output, progress), list[str]()
-    except (Fp8kvError, AttentionError, OSError) as error:
-        raise InputError(f"'{output}' was written, but could not be measured: {one_line(error)}") from error
-    if variant.is_calibrated or variant.cache == "fp8":
-        place = Place(fnuz=all(GPUS[gpu].is_fnuz for gpu in offer.gpus))
-        if not verify_directory(output, choose_engines(offer.engine, offer.version), place=place).is_good:
-            problems.append(f"{offer.engine} does not load it: see fp8kv verify {quote(str(output))}")
-    if not kl.is_finite:
-        problems.append(f"'{output}': its KL is not a finite number")
-    elif wish.kl is not None and kl.value > wish.kl:
-        problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
-    tokens = sum(map(len, documents))
-    return Written(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
 
 
 def _plan(

@@ -239,7 +239,7 @@ class _Output:
 
 def _written() -> str:
     names = ", ".join(f"'{path}'" for path in WRITTEN)
-    if RESUMABLE:
+    if any(path.exists() for path in RESUMABLE):  # one may have been in a temporary folder
         return "progress is saved: the same command with --resume goes on"
     return f"written: {names}" if names else "nothing was written"
 

@@ -20,7 +20,6 @@ import torch
 from calib.capture.resume import (
     NOTHING_SAVED,
     START_AGAIN,
-    check_resumed,
     check_same_run,
     replace_progress,
 )
@@ -30,6 +29,7 @@ from calib.progress import SILENT, Progress
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_WRITTEN = "directory of --write"  # beside the inputs; no run compares it
 
 
 @dataclass(eq=False)
@@ -50,11 +50,10 @@ class SavedResults:
         """Load an earlier run's results, before text and model are; `inputs` are what is known by then.
 
         Results hold tensors, plain values and records of these `types`. Refuse those of a run with other
-        inputs, a damaged file, and results that this run would lose.
+        inputs, and a damaged file.
         """
         assert self.path is not None
         self._inputs = json.loads(json_text(inputs))
-        check_resumed(self.path, resume=self.resume)
         if self.path.exists():
             self._earlier, self._results = self._load(self.path, types)
 
@@ -82,6 +81,22 @@ class SavedResults:
         else:
             self._progress.skip()
         return cast("Result", self._results[self._count - 1])
+
+    def save_written(self, directory: Path, cache: str) -> None:
+        """Save at once that this run has written `directory`, which serves `cache`."""
+        if self.path is not None:
+            self._inputs[_WRITTEN] = [cache, *_identify(directory)]
+            replace_progress(self.path, self._write)
+
+    def written_cache(self, directory: Path) -> str | None:
+        """Return the cache that `directory` serves, if the run that this one resumes has written it."""
+        if self.path is None or not (self.resume and self.path.exists() and directory.exists()):
+            return None
+        with self.path.open("rb") as file:
+            file.readline()  # the digest, which `open` compares
+            inputs = parse_object(file.readline(), f"'{self.path}'")
+        cache, *identity = inputs.get(_WRITTEN, [""])
+        return cache if identity == _identify(directory) else None
 
     def _load(self, path: Path, types: Sequence[type]) -> tuple[dict[str, Any], list[Any]]:
         digest, _, content = read_bytes(path).partition(b"\n")
@@ -117,6 +132,11 @@ def results_file(report: Path) -> Path:
     """Return the place of the results of an evaluation whose report will be the directory `report`."""
     path = Path(os.path.realpath(report))
     return path.with_name(f".{path.name}.evaluation.progress")
+
+
+def _identify(directory: Path) -> list[Any]:
+    status = directory.stat()
+    return [os.path.realpath(directory), status.st_ino, status.st_mtime_ns]
 
 
 def _sha256(content: bytes | memoryview) -> bytes:

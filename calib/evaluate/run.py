@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_backend, check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
-from calib.capture.resume import THREADS, package_versions, remove_progress
+from calib.capture.resume import THREADS, check_resumed, package_versions, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader, resolve_batch_size
 from calib.errors import InputError
@@ -366,6 +366,8 @@ def saved_report(
     if resume and output is None:
         raise InputError("--resume needs -o: results are saved beside the report; give its directory")
     place = None if output is None or resume is None else results_file(output)
+    if place is not None:
+        check_resumed(place, resume=bool(resume))
     # one that was killed as it wrote its report may have left a part of it
     is_cut_short = bool(resume) and place is not None and place.exists()
     problems = list[str]()

@@ -533,7 +533,7 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     assert report["verdict"].startswith(f"{chosen}: ")
     assert report["subject"] == answer["chosen"]["cache"]
     recommended, kl = answer["chosen"]["kl"]["value"], answer["written"]["kl"]["value"]
-    mixed = fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", out)
+    mixed = fp8kv("recommend", directory, *flags[:-2], tmp_path / "mixed" / "a", "-o", tmp_path / "mixed")
     one_line_error(mixed, "would mix with the report in", "choose another --write")
     assert recommended / 10 <= kl <= 10 * recommended  # of other text and another calibration
     if prepared == "reference":  # needs nothing

@@ -134,8 +134,9 @@ def test_a_killed_evaluation_goes_on_to_the_same_report_and_no_other_does(
 
 @pytest.mark.usefixtures("small_suite")
 def test_a_killed_recommendation_goes_on_with_another_budget_but_not_for_another_engine(
-    small_directory, tmp_path
+    small_directory, tmp_path, monkeypatch
 ):
+    """Nor does it make again what it had written before it was killed, as it measured that."""
     out, served = tmp_path / "out", tmp_path / "served"
     command = (
         "recommend",
@@ -150,7 +151,15 @@ def test_a_killed_recommendation_goes_on_with_another_budget_but_not_for_another
     assert run_until_killed(3, *command, "-o", out) == -signal.SIGKILL
     resumed = (*command, "-o", out, "--resume")
     one_line_error(fp8kv(*resumed, "--engine", "sglang"), "another --engine (None, now sglang), so")
+    with monkeypatch.context() as patch:
+        patch.setattr("calib.recommendation._measure_again", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        goes_on = "terminated; progress is saved: the same command with --resume goes on"
+        one_line_error(fp8kv(*resumed, "--budget-kl", 1), goes_on)
+    written = served.stat().st_ino, served.stat().st_mtime_ns
+    one_line_error(fp8kv(*command, "-o", out), "is the progress of a run that was stopped; give --resume to")
     ran(*resumed, "--budget-kl", 1)
+    assert (served.stat().st_ino, served.stat().st_mtime_ns) == written
+    one_line_error(fp8kv(*command, "-o", tmp_path / "next", "--resume"), "exists; add --overwrite")
     ran(*command, "-o", tmp_path / "whole", "--budget-kl", 1, "--overwrite")
     assert report(out) == report(tmp_path / "whole")
     assert not (tmp_path / ".out.evaluation.progress").exists()
