@@ -16,7 +16,7 @@ from calib.commands import flags
 from calib.commands.running import Answer, Block, TextTable, job_command, table_text
 from calib.errors import Fp8kvError, InputError, NoModelError, NoScalesError
 from calib.files.names import JSON_FILE, STATS_FILE
-from calib.files.text import parse_condition, show_layers
+from calib.files.text import parse_condition, show_duration, show_layers
 
 if TYPE_CHECKING:
     from calib.engines.catalogue import Backend, Engine
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
     from calib.evaluate.served.client import ServedScales
-    from calib.evaluate.served.logprobs import ServerComparison
     from calib.evaluate.served.watch_report import Expected, WatchReport
 
 
@@ -32,6 +31,11 @@ _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 _WATCH_HEADINGS = ("layer", "tokens", "clipped", "95 % interval", "expected", "zeros")
 _SHOWN = 12  # rows, of the worst layers
+_OLD = 60.0  # seconds
+_REFRESH = (
+    "note: if the engine still runs, ask it at its address (fp8kv watch http://HOST:PORT): it then writes "
+    "what it has counted since, except with data parallelism"
+)
 # flags without and with --served
 _SIMULATION_FLAGS = {"engine", "version", "backend", "against", "tensor_parallel_size", "fnuz"}
 _SERVER_FLAGS = {"model", "served_name", "device", "trust_remote_code"}
@@ -126,7 +130,7 @@ def _check_flags(context: typer.Context) -> None:
 def _compare_server(
     url: str, directory: Path, weights: str, served_name: str | None, keys: dict[str, Any]
 ) -> Answer:
-    from calib.evaluate.served.logprobs import compare_served
+    from calib.evaluate.served.logprobs import compare_served, describe_comparison
 
     comparison = compare_served(url, directory, weights, served_name, keys)
     plugin, is_compared = _ask_plugin(url, directory)
@@ -135,7 +139,7 @@ def _compare_server(
     is_proven = is_compared and not has_problems and comparison.is_like_both
     is_good = is_proven or comparison.nearer == "scales"
     word = False if has_problems else is_proven or None
-    lines = [*_server_lines(comparison, weights, plugin_word=word)]
+    lines = [*describe_comparison(comparison, weights, plugin_word=word)]
     root = comparison.root
     if root and comparison.nearer != "neither" and Path(root).resolve() != directory.resolve():
         lines.append(f"note: it says that it serves {root!r:.200}, and not '{directory}'")
@@ -190,42 +194,6 @@ def _plugin_lines(servers: "Mapping[str, ServedScales | None]") -> Iterator[str]
         yield f"{url}: {counts}, fingerprint {scales.fingerprint or 'none'}"
         yield from (f"problem: {url}: {problem}" for problem in scales.problems)
         yield from (f"note: {url}: {note}" for note in scales.notes)
-
-
-def _server_lines(comparison: "ServerComparison", model: str, *, plugin_word: bool | None) -> Iterator[str]:
-    """Word a comparison; by its plugin the server uses the scales, or does not, or it is not known: None."""
-    nearer, is_baked = comparison.nearer, comparison.is_baked
-    uses = "stores at 1.0, which is right for a baked model" if is_baked else "uses the scales"
-    tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
-    if plugin_word:
-        why = "" if is_baked else ": scales move ours by no more than 4 times noise and rounding"
-        yield f"the server {uses}, says its plugin; logprobs cannot tell{why}"
-    elif nearer == "cannot tell" and plugin_word is False:
-        yield "what the server's plugin says does not fit these scales; logprobs cannot tell if they are used"
-    elif nearer == "cannot tell":
-        yield f"cannot tell whether the server {uses}"
-    elif nearer == "neither":
-        yield f"the server does not answer like '{model}', with the scales or at 1.0"
-    else:
-        yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
-    yield (
-        f"the server's logprobs differ by {comparison.to_scales:.4f} nats from our runtime with the scales, "
-        f"by {comparison.to_ones:.4f} from it at 1.0 ({comparison.apart:.4f} between the two); the server's "
-        f"noise is {comparison.noise:.4f}, our rounding {comparison.rounding:.4f}"
-    )
-    yield (
-        f"(mean absolute difference of the logprobs of {comparison.logprobs:,} {tokens}; "
-        f"{comparison.requests} requests in {comparison.seconds:.1f} s, our own runs in "
-        f"{comparison.own_seconds:.1f} s)"
-    )
-    if nearer == "neither":
-        has_root = comparison.root not in (None, comparison.served)
-        root = f" from {comparison.root!r:.200}" if has_root else ""
-        yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
-    elif nearer == "cannot tell" and plugin_word is None and not (comparison.needs_scales or is_baked):
-        yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
-    if nearer == "scales":
-        yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
 
 
 def _backend_lines(
@@ -377,12 +345,12 @@ def watch(
     condition = parse_condition(fail_if[-1], METRICS)
     if len(fail_if) > 1 or condition.variant is not None or not condition.compare(2, 1):
         raise InputError(f"--fail-if '{' '.join(fail_if)}': give one condition, clipped>SHARE or zero>SHARE")
+    is_address = source.lower().startswith(("http://", "https://"))
 
     def look() -> "WatchReport":
         from calib.evaluate.served.client import Server
         from calib.evaluate.served.watch_report import read_expected, read_watched, report_on
 
-        is_address = source.lower().startswith(("http://", "https://"))
         server = Server(source) if is_address else None
         watched = server.watched() if server else read_watched(Path(source))
         if model:
@@ -396,11 +364,12 @@ def watch(
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        is_address, model_path = "://" in source, quote(report.watched.model)
+        model_path = quote(report.watched.model)
         command = f"fp8kv repair {model_path} --stats {'DIR' if is_address else quote(source)} -o NEW"
         failures[-1] += f"; scales for this traffic: {command}"
         failures[-1] += ", where DIR is what FP8KV_WATCH names at the server" * is_address
-    return Answer(report.to_json(), _watch_blocks(report), failures)
+    is_old = report.watched.age >= _OLD and not is_address
+    return Answer(report.to_json(), chain(_watch_blocks(report), [_REFRESH] * is_old), failures)
 
 
 def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
@@ -428,7 +397,8 @@ def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":
 def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
     watched = report.watched
     yield f"{watched.engine}, {watched.model}"
-    yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}"
+    age = show_duration(watched.age)
+    yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}, {age} ago"
     if report.rows:
         ordered = sorted(report.rows, key=lambda row: (-row.clipped, row.layer, row.letter))
         cells = [

@@ -45,7 +45,7 @@ class ScalesEndpoint:
             return {**_numbers(report), **facts, "server": report.server, "layers": layers}
 
         async def watch() -> Any:
-            with errors_to(_note):  # an engine that is idle has not written its last seconds
+            with errors_to(_note):  # an engine that is idle may not have written its last minutes
                 await self._call(WRITE)
             if document := _watched():
                 return document

@@ -1,10 +1,12 @@
 """A running server compared with our runtime: is it nearer to our run with the scales, or to that at 1.0?"""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -124,6 +126,44 @@ def compare(
         decide(**nats), served.id, served.root, **nats, logprobs=len(first), of_prompt=answers.of_prompt,
         requests=answers.requests, seconds=answers.seconds, own_seconds=own_seconds, is_baked=is_baked,
     )  # fmt: skip
+
+
+def describe_comparison(
+    comparison: ServerComparison, model: str, *, plugin_word: bool | None
+) -> Iterator[str]:
+    """Word a comparison; by its plugin the server uses the scales, or does not, or it is not known: None."""
+    nearer, is_baked = comparison.nearer, comparison.is_baked
+    uses = "stores at 1.0, which is right for a baked model" if is_baked else "uses the scales"
+    tokens = "given tokens" if comparison.of_prompt else "likeliest next tokens"
+    if plugin_word:
+        why = "" if is_baked else ": scales move ours by no more than 4 times noise and rounding"
+        yield f"the server {uses}, says its plugin; logprobs cannot tell{why}"
+    elif nearer == "cannot tell" and plugin_word is False:
+        yield "what the server's plugin says does not fit these scales; logprobs cannot tell if they are used"
+    elif nearer == "cannot tell":
+        yield f"cannot tell whether the server {uses}"
+    elif nearer == "neither":
+        yield f"the server does not answer like '{model}', with the scales or at 1.0"
+    else:
+        yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
+    yield (
+        f"the server's logprobs differ by {comparison.to_scales:.4f} nats from our runtime with the scales, "
+        f"by {comparison.to_ones:.4f} from it at 1.0 ({comparison.apart:.4f} between the two); the server's "
+        f"noise is {comparison.noise:.4f}, our rounding {comparison.rounding:.4f}"
+    )
+    yield (
+        f"(mean absolute difference of the logprobs of {comparison.logprobs:,} {tokens}; "
+        f"{comparison.requests} requests in {comparison.seconds:.1f} s, our own runs in "
+        f"{comparison.own_seconds:.1f} s)"
+    )
+    if nearer == "neither":
+        has_root = comparison.root not in (None, comparison.served)
+        root = f" from {comparison.root!r:.200}" if has_root else ""
+        yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
+    elif nearer == "cannot tell" and plugin_word is None and not (comparison.needs_scales or is_baked):
+        yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
+    if nearer == "scales":
+        yield "note: so is one with most of the scales, or a 16-bit cache; see its log"
 
 
 def decide(to_scales: float, to_ones: float, apart: float, noise: float, rounding: float) -> Nearer:

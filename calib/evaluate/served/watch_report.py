@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,7 +87,15 @@ class Watched(_Part):
     def _check_layers(self) -> "Watched":
         if len({layer.layer for layer in self.layers}) < len(self.layers):
             raise ValueError("a layer is there twice")
+        if datetime.fromisoformat(self.written).tzinfo is None:
+            raise ValueError("the time of writing has no time zone")
         return self
+
+    @property
+    def age(self) -> float:
+        """The seconds since the document was written, 0 where the clock of its machine is ahead."""
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(self.written)
+        return max(0.0, age.total_seconds())
 
     def facts(self) -> ModelFacts:
         """Return what the counts say of the model: of a cache in 16 bits its layers alone."""

@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
@@ -235,6 +236,15 @@ def test_files_are_written_when_it_is_time_and_the_last_request_is_over(engine, 
         assert core.post_step(False) is False
         tokens = runner.fp8kv_harvest.tokens if is_written else tokens
         assert read_watched(tmp_path).tokens == tokens > 0
+    # a machine that writes slowly: the engine rests a thousand times as long, also when it is idle again
+    files = core.fp8kv_watch
+    files._earliest, now.time, core.is_busy = now.time + 500, now.time + 400, False
+    serve(runner)
+    core.post_step()
+    assert read_watched(tmp_path).tokens == tokens < runner.fp8kv_harvest.tokens
+    files.write()  # as its route asks
+    assert read_watched(tmp_path).tokens == runner.fp8kv_harvest.tokens
+    tokens = runner.fp8kv_harvest.tokens
     serve(runner)
     assert read_watched(tmp_path).model == "there"  # a name of the Hub's, or a directory here, named in full
     (tmp_path / "there").mkdir()
@@ -407,7 +417,7 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
 
 def write(directory, *layers):
     directory.mkdir(exist_ok=True)
-    facts = dict.fromkeys(("engine", "fingerprint", "since", "written"), "7")
+    facts = dict.fromkeys(("engine", "fingerprint", "since"), "7") | {"written": harvest._now()}
     facts |= {"fp8kv_watch": 1, "model": str(directory), "tokens": 999}
     (directory / "fp8kv_watch.json").write_text(json.dumps(facts | {"layers": [x.to_json() for x in layers]}))
     return directory
@@ -511,7 +521,21 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     assert f"fp8kv repair '{tmp_path}' --stats '{tmp_path}' -o NEW" in done.stderr
     assert json.loads(fp8kv("watch", tmp_path, "--json").stdout)["alarm"] == [7]
     assert fp8kv("watch", tmp_path, "--follow", "--every", "0.1").exit_code == 1
-    assert fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99").exit_code == 0
+    done = fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99")
+    assert (done.exit_code, "note: if the engine" in done.stdout) == (0, False)
+    written = (datetime.now(timezone.utc) - timedelta(minutes=7)).isoformat(timespec="seconds")
+    edit_json(tmp_path / "fp8kv_watch.json", written=written)
+    done = fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99")
+    assert done.stdout.splitlines()[1] == f"999 tokens from 7 to {written}, 7 min ago"
+    assert "note: if the engine still runs, ask it at its address (fp8kv watch http://HOST" in done.stdout
+    document = (tmp_path / "fp8kv_watch.json").read_bytes()
+    with web_server(lambda request, _: request.answer(200, document)) as url:
+        asked = fp8kv("watch", url, "--fail-if", "clipped>0.99").stdout
+        assert ("7 min ago" in asked, "note: if the engine" in asked) == (True, False)
+    for time, words in (("7", "Invalid isoformat string"), (written[:19], "no time zone")):
+        edit_json(tmp_path / "fp8kv_watch.json", written=time)
+        one_line_error(fp8kv("watch", tmp_path), "is not what the plugin writes", words)
+    edit_json(tmp_path / "fp8kv_watch.json", written=written)
     one_line_error(fp8kv("watch", tmp_path, "--fail-if", "kl>1"), "METRIC one of clipped, zero")
     one_line_error(
         fp8kv("watch", tmp_path, "--fail-if", "a:zero>1"), "give one condition, clipped>SHARE or zero>SHARE"
