@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from calib.capture.directory_scales import open_scales
-from calib.capture.resume import progress_file
+from calib.capture.processes import World
+from calib.capture.resume import START_AGAIN, check_same_run, compared_inputs, progress_file
 from calib.choices import REFERENCE, FormatName, Purpose
 from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
@@ -41,9 +42,11 @@ from calib.progress import SILENT, Progress
 from calib.recipe import ExportRecipe, ObserverRecipe, Recipe
 from calib.rescale.bake import bake
 from calib.rescale.pipeline import find_scale
+from calib.scales.stats_file import load_progress
 from fp8kv_runtime.errors import AttentionError
 
 _MORE_SAMPLES = 4  # times those of the evaluation's own calibration, as far as there are so many
+_CHOSEN = ("strategy", "observer", "offload")  # settings of a calibration that are not known before it
 
 
 def run_recommendation(
@@ -73,7 +76,12 @@ def run_recommendation(
             overwrite = overwrite or saved.written_cache(write) is not None
             _check_places(find_model(model_name), write, output, overwrite=overwrite)
             wish = replace(wish, is_written=True)
-        evaluation = evaluate(model_name, own, wish=wish, saved=saved, progress=progress)
+
+        def check(loaded: Evaluation) -> None:
+            if write is not None:
+                _check_calibration(loaded, recipe, write)
+
+        evaluation = evaluate(model_name, own, wish=wish, saved=saved, progress=progress, check=check)
         report = summarize(evaluation)
         problems = write_report(report)
         answer, written = report.recommended, None
@@ -168,20 +176,44 @@ def _plan(
     evaluation: Evaluation, variant: Variant, recipe: Recipe, format: FormatName
 ) -> tuple[Recipe, Sequence[Tensor]]:
     """Return the recipe of its calibration, and documents that neither that nor the choice has read."""
-    suite, data, scales = evaluation.suite, evaluation.recipe.data, variant.scales
-    load, least = sample_loader(evaluation.setup, data), len(evaluation.text.data.samples)
-    samples = max(_MORE_SAMPLES * suite.calibration_samples, least)
-    available = len(load(samples + suite.documents).samples) - suite.documents
-    samples = max(min(samples, available), least)
+    recipe, scales = _plan_text(evaluation, recipe), variant.scales
     changes: dict[str, Any] = {
-        "data": data.model_copy(update={"samples": samples}),
-        "dtype": evaluation.recipe.dtype,
         "strategy": scales.strategy if scales else recipe.strategy,
         "observer": ObserverRecipe(name="mse" if variant.name == "mse" else "absmax"),
         "export": ExportRecipe(formats=(format if variant.is_calibrated else "fp8kv",)),
     }
-    pieces = hold_out(load, evaluation.readers, samples, suite.documents).pieces
+    load = sample_loader(evaluation.setup, recipe.data)
+    pieces = hold_out(load, evaluation.readers, recipe.data.samples, evaluation.suite.documents).pieces
     return recipe.model_copy(update=changes), [torch.tensor(piece.ids) for piece in pieces]
+
+
+def _plan_text(evaluation: Evaluation, recipe: Recipe) -> Recipe:
+    """Return the recipe with the text of its calibration, and the type of the weights that reads it."""
+    suite, data, least = evaluation.suite, evaluation.recipe.data, len(evaluation.text.data.samples)
+    samples = max(_MORE_SAMPLES * suite.calibration_samples, least)
+    available = len(sample_loader(evaluation.setup, data)(samples + suite.documents).samples)
+    samples = max(min(samples, available - suite.documents), least)
+    data = data.model_copy(update={"samples": samples})
+    return recipe.model_copy(update={"data": data, "dtype": evaluation.recipe.dtype})
+
+
+def _check_calibration(evaluation: Evaluation, recipe: Recipe, output: Path) -> None:
+    """Refuse, before anything is measured, saved progress towards `output` that no choice goes on with."""
+    path = progress_file(output, 0)
+    if not path.exists():
+        return
+    recipe = _plan_text(evaluation, recipe).model_copy(update={"device": evaluation.recipe.device})
+    data = sample_loader(evaluation.setup, recipe.data)(recipe.data.samples)
+    inputs = compared_inputs([evaluation.checkpoint], recipe, data, World())
+    earlier = load_progress(path, START_AGAIN)[1].get("run", {})
+    check_same_run(path, *map(_without_choice, (earlier, inputs)))
+
+
+def _without_choice(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a calibration's inputs what follows from the choice, or is resolved later."""
+    recipe = {key: value for key, value in inputs.get("recipe", {}).items() if key not in _CHOSEN}
+    data = {key: value for key, value in recipe.get("data", {}).items() if key != "batch_size"}
+    return {**inputs, "recipe": {**recipe, "data": data}}
 
 
 @torch.inference_mode()

@@ -86,11 +86,12 @@ def evaluate(
     wish: Wish | None = None,
     saved: SavedResults = UNSAVED,
     progress: Progress = SILENT,
+    check: Callable[[Evaluation], None] = lambda _: None,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
     With a `wish`, nothing is measured that cannot be served there. Results are kept in `saved`, or were.
-    `summarize` makes the report.
+    `check` may refuse what was loaded. `summarize` makes the report.
     """
     evaluation = open_inputs(model_name, recipe, scales, suite, wish)
     if saved.path is not None:
@@ -98,6 +99,7 @@ def evaluate(
     _load_model_and_text(evaluation, progress, saved)
     if saved.path is not None:
         evaluation.warnings += saved.begin(_inputs_in_memory(evaluation), progress)
+    check(evaluation)
     _calibrate(evaluation)
     _choose_variants(evaluation)
     _measure_variants(evaluation)

@@ -1,8 +1,10 @@
 """Caches of other types than static FP8: their rows, who serves them, and which one is recommended."""
 
 import json
+import os
 import re
 import shlex
+import signal
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, Layers, Shape, cache_type
-from calib.capture.resume import progress_file
+from calib.capture.resume import SavedProgress, progress_file
 from calib.choices import REFERENCE
 from calib.engines.cache_support import Offer
 from calib.engines.tokens_that_fit import Pool
@@ -481,6 +483,7 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     )
     for pair in ("headroom=4", "data.samples=9"):
         one_line_error(fp8kv("eval", "gone", "--set", pair), "would not be read here; set keys of `data` and")
+    one_line_error(fp8kv("recommend", "a\nb"), "has a control character, which no printed command can hold")
     # NVFP4 is not for heads of this size
     directory = save_model(tiny_model("llama", head_dim=40, num_hidden_layers=2), tmp_path / "40")
     flags = ("--budget-kl", "1", "--engine", "vllm", "--gpu", "h100", *FLAGS, "--write", tmp_path / "out")
@@ -545,7 +548,22 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
         return
     succeeded(fp8kv("verify", out, "--engine", "sglang"))
 
-    saved, resumed = progress_file(out, 0), []  # as of a calibration that was killed
+    save, saved, resumed = SavedProgress.save_sometimes, progress_file(out, 0), []
+    flags = (*flags, "--overwrite", "--set", "save_minutes=0")
+    with monkeypatch.context() as patch:
+
+        def save_and_stop(*arguments):
+            save(*arguments)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(SavedProgress, "save_sometimes", save_and_stop)
+        goes_on = "terminated; progress is saved: the same command with --resume goes on"
+        one_line_error(fp8kv("recommend", directory, *flags), goes_on)
+        patch.setattr("calib.evaluate.run._calibrate", lambda *_: pytest.fail("measured"))
+        for other in (("--seed", 7), ("--suite", "full")):
+            one_line_error(
+                fp8kv("recommend", directory, *flags, *other), "is of a run with another recipe, so"
+            )
 
     def spoil(model, recipe, output, *, resume, **flags):
         resumed.append(resume)
@@ -553,10 +571,13 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
         return calibrate_model(model, recipe.model_copy(update={"headroom": 1 / 16}), output, **flags)
 
     monkeypatch.setattr("calib.recommendation.calibrate", spoil)
-    one_line_error(fp8kv("recommend", directory, *flags[:-2], out / "a", "-o", page), "report' exists; add -")
+    again = fp8kv("recommend", directory, *wish, *FLAGS, "--write", out / "a", "-o", page)
+    one_line_error(again, "report' exists; add -")
     (page / ".report.md").mkdir()  # in the way of the report, and the answer is not lost
-    saved.touch()
-    done = fp8kv("recommend", directory, *flags, "--overwrite", "-o", page)
-    assert resumed == [True]
+    content = saved.read_bytes()
+    fp8kv("recommend", directory, *flags, "--resume")
+    saved.write_bytes(content)
+    done = fp8kv("recommend", directory, *flags, "-o", page)
+    assert resumed == [True, True]
     assert (done.exit_code, json.loads(done.stdout)["written"]["output"]) == (1, str(out))
     assert all(words in done.stderr for words in ("its KL is above", "no file of a report was replaced"))
