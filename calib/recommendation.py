@@ -206,10 +206,10 @@ def _check_calibration(evaluation: Evaluation, recipe: Recipe, output: Path) -> 
     data = sample_loader(evaluation.setup, recipe.data)(recipe.data.samples)
     inputs = compared_inputs([evaluation.checkpoint], recipe, data, World())
     earlier = load_progress(path, START_AGAIN)[1].get("run", {})
-    check_same_run(path, *map(_without_choice, (earlier, inputs)))
+    check_same_run(path, *map(_drop_choice, (earlier, inputs)))
 
 
-def _without_choice(inputs: dict[str, Any]) -> dict[str, Any]:
+def _drop_choice(inputs: dict[str, Any]) -> dict[str, Any]:
     """Leave out of a calibration's inputs what follows from the choice, or is resolved later."""
     recipe = {key: value for key, value in inputs.get("recipe", {}).items() if key not in _CHOSEN}
     data = {key: value for key, value in recipe.get("data", {}).items() if key != "batch_size"}
