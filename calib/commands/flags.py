@@ -61,7 +61,7 @@ IN_PLACE = output(
     default=False,
 )
 RESUME = resources(
-    "Continue where the same command was stopped; a run without this flag is refused there.",
+    "Continue where the same command was stopped; without this flag a run is refused where there is progress.",
     "--resume",
     default=False,
 )

@@ -96,7 +96,9 @@ def serve_command(
 def backup_line(model: Path, backup: Path) -> str:
     """Say where the files of `model` that were replaced are, and which backup has the originals."""
     first, line = f"{model.name}.before-fp8kv", f"the files that were replaced are in {backup}"
-    return line if backup.name == first else f"{line}; the oldest {first}* with a file has its original"
+    if backup.name == first:
+        return line
+    return f"{line}; each file's original is in the first backup that has it"
 
 
 def written_strategy(strategy: Strategy, reduce: Reduce) -> Strategy:

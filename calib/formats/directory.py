@@ -2,8 +2,8 @@
 
 import filecmp
 import os
+import re
 import shutil
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ def _is_output(directory: Path) -> bool:
     parts = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
     for name in (EVALUATION_DIRECTORY, ".DS_Store"):  # a file that macOS writes
         parts.pop(name, None)
+    if parts.keys() == {CARD_FILE, JSON_FILE}:  # converted from another tool's scales
+        return "by fp8kv" in parts[CARD_FILE].read_text(errors="replace")
     return bool(parts) and all(
         name in FORMATS and (path / CALIBRATION_FILE).exists() for name, path in parts.items()
     )
@@ -227,8 +229,9 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     if not changed:
         return None
     name = f"{model.name}.before-fp8kv"
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    backup = next(path for path in map(model.with_name, names) if not path.exists())
+    matches = (re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name) for path in model.parent.iterdir())
+    last = max((int(match[1] or 1) for match in matches if match), default=0)
+    backup = model.with_name(f"{name}-{last + 1}" if last else name)
     partial = scratch.with_suffix(".backup")
     try:
         for file in changed:

@@ -187,12 +187,12 @@ class ClippedTokens(NamedTuple):
             usual = median(self.by_layer.values())
             worst = max(self.by_layer, key=self.by_layer.__getitem__)
             layer = "one of the other layers" if self.unknown else "a layer"
-            of_worst = f"{_one_in(self.by_layer[worst])} in layer {worst}"
+            chance = f"{_one_in(usual)} has a value beyond the scales in {layer}"
             if _one_in(usual) == _one_in(self.by_layer[worst]):
-                of_worst = "and no more in any"
-            parts.append(
-                f"{_one_in(usual)} has a value beyond the scales in {layer} (the median), {of_worst}"
-            )
+                parts.append(f"{chance}, at most")
+            else:
+                of_worst = f"{_one_in(self.by_layer[worst])} in layer {worst}"
+                parts.append(f"{chance} (the median), {of_worst}")
         if self.unknown:
             names = name_layers(self.unknown)
             parts.append(f"more than can be told in {names} (beyond the {TAIL} largest tokens)")

@@ -134,7 +134,7 @@ def _bytes_chart(report: Report) -> Chart | None:
     served = [x for x in (answer.chosen, *answer.alternatives) if x.tokens_per_gb] if answer else []
     memory = {cache.cache: cache.memory for cache in served}
     by_bytes = {cache.bytes_per_token: cache.memory for cache in served}
-    custom = [name for name, row in report.variants.items() if row.kind == "given"]
+    custom = _custom_rows(report)
     labels = {n: n if _PLAIN.fullmatch(n) else f"--scales {i}" for i, n in enumerate(custom, 1)}
     points, omitted = list[Point](), list[str]()
     for name, row in report.variants.items():
@@ -225,8 +225,7 @@ def _position_chart(report: Report) -> Chart | None:
     axes.set_xticks(np.arange(len(ends)) - 0.5, [_tokens(end) for end in ends])
     axes.set_xlabel("position in the text, tokens")
     _scale_logarithmically(axes, "KL, nats per token", "{x:g}")
-    custom = [name for name, row in report.variants.items() if row.kind == "given"]
-    return Chart(write_svg(figure), series, omitted=custom[len(_CUSTOM_DASHES) :])
+    return Chart(write_svg(figure), series, omitted=_custom_rows(report)[len(_CUSTOM_DASHES) :])
 
 
 def _layer_chart(report: Report) -> Chart | None:
@@ -248,7 +247,8 @@ def _layer_chart(report: Report) -> Chart | None:
     axes.margins(x=0.02)
     axes.set_xlabel("layer")
     _scale_logarithmically(axes, "relative RMS error of attention output", _percent)
-    return Chart(write_svg(figure), series, row=next(iter(_worst_layers(report)), None))
+    omitted = _custom_rows(report)[len(_CUSTOM_DASHES) :]
+    return Chart(write_svg(figure), series, row=next(iter(_worst_layers(report)), None), omitted=omitted)
 
 
 def _search_chart(report: Report) -> Chart | None:
@@ -390,11 +390,14 @@ def _scales(row: LayerRow, letter: Tensors) -> list[float]:
 
 def _select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
     """Choose the user's scales first, then the measured variants in `names` that have `needs`."""
-    rows = report.variants
-    custom = [name for name, row in rows.items() if row.kind == "given"]
+    rows, custom = report.variants, _custom_rows(report)
     own = [Series(n, 0, d, "X", rows[n]) for n, d in zip(custom, _CUSTOM_DASHES, strict=False)]
     ours = [Series(n, *_LOOKS[n], rows[n]) for n in names if n in rows and n not in custom]
     return [line for line in own + ours if getattr(line.row, needs)]
+
+
+def _custom_rows(report: Report) -> list[str]:
+    return [name for name, row in report.variants.items() if row.kind == "given"]
 
 
 def _scale_logarithmically(axes: Axes, title: str, form: Any) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 from itertools import product
@@ -80,11 +81,14 @@ def test_scales_are_those_of_an_output_elsewhere_and_what_is_replaced_is_kept(mo
     second = calibrate(model, in_place=True, changes={"data.seed": 7})  # a second time keeps both backups
     where = f"the files that were replaced are in {first.backup}"
     assert where in result_blocks(first)
-    where += f"-2; the oldest {model.name}.before-fp8kv* with a file has its original"
+    where += "-2; each file's original is in the first backup that has it"
     assert where in result_blocks(second)
     assert second.backup == model.parent / f"{model.name}.before-fp8kv-2"
     assert "quantization_config" not in json.loads((first.backup / "config.json").read_text())
     assert "fp8kv_calibration.json" in contents(second.backup)
+    shutil.rmtree(first.backup)  # what it held is not in the next one, which must not look like the first
+    third = calibrate(model, in_place=True, changes={"data.seed": 8})
+    assert third.backup == model.parent / f"{model.name}.before-fp8kv-3"
 
 
 def test_what_the_scales_do_not_change_stays_what_it_is(model, tmp_path):

@@ -99,6 +99,11 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     larger = [max(*k, *v) for _, k, v, _ in scales(measured)]
     for overwrite in ((), ("--overwrite",)):  # it bears a mark of ours
         out = convert(measured, "json", tmp_path / "json", *overwrite)
+        foreign = shutil.copytree(measured, tmp_path / "foreign", dirs_exist_ok=True)
+        for file in foreign.glob("fp8kv_*.*"):
+            file.unlink()
+        out_of = convert(foreign, "json", tmp_path / "of-foreign", *overwrite)
+        assert sorted(contents(out_of)) == ["README.md", "kv_cache_scales.json"]
     assert [k for _, (k,), _, _ in scales(out)] == pytest.approx(larger)
     ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
     source = damage(measured, tmp_path / "ones", ones)
