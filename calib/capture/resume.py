@@ -9,6 +9,7 @@ With `--until`, all processes read until the scales hold what more text is expec
 
 import glob
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,10 +71,16 @@ def check_progress(path: Path, checkpoints: Sequence[ModelDirectory], *, resume:
 
 def check_resumed(path: Path, *, resume: bool) -> None:
     """Refuse to begin again where an earlier run has saved its progress in `path`."""
-    if path.exists() and not resume:
-        raise InputError(
-            f"'{path}' is the progress of a run that was stopped; give --resume to go on, or {START_AGAIN}"
-        )
+    if not path.exists() or resume:
+        return
+    of_all = re.sub(r"rank\d+\.progress$", "rank*.progress", glob.escape(path.name))
+    files = sorted({path, *path.parent.glob(of_all)})
+    named, is_one = ", ".join(f"'{file}'" for file in files), len(files) == 1
+    again = START_AGAIN if is_one else START_AGAIN.replace("that file", "these files")
+    raise InputError(
+        f"{named} {'is' if is_one else 'are'} the progress of a run that was stopped; "
+        f"give --resume to go on, or {again}"
+    )
 
 
 def _inputs_of_files(checkpoints: Sequence[ModelDirectory]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ IN_PLACE = output(
     default=False,
 )
 RESUME = resources(
-    "Continue where the same command was stopped; without this flag a run is refused where there is progress.",
+    "Continue where the same command was stopped; without this flag, progress of one is refused.",
     "--resume",
     default=False,
 )

@@ -77,8 +77,7 @@ def _is_output(directory: Path) -> bool:
     if any((directory / name).exists() for name in _OUR_FILES):
         return True
     parts = {path.name: path for path in directory.iterdir()} if directory.is_dir() else {}
-    for name in (EVALUATION_DIRECTORY, ".DS_Store"):  # a file that macOS writes
-        parts.pop(name, None)
+    parts = {name: path for name, path in parts.items() if name not in (EVALUATION_DIRECTORY, ".DS_Store")}
     if parts.keys() == {CARD_FILE, JSON_FILE}:  # converted from another tool's scales
         return "by fp8kv" in parts[CARD_FILE].read_text(errors="replace")
     return bool(parts) and all(

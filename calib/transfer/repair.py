@@ -126,7 +126,7 @@ def _remove_strays(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[St
             if is_stray:
                 lines.append(f"removed: '{tensor.name}' is of no layer of the model")
             elif own != (module or own):
-                lines.append(f"renamed: '{tensor.name}' is now of {module}")
+                lines.append(f"renamed: '{tensor.name}' is now a scale of {module}")
         layers += [] if is_stray else [layer]
     return replace(stored, layers=layers), lines
 

@@ -86,7 +86,7 @@ def compare_served(
         if purpose != "int8":
             raise
         raise InputError(
-            f"'{directory}' is baked for int8, whose cache makes its own scales, so none can be compared; "
+            f"'{model_name}' is baked for int8, whose cache makes its own scales, so none can be compared; "
             "leave --served out, and see in the server's log which cache it has"
         ) from None
     config = load_config(checkpoint, recipe.trust_remote_code)

@@ -202,6 +202,12 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
 
     lost = "give --resume to go on, or delete that file to start again"
     one_line_error(fp8kv("calibrate", model, "-o", out, *COMMAND, "--overwrite"), lost)
+    other_process = progress_file(out, 1)
+    other_process.touch()
+    all_files = f"'{saved}', '{other_process}' are the progress of a run that was stopped"
+    done = fp8kv("calibrate", model, "-o", out, *COMMAND)
+    one_line_error(done, all_files, "or delete these files to start again")
+    other_process.unlink()
     refused("is of a run with another recipe", "--seed", 7)
     with monkeypatch.context() as patch:
         patch.setattr("calib.capture.resume.versions", lambda _: {"torch": "1.0"})

@@ -158,7 +158,7 @@ SPELLINGS = {  # of the K scale of layer 1 -> what is said of it
     "model.layers.1.self_attn.k_scales": "removed: '{}' is not a name that an engine looks for",
     "model.layer1.self_attn.k_scale": "removed: '{}' is not a name that an engine looks for",
     "model.layers.99.self_attn.k_scale": "removed: '{}' is of no layer of the model",
-    "model.layer.1.self_attn.k_scale": "renamed: '{}' is now of model.layers.1.self_attn",
+    "model.layer.1.self_attn.k_scale": "renamed: '{}' is now a scale of model.layers.1.self_attn",
 }
 
 
@@ -257,7 +257,8 @@ def traffic_of(calibration, out, model):
     shutil.copy(calibration / STATS_FILE, out)
     head = {"tokens": [500], "clipped": [0], "saturated": [0], "zero": [0]}
     layers = [{"layer": 0, "tokens": 500, "channels": 16, "k": head, "v": head}]
-    facts = dict.fromkeys(("engine", "fingerprint", "since", "written"), "7") | {"model": str(model)}
+    facts = dict.fromkeys(("engine", "fingerprint", "since"), "7") | {"model": str(model)}
+    facts |= {"written": "2026-11-27T12:00:00+00:00"}
     facts |= {"fp8kv_watch": 1, "tokens": 500, "layers": layers}
     (out / "fp8kv_watch.json").write_text(json.dumps(facts))
     return out
