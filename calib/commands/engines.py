@@ -354,12 +354,12 @@ def watch(
         server = Server(source) if is_address else None
         watched = server.watched() if server else read_watched(Path(source))
         if model:
-            return report_on(watched, condition, read_expected(model, watched))
-        expected: Expected | None = None
+            return report_on(watched, condition, *read_expected(model, watched))
+        expected: tuple[Expected | None, str] = None, ""
         with suppress(Fp8kvError, OSError):  # the engine's model need not be here, or hold a calibration
             if server is None or server.is_local:  # else the same path may hold another calibration
                 expected = read_expected(Path(watched.model), watched)
-        return report_on(watched, condition, expected)
+        return report_on(watched, condition, *expected)
 
     report = _follow(look, every) if follow else look()
     failures = report.failures

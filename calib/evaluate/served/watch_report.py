@@ -24,6 +24,7 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 METRICS = ("clipped", "zero")
 Expected = Mapping[tuple[int, str], float]  # shares of tokens, by layer, of K and V
 _TIMES = 2.0  # what was expected: that is more than another text of the same kind has
+_ROUNDING = 2**-8  # of scales that files hold in bfloat16
 _SHOWN = 3  # rows that a failure names
 FEW = 256  # tokens, of which nothing can be said
 
@@ -127,6 +128,7 @@ class WatchReport:
     alarms: list[WatchRow]
     condition: Condition
     has_calibration: bool  # which may expect no shares: of scales per channel, or without tails
+    difference: str  # of the engine's scales from the calibration's; empty: none
 
     @property
     def failures(self) -> list[str]:
@@ -153,6 +155,8 @@ class WatchReport:
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
+        if self.difference:
+            lines.append(f"note: {self.difference}; what was expected may not hold for the engine's")
         if self.rows and not self.has_calibration:
             lines.append(
                 "the limit alone counts: for the share that was expected, give the calibration of this model "
@@ -185,7 +189,9 @@ def read_watched(directory: Path) -> Watched:
         raise InputError(f"'{file}' is not what the plugin writes ({first_problem(error)})") from None
 
 
-def report_on(watched: Watched, condition: Condition, expected: Expected | None) -> WatchReport:
+def report_on(
+    watched: Watched, condition: Condition, expected: Expected | None, difference: str = ""
+) -> WatchReport:
     """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm.
 
     Of a layer whose share is `expected`, twice as much has to be clipped; None: without a calibration.
@@ -198,7 +204,7 @@ def report_on(watched: Watched, condition: Condition, expected: Expected | None)
         if counts
     ]
     alarms = [row for row in rows if _is_met(condition, row)]
-    return WatchReport(watched, rows, alarms, condition, has_calibration=expected is not None)
+    return WatchReport(watched, rows, alarms, condition, expected is not None, difference)
 
 
 def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:
@@ -223,8 +229,8 @@ def _is_beyond(condition: Condition, row: WatchRow) -> bool:
     return row.tokens >= FEW and all(condition.compare(end, condition.limit) for end in ends)
 
 
-def read_expected(model: Path, watched: Watched) -> Expected:
-    """Return what the calibration in `model` expects, see `expected_shares`.
+def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
+    """Return what the calibration in `model` expects, see `expected_shares`, and how its scales differ.
 
     Raises an InputError where it is not of the model that was watched, or cannot be read.
     """
@@ -243,7 +249,47 @@ def read_expected(model: Path, watched: Watched) -> Expected:
         for letter, counts in (("K", layer.k), ("V", layer.v))
         if counts and counts.limit
     }
-    return expected_shares(stats, derive_scales(stats, calibration.recipe()), limits)
+    scales = derive_scales(stats, calibration.recipe())
+    return expected_shares(stats, scales, limits), _compare_limits(model, limits, scales)
+
+
+def _compare_limits(model: Path, limits: Mapping[tuple[int, str], torch.Tensor], scales: KVScales) -> str:
+    """Say in which layers an engine clips from other `limits`, [K] each, than with the calibration's scales.
+
+    The type of its cache, and how its kernels round, are those with which most layers agree.
+    """
+    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
+    own = {(i, x): getattr(layers[i], x.lower()) for i, x in limits if i in layers}
+    own = {place: scale for place, scale in own.items() if scale.dim() == 1}
+    # engines double scales for an FP8 type that ends at 240
+    types = {scales.fp8_dtype: 1} | ({"e4m3fnuz": 2} if scales.fp8_dtype == "e4m3fn" else {})
+    edges = [
+        n * code_table(FP8_DTYPES[x], cuts_off).edge for x, n in types.items() for cuts_off in (False, True)
+    ]
+    expected = [{place: scale * edge for place, scale in own.items()} for edge in edges]
+    mismatches = [{x: end for x, end in ends.items() if not _is_limit(limits[x], end)} for ends in expected]
+    wrong = min(mismatches, key=len)
+    if not wrong:
+        return ""
+    (index, letter), end = next(iter(wrong.items()))
+    limit = limits[index, letter]
+    head = int((limit / end).log().abs().argmax())
+    return (
+        f"the engine's scales are not those of '{model}' in {show_layers(sorted({i for i, _ in wrong}))}: "
+        f"layer {index}'s {letter} clips from {limit[head]:.4g}, and not from "
+        f"{end.expand(len(limit))[head]:.4g}"
+    )
+
+
+def _is_limit(limit: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether the limits [K] of an engine are those `expected`, [1] or [K].
+
+    A rank may have the largest of its heads' scale for all of them.
+    """
+    heads = len(limit)
+    sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+    parts = (expected.expand(heads).view(-1, size).amax(1).repeat_interleave(size) for size in sizes)
+    return any(torch.allclose(limit, part, rtol=_ROUNDING, atol=0) for part in parts)
 
 
 def _layer_facts(heads: int, channels: int) -> LayerFacts:

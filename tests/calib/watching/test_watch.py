@@ -456,7 +456,7 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     x[:50] = 448.0  # of 1,000 tokens; 30 were expected
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     condition = parse_condition("clipped>0.01", METRICS)
-    report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
+    report = report_on(seen := read_watched(tmp_path), condition, *read_expected(tmp_path, seen))
     assert {(row.layer, row.letter): row.expected for row in report.rows} == {
         (0, "K"): 0.03, (0, "V"): None, (1, "K"): 0.25, (1, "V"): 0.03,
     }  # fmt: skip
@@ -474,13 +474,33 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
         assert command in done.stderr
     x[:100] = 448.0
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
-    report = report_on(seen := read_watched(tmp_path), condition, read_expected(tmp_path, seen))
+    report = report_on(seen := read_watched(tmp_path), condition, *read_expected(tmp_path, seen))
     assert [row.letter for row in report.alarms if row.layer == 0] == ["K", "V"]
     assert [note.split()[:3] for note in report.notes] == [["layer", "1's", "K"]]
     # engines may hold the largest head's scale for all: less is expected; with too small a scale no more
     for stored, expected in ((2.0, 0.0), (0.5, 0.03)):
         write(tmp_path, *(watched(x, stored, layer) for layer in range(2)))
-        assert read_expected(tmp_path, read_watched(tmp_path))[0, "K"] == expected
+        shares, difference = read_expected(tmp_path, read_watched(tmp_path))
+        assert shares[0, "K"] == expected
+        end = f"layers 0, 1: layer 0's K clips from {432 * stored:g}, and not from 432"
+        assert difference == f"the engine's scales are not those of '{tmp_path}' in {end}"
+        said = [fp8kv("watch", tmp_path, *flags).stdout for flags in ((), ("--model", tmp_path))]
+        assert all(
+            f"note: {difference}; what was expected may not hold for the engine's\n" in x for x in said
+        )
+    # no other ones: of a cache that cuts digits off, doubled, in bfloat16, the largest of a rank's heads
+    heads = torch.tensor([1.0, 0.5])
+    per_head = replace(scales, layers={n: LayerScales(i, heads, heads) for i, n in enumerate("ab")})
+    for own, limits, is_same in (
+        *((scales, limit, True) for limit in (432.0, 448.0, 464.0, 433.0)),
+        *((scales, limit, False) for limit in (436.0, 864.0, 216.0)),
+        *((per_head, torch.tensor(ends) * 216.0, True) for ends in ([2, 1], [2, 2])),
+        *((per_head, torch.tensor(ends) * 216.0, False) for ends in ([1, 2], [1, 1])),
+    ):
+        ends = {(i, x): torch.as_tensor(limits).expand(HEADS) for i in range(2) for x in "KV"}
+        assert (watch_report._compare_limits(tmp_path, ends, own) == "") == is_same
+    ends = {place: torch.full((HEADS,), 432.0 * (1 + (place == (1, "V")))) for place in ends}
+    assert "in layer 1: layer 1's V clips from 864" in watch_report._compare_limits(tmp_path, ends, scales)
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     limits = [
         replace(watched(x, 0.5), cuts_off=x_is_cut).to_json()["k"]["limit"][0] for x_is_cut in (False, True)
