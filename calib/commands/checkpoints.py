@@ -274,9 +274,12 @@ def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
     if baked.latent:
         yield f"one factor for the latent and one for k_pe in each of {layers} layers"
     else:
-        line = f"a factor per head in {k} of {layers} layers for K and {v} for V, in the others one per layer"
-        ending = f"; V of {plan.layers_without_v} of {layers} layers stays as it is"
-        yield line + (ending if plan.layers_without_v else "")
+        yield (
+            f"heads have factors of their own in {k} of {layers} layers for K and {v} for V; in the others "
+            "they need the same powers of two, or the weights hold no more"
+        )
+        if plan.layers_without_v:
+            yield f"V of {plan.layers_without_v} of {layers} layers stays as it is"
     yield f"written to {baked.output}; its README.md says how to serve it"
     yield from (f"warning: {warning}" for warning in baked.warnings)
     for name, reason in [*plan.unchanged_layers.items()][:1]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from calib.caches.types import ALL_CACHES, Layer, Shape
+from calib.caches.types import ALL_CACHES, Layer, Shape, cache_type
 from calib.choices import Strategy
 from calib.engines.catalogue import GPUS, CacheSupport, Engine, choose_engines
 from calib.errors import InputError
@@ -138,6 +138,18 @@ def size_problem(cache: str, support: Sequence[Support], shapes: Sequence[Shape]
     ending = " and more" * (word == "heads" and any(pair.way.head_sizes is None for pair in support))
     place = f"{f'on {gpu} ' if gpu else ''}with {word} of {', '.join(allowed)}{ending}"
     return f"{cache} is served {place} ({_engines(support)}), not of {' and '.join(missing)}"
+
+
+def find_int8_flag(engine: Engine, shapes: Sequence[Shape]) -> tuple[str | None, str]:
+    """Return the flag of an engine's INT8 cache for layers of these `shapes`, or None and why it has none."""
+    caches = engine.caches.types
+    kinds = [kind.name for kind in map(cache_type, caches) if kind.integers and kind.k.bits == 8]
+    support = [Support(engine, way) for name in kinds for way in caches[name]]
+    if not support:
+        problem = "it has no INT8 cache" if caches else "it is not known to have an INT8 cache"
+        return None, f"{problem}, which the weights are baked for"
+    flags = [way.flag for _, way in support if all(takes(way, shape) for shape in shapes)]
+    return (flags[0], "") if flags else (None, size_problem(kinds[0], support, shapes, None))
 
 
 def _engines(support: Iterable[Support]) -> str:

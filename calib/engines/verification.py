@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calib.caches.types import Shape, cache_type
+from calib.caches.types import Shape
 from calib.choices import Purpose
-from calib.engines.cache_support import Support, size_problem, takes
+from calib.engines.cache_support import find_int8_flag
 from calib.engines.catalogue import Backend, Engine
 from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
@@ -119,24 +119,11 @@ def verify_directory(
     at_one, skipped = bake.get("latent") is True, skipped_layers(directory)
     simulations = [simulate(directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
     if purpose == "int8":
-        sizes = _head_sizes(directory)
+        shapes = [Shape(1, size, size) for size in _head_sizes(directory)]
         for simulation in simulations:
-            _choose_int8(simulation, sizes)
+            simulation.flag, problem = find_int8_flag(simulation.engine, shapes)
+            simulation.problem, simulation.outcomes = problem or simulation.problem, []
     return Verification(scales, simulations, fits, problems, warnings, purpose, nvfp4, skipped)
-
-
-def _choose_int8(simulation: Simulation, sizes: Iterable[int]) -> None:
-    """Put the engine's INT8 cache in place of FP8's, or say why it has none for heads of these `sizes`."""
-    caches, shapes = simulation.engine.caches.types, [Shape(1, size, size) for size in sizes]
-    kinds = [kind.name for kind in map(cache_type, caches) if kind.integers and kind.k.bits == 8]
-    support = [Support(simulation.engine, way) for name in kinds for way in caches[name]]
-    flags = [way.flag for _, way in support if all(takes(way, shape) for shape in shapes)]
-    simulation.flag, simulation.outcomes = next(iter(flags), None), []
-    if not support:
-        problem = "it has no INT8 cache" if caches else "it is not known to have an INT8 cache"
-        simulation.problem = f"{problem}, which the weights are baked for"
-    elif not flags:
-        simulation.problem = size_problem(kinds[0], support, shapes, None)
 
 
 def backend_problems(report: Verification, backend: Backend) -> list[str]:

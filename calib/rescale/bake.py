@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from calib.capture.directory_scales import attention_facts
 from calib.choices import DType, Purpose
+from calib.engines.cache_support import find_int8_flag
 from calib.engines.catalogue import find_engine
 from calib.engines.simulate_loading import find_flags_at_one
 from calib.errors import InputError
@@ -39,6 +40,7 @@ from calib.recipe import Recipe
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
 from calib.rescale.pipeline import (
     AS_FLOAT32,
+    RescalePlan,
     Rescaling,
     check_no_scales,
     exact_recipe,
@@ -134,8 +136,9 @@ def bake(
     ):
         refusal = f"'{name}' cannot be baked"
         rescaling = rescale(checkpoint, scratch, recipe, choose, refusal=refusal, progress=progress)
-        warnings = tuple(text_warnings(stats.text, stats.tokens))
-        baked = Baked(name, output, purpose, recipe.dtype, rescaling, stats.latent, warnings=warnings)
+        warnings = text_warnings(stats.text, stats.tokens)
+        warnings += _int8_warnings(rescaling.plan) if purpose == "int8" else []
+        baked = Baked(name, output, purpose, recipe.dtype, rescaling, stats.latent, warnings=tuple(warnings))
         _check_fits(scales, baked)
         _describe(baked, checkpoint, scratch, calibration)
         if in_place:
@@ -233,19 +236,23 @@ def _describe(baked: Baked, checkpoint: ModelDirectory, out: Path, calibration: 
     prepend_card(checkpoint.path, card_text, out)
 
 
+def _int8_warnings(plan: RescalePlan) -> list[str]:
+    """Say where vLLM, whose INT8 cache is not for all sizes of heads, does not take the model."""
+    problem = find_int8_flag(find_engine("vllm"), plan.shapes)[1]
+    return [f"vLLM does not serve it: {problem}"] if problem else []
+
+
 def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:
     """Return the commands that serve a baked model; empty if no engine is known to serve it."""
     path, is_float32 = shlex.quote(str(baked.output)), baked.dtype == "float32"
     dtype = AS_FLOAT32 * is_float32
-    if baked.purpose == "int8":
-        vllm = find_engine("vllm")
-        int8 = vllm.caches.types["int8_per_token_head"][0]
-        return [f"{vllm.serve.format(path=path)} {int8.flag}{dtype}"]
     # TensorRT-LLM's and LMDeploy's flags for the type of the weights are not known
     names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
     commands = []
     for engine in map(find_engine, names):
         flags = find_flags_at_one(engine, checkpoint.config) if baked.latent else engine.flag
+        if baked.purpose == "int8":
+            flags = find_int8_flag(engine, baked.rescaling.plan.shapes)[0]
         if flags:
             commands.append(f"{engine.serve.format(path=path)} {flags}{dtype}")
     return commands

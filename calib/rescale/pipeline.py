@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.caches.types import Shape
 from calib.choices import Purpose
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -37,6 +38,11 @@ class RescalePlan:
     edits: Mapping[str, Edit]  # by the name of a tensor in the checkpoint
     rounded: Norms  # norms whose weights do not hold the product exactly
     unchanged_layers: Mapping[str, str]  # layers that stay as they are, and why
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What each layer caches of a token: K and V of heads."""
+        return [Shape(len(x.k), x.k.shape[1], x.v.shape[1]) for x in self.factors.values()]
 
     @property
     def layers_per_head(self) -> tuple[int, int]:

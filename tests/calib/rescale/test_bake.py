@@ -227,6 +227,9 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
     after = calibrated(llama.baked, tmp_path / "after", "--strategy", "attn_head")
     found = json_of("verify", llama.baked, "--against", after)
     assert found["problems"] == []
+    bake_facts = json.loads((llama.baked / "fp8kv_bake.json").read_text())
+    own = "heads have factors of their own in {k} of 3 layers for K and {v} for V; in the others"
+    assert own.format(**bake_facts["layers_with_factors_per_head"]) in " ".join(llama.shown.split())
     few = "only 128 tokens were read, too few to tell"
     assert any(few in line for line in found["warnings"])
     assert few in " ".join(llama.shown.split())
@@ -239,13 +242,22 @@ def test_a_baked_model_says_how_to_serve_it_and_is_compared_with_what_was_measur
 
 def test_verify_of_a_model_baked_for_int8_names_the_engines_with_that_cache(llama, tmp_path):
     small = tmp_path / "small"
-    succeeded(bake(llama.source, llama.scales, small, "--for", "int8"))
+    shown = succeeded(bake(llama.source, llama.scales, small, "--for", "int8")).output
     problem = "int8_per_token_head is served with heads of 32 and more (vllm), not of 16"
+    assert f"warning: vLLM does not serve it: {problem}" in " ".join(shown.split())
+    lmdeploy, vllm = "lmdeploy serve api_server {} --backend pytorch --quant-policy 8\n", "vllm serve {} "
+    card = (small / "README.md").read_text()
+    assert (lmdeploy.format(small) in card, vllm.format(small) in card) == (True, False)
+    wide = tmp_path / "wide"  # LMDeploy's flag for float32 is not known
+    succeeded(bake(llama.source, llama.scales, wide, "--for", "int8", "--dtype", "float32"))
+    assert "No command is known that serves it." in (wide / "README.md").read_text()
     for answer in json_of("verify", small, "--engine", "vllm", status=1)["engines"]:
         assert (answer["flag"], answer["problem"], answer["layers"]) == (None, problem, [])
     source = save_model(tiny_model("llama", head_dim=32).to(torch.bfloat16), tmp_path / "source")
     scales, baked = calibrated(source, tmp_path / "scales"), tmp_path / "baked"
-    succeeded(bake(source, scales, baked, "--for", "int8"))
+    assert "warning: vLLM" not in succeeded(bake(source, scales, baked, "--for", "int8")).output
+    vllm += "--kv-cache-dtype int8_per_token_head\n"
+    assert f"```bash\n{vllm}{lmdeploy}```".format(baked, baked) in (baked / "README.md").read_text()
     answer = json_of("verify", baked)
     assert (answer["good"], answer["baked"]) == (True, "int8")
     flags = {x["engine"]: x["flag"] for x in answer["engines"] if x["problem"] is None}
