@@ -1,6 +1,7 @@
 """The scales of a directory by layer, one record for all commands, and what is wrong with them."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from calib.files.config import Config, caches_latents, head_counts, layer_config
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import (
+    CARD_FILE,
     INDEX_FILE,
     JSON_FILE,
     MODELOPT_FILE,
@@ -31,6 +33,12 @@ Values = tuple[float, ...]
 _SMALLEST, _LARGEST = 1e-20, 1e6
 # a baked model's K scales are 1/2 to 1 on the text it was baked with, less under a headroom
 _BAKED = 8
+# what the card of `fp8kv recommend --write` says of a model that is as it was: its cache, and what serves it
+_RECOMMENDED = re.compile(
+    r"^# .+, for a KV cache of (.{1,80})\n\nMade by `fp8kv recommend --write`: .+\n\n"
+    r"```bash\n(.{1,800})\n```$",
+    re.MULTILINE,
+)
 # kinds of scales that no engine can do anything sensible with; the first that fits is reported
 _UNUSABLE: dict[str, Callable[[float], bool]] = {
     "are NaN": math.isnan,
@@ -253,15 +261,25 @@ def read_scales(path: Path, *, strict: bool = True, or_baked: Sequence[Purpose] 
         problem = f"'{path / INDEX_FILE}' names '{lost[0]}' for KV-cache scales, and it is missing"
         raise NoScalesError(f"{problem}; {way_back(lost[0], is_missing=True)}")
     if not (layers := layers or unlisted):
-        raise NoScalesError(
-            f"'{path}' holds no KV-cache scales: no tensor such as 'model.layers.0.self_attn.k_scale', no "
-            f"{JSON_FILE}; give the output of a calibration"
-        )
+        raise NoScalesError(_explain_absence(path))
     scales = StoredScales(directory, [layers[index] for index in sorted(layers)])
     if strict and (problems := scales.contradictions):
         scales.modules()  # of several, each has a value of its own
         raise InputError(f"'{path}' has {problems[0]}; take away the one that is not the model's")
     return scales
+
+
+def _explain_absence(path: Path) -> str:
+    """Say that a directory needs no scales, where the card of `fp8kv recommend` says so, or give some."""
+    card = path / CARD_FILE
+    recommended = _RECOMMENDED.search(card.read_text(errors="replace")) if card.is_file() else None
+    if recommended:
+        kind, command = recommended.groups()
+        return f"'{path}' holds no KV-cache scales: its cache, {kind}, needs none; serve it with {command}"
+    return (
+        f"'{path}' holds no KV-cache scales: no tensor such as 'model.layers.0.self_attn.k_scale', no "
+        f"{JSON_FILE}; give the output of a calibration (16 bits, or int8_per_token_head, need none)"
+    )
 
 
 def is_usable(values: Sequence[float] | None) -> bool:

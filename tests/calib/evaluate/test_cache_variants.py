@@ -540,6 +540,8 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     one_line_error(mixed, "would mix with the report in", "choose another --write")
     assert recommended / 10 <= kl <= 10 * recommended  # of other text and another calibration
     if prepared == "reference":  # needs nothing
+        serve = f"its cache, 16 bits, needs none; serve it with {answer['written']['serve']}"
+        one_line_error(fp8kv("verify", out), serve)
         weights = [load_file(next(path.glob("*.safetensors"))) for path in (directory, out)]
         torch.testing.assert_close(*weights, rtol=0, atol=0)
         return

@@ -19,6 +19,7 @@ from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of, parse_scale_name
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import is_usable, read_scales
+from calib.formats.card import render_card
 from calib.scales.stats_file import load_stats
 from calib.serving import plugin
 from calib.serving.vllm_engine import watch_arguments
@@ -162,7 +163,15 @@ def test_json_that_says_nothing_is_one_line(tmp_path):
 
 
 def test_inspect_prints_a_row_per_layer_and_draws_a_picture(tmp_path):
-    one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
+    one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "int8_per_token_head, need none")
+    facts = {"model": "m", "kind": "type turboquant_4bit_nc", "serve": "vllm serve \x1b[31m OUT"}
+    needless = write(tmp_path / "needless", {"x": torch.ones(1)})
+    (needless / "README.md").write_text(f"---\na: b\n---\n\n{render_card('as_it_is', **facts)}\n---\n# m\n")
+    done = fp8kv("verify", needless)
+    serve = (
+        "its cache, type turboquant_4bit_nc, needs none; serve it with vllm serve \N{REPLACEMENT CHARACTER}"
+    )
+    one_line_error(done, f"'{needless}' holds no KV-cache scales: {serve}[31m OUT")
     one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
     done = ran("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
     assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
