@@ -67,7 +67,7 @@ class Baked:
     rescaling: Rescaling
     latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
-    warnings: tuple[str, ...] = ()  # that the calibration read too little text
+    warnings: tuple[str, ...] = ()  # of too little text, and of an engine that does not take the model
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints, also kept beside the weights."""
@@ -136,9 +136,8 @@ def bake(
     ):
         refusal = f"'{name}' cannot be baked"
         rescaling = rescale(checkpoint, scratch, recipe, choose, refusal=refusal, progress=progress)
-        warnings = text_warnings(stats.text, stats.tokens)
-        warnings += _int8_warnings(rescaling.plan) if purpose == "int8" else []
-        baked = Baked(name, output, purpose, recipe.dtype, rescaling, stats.latent, warnings=tuple(warnings))
+        warnings = tuple(_list_warnings(stats, purpose, rescaling.plan))
+        baked = Baked(name, output, purpose, recipe.dtype, rescaling, stats.latent, warnings=warnings)
         _check_fits(scales, baked)
         _describe(baked, checkpoint, scratch, calibration)
         if in_place:
@@ -236,10 +235,10 @@ def _describe(baked: Baked, checkpoint: ModelDirectory, out: Path, calibration: 
     prepend_card(checkpoint.path, card_text, out)
 
 
-def _int8_warnings(plan: RescalePlan) -> list[str]:
-    """Say where vLLM, whose INT8 cache is not for all sizes of heads, does not take the model."""
-    problem = find_int8_flag(find_engine("vllm"), plan.shapes)[1]
-    return [f"vLLM does not serve it: {problem}"] if problem else []
+def _list_warnings(stats: KVStats, purpose: Purpose, plan: RescalePlan) -> list[str]:
+    """Say whether too little text was read, and whether vLLM's INT8 cache takes heads of this size."""
+    problem = find_int8_flag(find_engine("vllm"), plan.shapes)[1] if purpose == "int8" else ""
+    return text_warnings(stats.text, stats.tokens) + [f"vLLM does not serve it: {problem}"] * bool(problem)
 
 
 def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:

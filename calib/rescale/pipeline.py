@@ -41,7 +41,7 @@ class RescalePlan:
 
     @property
     def shapes(self) -> list[Shape]:
-        """What each layer caches of a token: K and V of heads."""
+        """Number and sizes of the heads of each layer."""
         return [Shape(len(x.k), x.k.shape[1], x.v.shape[1]) for x in self.factors.values()]
 
     @property
