@@ -289,7 +289,7 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
     title, flag = simulation.engine.title, simulation.engine.transformers_flag
     reasons = [simulation.refused] if simulation.refused else [reason for _, reason in simulation.ignored]
     reasons += [outcome.reason for outcome in simulation.outcomes if outcome.status != "default"]
-    reasons = [simulation.per_head_note, simulation.gap, *dict.fromkeys(reasons), simulation.problem or ""]
+    reasons = [simulation.problem or "", simulation.per_head_note, simulation.gap, *dict.fromkeys(reasons)]
     yield from (f"{title}: {reason}" for reason in [*filter(None, reasons)][:4])
     if simulation.draft:
         yield f"{title}: {simulation.draft}"

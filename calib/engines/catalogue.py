@@ -102,7 +102,7 @@ class Backend(Section):
     freezes: bool = False  # factors computed at the first step stay, whatever becomes of the scales
     since: str = ""  # the first version that has it, or reads these; empty: all that the file holds for
     head_sizes: HeadSizes | None = None  # with an FP8 cache; None: not known
-    starts_with_heads: bool = True  # with a scale per head; vLLM refuses others on GPUs
+    takes_scales_per_head: bool = True  # vLLM does not start on a GPU with a backend that does not
     evidence: Evidence
     source: str  # a file of the engine's attention backends
     note: str = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from calib.engines.catalogue import Engine, Method
+from calib.files.cache_type import asks_for_heads
 from calib.files.config import head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.scale_files import ScaleTensor
@@ -87,6 +88,7 @@ class Simulation:
     fates: set[Outcome] = field(default_factory=set)  # where the model's class settles them
     problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
+    asks_for_heads: bool = False  # the config says that there is a scale per head
     draft: str = ""  # the fate of scales of a layer that drafts tokens (MTP), in words
 
     @property
@@ -99,19 +101,20 @@ class Simulation:
     @property
     def gap(self) -> str:
         """The layers that files without a scale for them leave at 1.0, in words; "" if none or all."""
-        own = [scale for scale in self.outcomes if scale.letter != "q"]
-        modules = [*dict.fromkeys(scale.module for scale in own if scale.status == Outcome.DEFAULT)]
-        if not modules or all(scale.status == Outcome.DEFAULT for scale in own):
+        own, letters = [scale for scale in self.outcomes if scale.letter != "q"], dict[str, list[str]]()
+        for scale in own:
+            if scale.status == Outcome.DEFAULT:
+                letters.setdefault(scale.module, []).append(scale.letter.upper())
+        if sum(map(len, letters.values())) in (0, len(own)):
             return ""
-        return (
-            f"nothing is in the files for {', '.join(modules[:3])}{', ...' * (len(modules) > 3)}: 1.0 there"
-        )
+        names = [f"{' and '.join(xs)} of {module}" for module, xs in letters.items()]
+        return f"the files have no scale for {', '.join(names[:3])}{', ...' * (len(names) > 3)}: 1.0 there"
 
     @property
     def per_head_note(self) -> str:
-        """The engine's needs for a scale per head, in words, where any layer has one; else ""."""
-        is_per_head = any(len(scale.values) > 1 for scale in self.outcomes if scale.letter != "q")
-        return self.engine.per_head_note * is_per_head
+        """The engine's needs for a scale per head, in words, where the config asks for it; else ""."""
+        is_loaded = any(scale.status == Outcome.LOADED for scale in self.outcomes)
+        return self.engine.per_head_note * (self.asks_for_heads and is_loaded)
 
     @property
     def is_known(self) -> bool:
@@ -142,12 +145,11 @@ def layer_scales(
         if not method.reads_q:
             tensors["q"] = None
         return _scalars(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
-    scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
     scales = []  # as vLLM's `CompressedTensorsKVCacheMethod` loads: ones, overwritten without a check
     for letter, tensor in tensors.items():
         scale = LayerScale(module, letter)
         if tensor is not None:
-            is_per_head = scheme.get("strategy") == "attn_head"
+            is_per_head = asks_for_heads(directory)
             values = _head_values(directory, letter, tensor, place) if is_per_head else _one(tensor)
             scale = LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values)), "")
         scales.append(scale)

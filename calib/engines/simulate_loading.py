@@ -20,7 +20,7 @@ from calib.engines.outcome import (
     layer_scales,
 )
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
-from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
+from calib.files.cache_type import Convention, asks_for_heads, is_for_nvfp4, nvfp4_convention
 from calib.files.config import LAYER_KEYS, can_be_split, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of, way_back
@@ -49,7 +49,7 @@ def simulate(
     By default that is what its files say. `at_one`: it has no scales, but latents (MLA) that were
     baked, and is simulated with the flags with which the engine caches these.
     """
-    simulation = Simulation(engine)
+    simulation = Simulation(engine, asks_for_heads=asks_for_heads(directory))
     try:
         _check_model(directory, engine)
         if place.ranks > 1:
@@ -151,8 +151,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
 def _config_kind(directory: ModelDirectory, method: Method | None) -> str:
     """Return the kind of quantization config, as tables of classes call it."""
     kind = "" if method is None else method_name(directory)
-    scheme = (directory.quantization or {}).get("kv_cache_scheme")
-    return kind + " attn_head" * (isinstance(scheme, dict) and scheme.get("strategy") == "attn_head")
+    return kind + " attn_head" * asks_for_heads(directory)
 
 
 def _set_draft_fate(directory: ModelDirectory, method: Method | None, simulation: Simulation) -> None:

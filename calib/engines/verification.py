@@ -17,7 +17,14 @@ from calib.engines.outcome import Place, Simulation
 from calib.engines.scale_fit import Fit, Limits, judge, judge_mtp, measured_amax, measured_convention
 from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import Fp8kvError, InputError
-from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
+from calib.files.cache_type import (
+    FP8_DIVISOR,
+    FP8_MAX,
+    FP8_SMALLEST,
+    Convention,
+    asks_for_heads,
+    nvfp4_convention,
+)
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.skipped_layers import skipped_layers
@@ -131,7 +138,7 @@ def backend_problems(report: Verification, backend: Backend) -> list[str]:
     allowed = backend.head_sizes
     wrong = [size for size in _head_sizes(report.scales.directory) if size not in allowed] if allowed else []
     problems = [f"with an FP8 cache the head size must be {allowed}; this model's is {x}" for x in wrong]
-    if report.scales.strategy == "attn_head" and not backend.starts_with_heads:
+    if asks_for_heads(report.scales.directory) and not backend.takes_scales_per_head:
         problems.append("on a GPU it takes no scale per head, and the engine does not start with it")
     return problems
 

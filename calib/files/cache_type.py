@@ -69,6 +69,12 @@ def is_for_nvfp4(directory: ModelDirectory) -> bool:
     return any(word in _NVFP4_WORDS for word in _type_words(directory).values())
 
 
+def asks_for_heads(directory: ModelDirectory) -> bool:
+    """Return whether the config says that there is a scale per KV head, in vLLM's words."""
+    scheme = (directory.quantization or {}).get("kv_cache_scheme")
+    return isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+
+
 def nvfp4_convention(directory: ModelDirectory) -> Convention | None:
     """Return the convention that a directory's files tell; None where they hold FP8 scales."""
     if not is_for_nvfp4(directory):

@@ -73,27 +73,30 @@ def test_a_backend_says_which_head_sizes_it_takes_and_what_is_printed_can_be_pas
 def test_a_backend_that_takes_the_largest_of_the_heads_is_said_to(backend, tmp_path):
     copies = {"CPU_ATTN": "_k_scale_float", "ROCM_ATTN": "_k_scale_cpu"}
     line = f"{backend}: these scales are per head, and of them {copies.get(backend, '')}"
-    for heads, config in (([0.5, 0.25], PER_HEAD), ([0.5], COMPRESSED)):
-        directory = model(tmp_path / str(len(heads)), k=[heads] * 2, v=[heads] * 2, config=config)
+    refusal = "takes no scale per head"
+    for number, (heads, config, is_per_head) in enumerate((
+        ([0.5, 0.25], PER_HEAD, True),
+        ([0.5], PER_HEAD, True),  # one KV head: the config decides in which backend the engine starts
+        ([0.5], COMPRESSED, False),
+    )):  # fmt: skip
+        shape = {"num_attention_heads": 2, "num_key_value_heads": len(heads)}
+        scales = {"k": [heads] * 2, "v": [heads] * 2}
+        directory = model(tmp_path / str(number), **scales, config=config, **shape)
         done = fp8kv("verify", directory, "--engine", "vllm", "--backend", backend)
-        assert (
-            (line in done.stdout)
-            == ("largest alone" in done.stdout)
-            == (backend in copies and len(heads) > 1)
-        )
+        needs = "per-head scales need FlashAttention 3"
+        says = [text in done.stdout for text in (line, "largest alone", refusal, needs)]
+        takes_largest = backend in copies and len(heads) > 1
+        is_refused = backend == "ROCM_ATTN" and is_per_head
+        assert says == [takes_largest, takes_largest, is_refused, is_per_head]
         assert f"{backend}: stores with" in done.stdout
-        assert ("per-head scales need FlashAttention 3" in done.stdout) == (len(heads) > 1)
-        assert ("takes no scale per head" in done.stdout) == (backend == "ROCM_ATTN" and len(heads) > 1)
-        assert done.exit_code == ("takes no scale per head" in done.stdout)
+        assert done.exit_code == int(is_refused)
 
 
 def test_what_files_lack_or_nobody_measured_is_named(tmp_path):
-    lacks, unmeasured = (
-        "nothing is in the files for model.layers.1.self_attn",
-        "1.0 in the files, which nobody measured",
-    )
+    lacks, unmeasured = ("the files have no scale for", "1.0 in the files, which nobody measured")
     for number, (make, line) in enumerate((
-        (partial(write, weights=WEIGHTS, scales=SCALES[:2]), lacks),
+        (partial(write, weights=WEIGHTS, scales=SCALES[:2]), f"{lacks} K and V of {MODULES[1]}: 1.0"),
+        (partial(write, weights=WEIGHTS, scales=SCALES[:3]), f"{lacks} V of {MODULES[1]}: 1.0"),
         (partial(model, k=(0.5, 1.0)), f"the scale of K in layer 1 is {unmeasured}"),
         (partial(model, k=(1.0, 1.0), v=(1.0, 1.0)), ""),
     )):  # fmt: skip
