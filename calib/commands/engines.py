@@ -228,7 +228,7 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
         (
             x.engine.title,
             *(_count(x, qkv, report.baked) for qkv in "kvq"),
-            "-" if x.refused else x.flag or ("-" if report.baked == "int8" else "by itself"),
+            _show_flag(x, report.baked),
         )
         for x in simulations
     ]
@@ -267,6 +267,14 @@ def _json_lines(directory: Path) -> Iterator[Block]:
     if (directory / STATS_FILE).exists():
         way = f"fp8kv apply {quote(str(directory))} MODEL"
     yield f"for other engines, {way}"
+
+
+def _show_flag(simulation: "Simulation", baked: choices.Purpose | None) -> str:
+    """Return what the user must add for the cache, and whether the config alone turns FP8 on."""
+    flag = simulation.flag
+    if simulation.refused or (baked == "int8" and not flag):
+        return "-"
+    return f"by itself, with {flag}" if flag == simulation.engine.transformers_flag else flag or "by itself"
 
 
 def _count(simulation: "Simulation", letter: str, baked: choices.Purpose | None) -> str:

@@ -204,7 +204,9 @@ def test_vllm_loads_latents_of_modelopt_and_some_with_a_flag(tmp_path):
         assert {o.values for o in found.outcomes if o.letter != "q"} == {(0.5 if fate == "loaded" else 1.0,)}
         done = fp8kv("verify", tmp_path, "--engine", "vllm")
         assert done.exit_code == (fate != "loaded")
-        assert (flag or "by itself") in lines_of(done)
+        # the config turns FP8 on in transformers' code too
+        shown = f"by itself, with {FLAG}" if flag == FLAG else flag or "by itself"
+        assert f"│ {shown} │" in lines_of(done)
     directory = latents(tmp_path, PROJ, config=MODELOPT)
     for engine, expected in {"tensorrt-llm": "1.0", "lmdeploy": "1.0", "tgi": "not known"}.items():
         assert said(directory, engine) == expected, engine
