@@ -133,13 +133,14 @@ def _compare_server(
     from calib.evaluate.served.logprobs import compare_served, describe_comparison
 
     comparison = compare_served(url, directory, weights, served_name, keys)
-    plugin, is_compared = _ask_plugin(url, directory)
+    is_other = comparison.is_other_model(directory, weights)
+    plugin, is_compared = _ask_plugin(url, None if is_other else directory)
     has_problems = bool(plugin and plugin.problems)
     # where scales move logprobs by little more than noise, only the engine can say that it uses them
     is_proven = is_compared and not has_problems and comparison.is_like_both
     is_good = is_proven or comparison.nearer == "scales"
     word = False if has_problems else is_proven or None
-    lines = [*describe_comparison(comparison, weights, plugin_word=word)]
+    lines = [*describe_comparison(comparison, weights, is_other=is_other, plugin_word=word)]
     root = comparison.root
     if root and comparison.nearer != "neither" and Path(root).resolve() != directory.resolve():
         lines.append(f"note: it says that it serves {root!r:.200}, and not '{directory}'")
@@ -172,14 +173,14 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
     return Answer(answer, lines, is_good=is_same and not has_problems)
 
 
-def _ask_plugin(url: str, directory: Path) -> "tuple[ServedScales | None, bool]":
+def _ask_plugin(url: str, directory: Path | None) -> "tuple[ServedScales | None, bool]":
     """Return what our plugin in a server says, None without one, and whether files were compared with all."""
     from calib.engines.loaded_scales import read_engine_scales
     from calib.evaluate.served.client import Server
 
     files = None
     with suppress(NoModelError, NoScalesError):  # a pack, or format fp8kv, which no engine loads
-        files = read_engine_scales(directory)
+        files = read_engine_scales(directory) if directory else None
     with suppress(InputError):  # without a plugin; a damaged answer is an error
         plugin = Server(url).scales(files)
         return plugin, bool(files and plugin.layers) and plugin.in_use == plugin.total

@@ -103,7 +103,9 @@ def load_report(path: Path) -> Report:
     """Read a report; refuse one that is damaged or of another schema."""
     file = path / REPORT_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
-        raise InputError(f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}")
+        raise InputError(
+            f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}; to compare scales, give two directories"
+        )
     document = read_object(file)
     if "schema" not in document:
         raise InputError(f"'{file}' is not a report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")

@@ -200,8 +200,8 @@ class Server:
         except _UnknownPathError:
             raise InputError(f"{self._url} {advice}") from None
 
-    def ask(self, model: str, texts: Sequence[list[int]]) -> Answers:
-        """Ask for each text twice; where time runs out, for fewer texts, but two at least."""
+    def ask(self, model: str, texts: Sequence[list[int]], weights: str) -> Answers:
+        """Ask for each text, of the tokens of `weights`, twice; for fewer, but two, where time runs out."""
         try:
             of_prompt = self._complete(model, texts[0], True).prompt is not None
         except _RefusedRequestError:  # perhaps of a field that it does not know
@@ -219,8 +219,8 @@ class Server:
             with suppress(_RefusedRequestError):
                 self._complete(model, [0] * len(ids), of_prompt)
                 raise InputError(
-                    f"{self._url} refuses large token ids of this tokenizer: it runs another model; give "
-                    "the directory and the scales of that"
+                    f"{self._url} serves another model: {model!r:.80} refuses token ids of '{weights}'; give "
+                    "the directory and the scales of the model that it serves"
                 ) from None
             raise
         first, again = ([pair[i] for pair in pairs] for i in range(2))

@@ -63,6 +63,17 @@ class ServerComparison:
         return are_apart(self.apart, self.noise, self.rounding)
 
     @property
+    def served_model(self) -> str:
+        """The server's model, with the place of its files where the server says it."""
+        has_root = self.root not in (None, self.served)
+        return f"{self.served!r:.80}{f' from {self.root!r:.200}' if has_root else ''}"
+
+    def is_other_model(self, *directories: str | Path) -> bool:
+        """Return whether the server answers like another model, and does not name one of `directories`."""
+        root = Path(self.root or self.served).resolve()
+        return self.nearer == "neither" and root not in [Path(path).resolve() for path in directories]
+
+    @property
     def is_like_both(self) -> bool:
         """True where our two runs differ by no more than noise, and the server by little more from them."""
         is_steady = self.noise <= _OTHER_MODEL and isfinite(self.to_scales + self.to_ones)
@@ -96,7 +107,7 @@ def compare_served(
     length = max(2, min([_TOKENS, *(limit - 1 for limit in limits if limit)]))
     data = DataRecipe(dataset="builtin:python-docs", samples=_TEXTS, seq_len=length)
     texts = [piece.ids for piece in tokenize_rows(open_source(data).rows, tokenizer, data).pieces]
-    answers = server.ask(served.id, texts)
+    answers = server.ask(served.id, texts, model_name)
     start = time.monotonic()
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
@@ -129,7 +140,7 @@ def compare(
 
 
 def describe_comparison(
-    comparison: ServerComparison, model: str, *, plugin_word: bool | None
+    comparison: ServerComparison, model: str, *, is_other: bool, plugin_word: bool | None
 ) -> Iterator[str]:
     """Word a comparison; by its plugin the server uses the scales, or does not, or it is not known: None."""
     nearer, is_baked = comparison.nearer, comparison.is_baked
@@ -143,7 +154,12 @@ def describe_comparison(
     elif nearer == "cannot tell":
         yield f"cannot tell whether the server {uses}"
     elif nearer == "neither":
-        yield f"the server does not answer like '{model}', with the scales or at 1.0"
+        model_of_server = comparison.served_model
+        yield (
+            f"the server serves another model: {model_of_server}, and not '{model}'"
+            if is_other
+            else f"the server says that it serves {model_of_server}, and answers unlike '{model}'"
+        )
     else:
         yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
     yield (
@@ -156,10 +172,10 @@ def describe_comparison(
         f"{comparison.requests} requests in {comparison.seconds:.1f} s, our own runs in "
         f"{comparison.own_seconds:.1f} s)"
     )
-    if nearer == "neither":
-        has_root = comparison.root not in (None, comparison.served)
-        root = f" from {comparison.root!r:.200}" if has_root else ""
-        yield f"it serves {comparison.served!r:.80}{root}: give the directory and the scales of that model"
+    if nearer == "neither" and is_other:
+        yield "give the directory and the scales of the model that it serves"
+    elif nearer == "neither":
+        yield "if its files were changed after the server started, start it again; else see its log"
     elif nearer == "cannot tell" and plugin_word is None and not (comparison.needs_scales or is_baked):
         yield f"serve a model that needs its scales: fp8kv stress {quote(model)} -o twin"
     if nearer == "scales":

@@ -393,6 +393,7 @@ def test_what_is_no_report_is_refused(report, tmp_path):
             load_report(file)
         assert problem in str(caught.value)
     (tmp_path / "loop/report.json").mkdir(parents=True)
-    one_line_error(fp8kv("compare", good, tmp_path / "loop/report.json"), "holds no report.json; give what")
+    no_report = ("holds no report.json; give what", "; to compare scales, give two directories")
+    one_line_error(fp8kv("compare", good, tmp_path / "loop/report.json"), *no_report)
     one_line_error(fp8kv("compare", tmp_path / "gone", good), "cannot read", "No such file")
     one_line_error(fp8kv("compare", tmp_path / "loop", good), "loop/report.json' is not a file")

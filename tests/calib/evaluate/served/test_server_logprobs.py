@@ -271,11 +271,26 @@ def test_another_model_is_named_and_no_twin_is_advised(made, directory):
     for parameter in other.parameters():
         parameter.data *= 20 if parameter.dim() == 2 else 1  # as sure of its tokens as a trained one
     fake = FakeServer(other)
-    done = verify(fake, directory)
-    lines = done.stdout.splitlines()
-    assert (done.exit_code, len(lines)) == (1, 4)
-    assert lines[0] == f"the server does not answer like '{directory}', with the scales or at 1.0"
-    assert lines[3] == "it serves 'm' from '/m': give the directory and the scales of that model"
+    unlike = f"the server says that it serves 'm' from '{directory}', and answers unlike '{directory}'"
+    for root, first, last in (
+        (
+            "/m",
+            f"the server serves another model: 'm' from '/m', and not '{directory}'",
+            "give the directory and",
+        ),
+        (str(directory), unlike, "if its files were changed after the server started, start it again"),
+    ):
+        fake.models[0]["root"], fake.in_force = root, None
+        done = verify(fake, directory)
+        lines = done.stdout.splitlines()
+        assert (done.exit_code, len(lines), lines[0]) == (1, 4, first)
+        assert lines[3].startswith(last)
+        # nothing that its plugin says of another model's scales is a problem of this directory
+        fake.in_force = in_force(directory) | {
+            "layers": [{"layer": 0, "cache": "fp8", "k": [9.0], "v": [9.0]}]
+        }
+        done = verify(fake, directory)
+        assert (done.exit_code, "does not use the scales of" in done.stdout) == (1, root != "/m")
 
 
 TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
@@ -290,7 +305,7 @@ def fake():
 def ask(fake, name=None):
     with running(fake) as url:
         server = Server(url)
-        return server.ask(server.choose_model(name).id, TEXTS)
+        return server.ask(server.choose_model(name).id, TEXTS, "MODEL")
 
 
 def refuses(target, *phrases, name=None):
@@ -391,7 +406,10 @@ def test_wrong_answers_are_one_line(fake):
         return (400, b"") if max(body.get("prompt", [0])) > 9 else answer
 
     for fake.change, phrases in (
-        (small_vocabulary, ["it runs another model; give the directory and the scales of that"]),
+        (
+            small_vocabulary,
+            ["serves another model: 'm' refuses token ids of 'MODEL'; give the directory and the scales"],
+        ),
         (NO_LOGPROBS, ["gives no logprobs, of prompts or of generated tokens", "fp8kv stress"]),
         (counting(131), ["read 131 tokens where 8 were sent", "another tokeniser", "--model"]),
         (other_tokens, ["read 5 tokens where 8 were sent"]),
