@@ -101,11 +101,16 @@ class SkippedRows:
             line = "1 row was skipped: it holds" if rows == 1 else f"{rows} rows were skipped: they hold"
             warnings.append(f"{line} no text that can be read (such as {self.example})")
         if self.refusals:
-            line = f"{len(self.refusals)} chats were skipped because the tokenizer's chat template"
-            warnings.append(f"{line} refused them ({self.refusals[0]})")
+            chats = len(self.refusals)
+            line = "1 chat was skipped" if chats == 1 else f"{chats} chats were skipped"
+            reason = f"refused {'it' if chats == 1 else 'them'} ({self.refusals[0]})"
+            warnings.append(f"{line} because the tokenizer's chat template {reason}")
         if count < recipe.samples:
-            line = f"{recipe.samples} samples were asked for and dataset '{recipe.dataset}' has {count}"
-            warnings.append(f"{line}; all {count} are used")
+            is_default = "samples" not in recipe.model_fields_set
+            line = f"the default is {recipe.samples} samples" if is_default else ""
+            line = line or f"{recipe.samples} samples were asked for"
+            use = f"all {count} are" if count > 1 else "it is"
+            warnings.append(f"{line} and dataset '{recipe.dataset}' has {count}; {use} used")
         return tuple(warnings)
 
 

@@ -88,14 +88,14 @@ class _Search(NamedTuple):
 
     def warnings(self, source: str) -> list[str]:
         lines = [
-            f"{count} of {self.examined} documents of '{source}' are left out: {name} was calibrated on "
-            "their text, or on much of it"
+            f"{count} of {self.examined} samples of '{source}' {_verb(count)} left out: {name} was "
+            "calibrated on that text, or on much of it"
             for name, count in self.left_out.items()
         ]
         if self.short:
             lines.append(
-                f"{self.short} of {self.examined} documents of '{source}' are left out: they are too short "
-                "to tell whether scales were calibrated on them"
+                f"{self.short} of {self.examined} samples of '{source}' {_verb(self.short)} left out: too "
+                "short to tell whether scales were calibrated on that text"
             )
         return lines
 
@@ -107,12 +107,17 @@ class _Search(NamedTuple):
                 f"'{data.source}' has {count} sample{'s' * (count != 1)}, and {own + needed} are needed"
                 f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        reasons = [f"{name} read {count} others" for name, count in self.left_out.items()]
-        reasons += [f"{self.short} are too short to tell"] * bool(self.short)
+        reasons = [f"{name} read {count} other{'s' * (count > 1)}" for name, count in self.left_out.items()]
+        reasons += [f"{self.short} {_verb(self.short)} too short to tell"] * bool(self.short)
+        new = len(self.documents)
         return (
-            f"{len(self.documents)} of {self.examined} documents of '{data.source}' are new, and "
-            f"{needed} are needed: {', '.join(reasons)}; use another dataset"
+            f"{new} of {self.examined} samples of '{data.source}' {_verb(new)} new, and {needed} are needed: "
+            f"{', '.join(reasons)}; use another dataset"
         )
+
+
+def _verb(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _search(pieces: Sequence[Piece], own: int, documents: int, readers: Readers) -> _Search:

@@ -112,6 +112,10 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     why = "the tokenizer's chat template refused them (System role not supported)"
     assert warnings == (f"2 chats were skipped because {why}",)
+    _, warnings, _ = tokenize(rows[:2], tokenizer, DataRecipe(dataset="d"))
+    first, second = warnings
+    assert first == f"1 chat was skipped because {why.replace('them', 'it')}"
+    assert second == "the default is 512 samples and dataset 'd' has 1; it is used"
 
 
 def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer):

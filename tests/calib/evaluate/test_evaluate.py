@@ -388,7 +388,9 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
     # and what a model was baked with
     one_line_error(held_out("copy.json", scales=[], model="baked"), "baked' read ")
     write("one.jsonl", [FRESH[0]] * 60)  # the evaluation does not measure what it calibrates on
-    one_line_error(held_out("one.jsonl", scales=[]), "0 of ", "this evaluation read ")
+    one_line_error(
+        held_out("one.jsonl", scales=[]), "samples of 'one.jsonl' are new, ", "this evaluation read "
+    )
 
 
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
@@ -403,7 +405,10 @@ def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(hel
     report = json.loads(succeeded(held_out("mixed.jsonl")).stdout)
     assert report["data"]["documents"] == 4
     (line,) = [line for line in report["warnings"] if "left out" in line]
-    assert "'out' was calibrated on their text" in line
+    assert "samples of 'mixed.jsonl' are left out: 'out' was calibrated on that text" in line
+    write("one.jsonl", [*FRESH[:9], READ[0], *FRESH[9:20]])
+    report = json.loads(succeeded(held_out("one.jsonl")).stdout)
+    assert "1 of 5 samples of 'one.jsonl' is left out" in " ".join(report["warnings"])
     record = Path(shutil.copytree("converted", "old"), "fp8kv_text.json")
     partial = json.dumps({"records": [None, *json.loads(record.read_text())["records"]]})
     for text, known in ((None, "no record"), (partial, "a record of only a part")):
