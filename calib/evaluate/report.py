@@ -381,6 +381,11 @@ class Report(ReportPart):
     warnings: list[str]
 
     @property
+    def has_own_scales(self) -> bool:
+        """True if a cache has scales, or baked weights, from the text that the evaluation calibrates on."""
+        return any(is_of_own_text(name, row.kind, row.is_baked) for name, row in self.variants.items())
+
+    @property
     def judged(self) -> Row | None:
         """The figures of the subject."""
         return None if self.subject is None else self.variants.get(self.subject)
@@ -394,6 +399,11 @@ class Report(ReportPart):
     def to_json(self) -> dict[str, Any]:
         """Return the object in `report.json`, without the keys of what was not measured."""
         return self.model_dump(by_alias=True, exclude_unset=True)
+
+
+def is_of_own_text(name: str, kind: str, is_baked: bool) -> bool:
+    """Return whether the scales or the weights of a variant are made from the evaluation's own text."""
+    return is_baked or (kind == "fp8" and name not in ("none", "random"))
 
 
 _WHY = "logits are not finite there"

@@ -34,7 +34,7 @@ from calib.evaluate.measure import choose_searched, measure, search_layers, writ
 from calib.evaluate.other_text import check_other_texts, load_other_texts, measure_other_texts, other_datasets
 from calib.evaluate.page.page import report_place
 from calib.evaluate.recommend import Wish
-from calib.evaluate.report import BROKEN, Report, Suite, explain_not_finite
+from calib.evaluate.report import BROKEN, Report, Suite, explain_not_finite, is_of_own_text
 from calib.evaluate.resume import UNSAVED, SavedResults, results_file
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.statistics import Divergence
@@ -238,8 +238,6 @@ def _calibrate(evaluation: Evaluation) -> None:
     )
     if "random" in _built_in_names(recipe.evaluation):
         evaluation.random_stats = setup.saved.once(inputs.calibrate_on_random_tokens, setup, recipe)
-    advice = inputs.advise_length(evaluation.suite, recipe.data)
-    evaluation.warnings += text.summary(recipe.data.skip_first).warnings(advice)
     evaluation.warnings += [LATENT_NOTE] * evaluation.stats.latent
     evaluation.warnings += [ONE_ATTENTION] * (other_attention(setup.model) is None)
 
@@ -260,6 +258,10 @@ def _choose_variants(evaluation: Evaluation) -> None:
     ]
     variants, mode_warnings = select_variants(setup, variants, settings.variants)
     evaluation.variants = count_bytes(variants, evaluation.layers)
+    if any(is_of_own_text(variant.name, variant.kind, variant.is_baked) for variant in variants):
+        data = evaluation.recipe.data
+        advice = inputs.advise_length(evaluation.suite, data)
+        evaluation.warnings += evaluation.text.calibration.summary(data.skip_first).warnings(advice)
     evaluation.warnings += [*warnings, *mode_warnings]
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.evaluate.page.tables import (
+    FIGURES,
+    Cell,
     figures,
     long_tables,
     other_text_tables,
@@ -41,7 +43,13 @@ _LEAST = 1e-30  # KL: what is smaller is not drawn
 
 def render_html(report: Report) -> str:
     """Return the page; names and texts in the report may be anybody's."""
-    return _render("report.html", report, figures=figures, variants=_variants(report), **_charts(report))
+    headings = variants_table(report).headings
+
+    def shown_figures(row: Row) -> list[Cell]:
+        return [cell for name, cell in zip(FIGURES, figures(row), strict=True) if name in headings]
+
+    facts = {"figures": figures, "shown_figures": shown_figures, "headings": headings}
+    return _render("report.html", report, **facts, variants=_variants(report), **_charts(report))
 
 
 def render_markdown(report: Report) -> str:

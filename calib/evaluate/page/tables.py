@@ -55,19 +55,23 @@ def printed_tables(report: Report) -> list[Table]:
 def summary_lines(report: Report) -> list[str]:
     """Return verdict, advice, warnings, and the conditions of the measurement."""
     data, size = report.data, report.bytes_per_token
+    scales = f"scales from {data.calibration_tokens:,} others; " * report.has_own_scales
     return [
         report.verdict,
         *(f"advice: {line}" for line in report.advice),
         *(f"warning: {line}" for line in report.warnings),
         f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} documents; "
-        f"scales from {data.calibration_tokens:,} others; {report.backend} backend, "
+        f"{scales}{report.backend} backend, "
         f"{report.dtype}, {report.machine}; noise floor KL {show_number(report.noise_floor)}",
         f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",
     ]
 
 
 def variants_table(report: Report) -> Table:
-    """Return a row for each cache but the model's own; only KL and perplexity have room for intervals."""
+    """Return a row for each cache but the model's own; only KL and perplexity have room for intervals.
+
+    A column of `FIGURES` without any value is left out.
+    """
     whole, rows = report.bytes_per_token["16bit"], []
     for name, row in report.variants.items():
         if name != REFERENCE:
@@ -76,7 +80,13 @@ def variants_table(report: Report) -> Table:
             values = [Cell(cell.value) for cell in shares]
             rows.append((Cell(name), Cell(size), kl, Cell(p99.value), ppl, *values))
     mode = "" if report.attention == "exact" else f", attention of {report.attention} simulated"
-    return Table(f"FP8 KV cache of {report.model}{mode}", ("cache", "bytes", *FIGURES), rows)
+    headings = ("cache", "bytes", *FIGURES)
+    shown = [i for i, _ in enumerate(headings) if i < 2 or any(row[i].value for row in rows)]
+    return Table(
+        f"FP8 KV cache of {report.model}{mode}",
+        tuple(headings[i] for i in shown),
+        [tuple(row[i] for i in shown) for row in rows],
+    )
 
 
 def figures(row: Row) -> tuple[Cell, ...]:

@@ -397,3 +397,7 @@ def test_what_cannot_be_asked_is_refused(directory, tmp_path):
     found = evaluate(str(words), recipe, suite=Suite(3, 2, 32, 0, 0, (), (), 0, 900, 2))
     said = "long documents of 900 tokens are left out: this tokenizer does not tell"
     assert any(line.startswith(said) for line in found.warnings)
+    # scale 1.0 needs no text, and what nothing was measured of has no column
+    report = summarize(found)
+    for text in (render_markdown(report), render_html(report)):
+        assert re.findall("too few to tell|[Ss]cales from|passkeys</a></th>|passkeys [|]", text) == []

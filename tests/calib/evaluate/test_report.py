@@ -78,6 +78,7 @@ def test_everything_is_there_and_figures_are_those_of_the_report(small_report, p
         f"{small_report['data']['tokens']:,} held-out tokens",
         "no measurable difference",  # the controls
         f"the calibration has read, {tokens:,} in all",
+        f"Scales from {tokens:,} other tokens of it",
     ):
         assert said in page.line
     # two line charts, heat maps, a histogram for each of three layers
