@@ -96,21 +96,16 @@ class SkippedRows:
     def warnings(self, recipe: DataRecipe, count: int) -> tuple[str, ...]:
         """Return warnings of these rows, and of `count` samples where more were asked for."""
         warnings = []
-        if self.unusable:
-            rows = len(self.unusable)
+        if rows := len(self.unusable):
             line = "1 row was skipped: it holds" if rows == 1 else f"{rows} rows were skipped: they hold"
             warnings.append(f"{line} no text that can be read (such as {self.example})")
-        if self.refusals:
-            chats = len(self.refusals)
+        if chats := len(self.refusals):
             line = "1 chat was skipped" if chats == 1 else f"{chats} chats were skipped"
-            reason = f"refused {'it' if chats == 1 else 'them'} ({self.refusals[0]})"
-            warnings.append(f"{line} because the tokenizer's chat template {reason}")
+            warnings.append(f"{line}: the tokenizer's chat template refused with '{self.refusals[0]}'")
         if count < recipe.samples:
-            is_default = "samples" not in recipe.model_fields_set
-            line = f"the default is {recipe.samples} samples" if is_default else ""
-            line = line or f"{recipe.samples} samples were asked for"
-            use = f"all {count} are" if count > 1 else "it is"
-            warnings.append(f"{line} and dataset '{recipe.dataset}' has {count}; {use} used")
+            line = "were asked for" if "samples" in recipe.model_fields_set else "are the default"
+            line = f"{recipe.samples} samples {line} and dataset '{recipe.dataset}' has {count}"
+            warnings.append(f"{line}; {'it is' if count == 1 else f'all {count} are'} used")
         return tuple(warnings)
 
 

@@ -110,12 +110,12 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
     samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
-    why = "the tokenizer's chat template refused them (System role not supported)"
-    assert warnings == (f"2 chats were skipped because {why}",)
+    why = "the tokenizer's chat template refused with 'System role not supported'"
+    assert warnings == (f"2 chats were skipped: {why}",)
     _, warnings, _ = tokenize(rows[:2], tokenizer, DataRecipe(dataset="d"))
     first, second = warnings
-    assert first == f"1 chat was skipped because {why.replace('them', 'it')}"
-    assert second == "the default is 512 samples and dataset 'd' has 1; it is used"
+    assert first == f"1 chat was skipped: {why}"
+    assert second == "512 samples are the default and dataset 'd' has 1; it is used"
 
 
 def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer):
