@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
     from calib.evaluate.served.client import ServedScales
-    from calib.evaluate.served.watch_report import Expected, WatchReport
+    from calib.evaluate.served.watch_report import WatchReport
 
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales")
@@ -97,8 +97,9 @@ def verify(
     calibration = None
     if against is not None:
         from calib.scales.stats_file import open_calibration
+        from calib.transfer.traffic import settle_estimates
 
-        calibration = open_calibration(against, needs_report=False)
+        calibration = settle_estimates(open_calibration(against, needs_report=False), directory)
     report = verify_directory(directory, engines, calibration, place)
     answer, blocks = report.to_json(), _report_blocks(report, place)
     if against is None and (directory / STATS_FILE).is_file():
@@ -364,11 +365,13 @@ def watch(
         watched = server.watched() if server else read_watched(Path(source))
         if model:
             return report_on(watched, condition, *read_expected(model, watched))
-        expected: tuple[Expected | None, str] = None, ""
-        with suppress(Fp8kvError, OSError):  # the engine's model need not be here, or hold a calibration
-            if server is None or server.is_local:  # else the same path may hold another calibration
-                expected = read_expected(Path(watched.model), watched)
-        return report_on(watched, condition, *expected)
+        beside, refusal = Path(watched.model), ""
+        try:  # on another machine the same path may hold another calibration
+            if server is None or server.is_local:
+                return report_on(watched, condition, *read_expected(beside, watched))
+        except (Fp8kvError, OSError) as error:
+            refusal = str(error) * (beside / STATS_FILE).is_file()
+        return report_on(watched, condition, None, refusal=refusal)
 
     report = _follow(look, every) if follow else look()
     failures = report.failures
@@ -416,7 +419,7 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
                 f"{row.tokens:,}",
                 f"{row.clipped:.2%}",
                 f"{row.low:.2%} to {row.high:.2%}",
-                "-" if row.expected is None else f"{row.expected:.2%}",
+                "-" if row.expected is None else str(row.expected),
                 f"{row.zero:.2%}",
             )
             for row in ordered[:_SHOWN]

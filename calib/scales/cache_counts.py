@@ -155,9 +155,9 @@ class WatchedLayer:
         rows |= {kind: self.values(kind) for kind in ("saturated", "zero")}
         for part, letter in enumerate("kv"):
             answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
-            if self.scales is not None:
-                edge = code_table(self.dtype, self.cuts_off).edge
-                answer[letter]["limit"] = (self.scales[part] * edge).tolist()
+            scales = torch.zeros(1) if self.scales is None else self.scales[part]
+            if (scales.isfinite() & (scales > 0)).all():  # an engine that holds other ones has no limit
+                answer[letter]["limit"] = (scales * code_table(self.dtype, self.cuts_off).edge).tolist()
         return answer
 
 

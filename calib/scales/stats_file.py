@@ -9,7 +9,7 @@ has `modalities`, and is written where pictures or sound were read.
 
 import hashlib
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,12 @@ class Calibration:
     def directory(self) -> Path:
         """The directory of all its files."""
         return self.path if self.path.is_dir() else self.path.parent
+
+    def with_stats(self, stats: KVStats) -> "Calibration":
+        """Return this calibration with `stats` in place of those in its file."""
+        other = replace(self)
+        other.__dict__["stats"] = stats  # where the property below keeps them
+        return other
 
     @cached_property
     def stats(self) -> KVStats:

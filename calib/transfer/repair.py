@@ -32,7 +32,7 @@ from calib.scales.stats_file import (
     open_calibration,
 )
 from calib.transfer.convert import Conversion, write_scales
-from calib.transfer.traffic import check_traffic
+from calib.transfer.traffic import check_traffic, settle_estimates
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
@@ -75,7 +75,7 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory, needs_scales=False)
     check_output(output, directory, overwrite=overwrite)
-    calibration = open_calibration(statistics, needs_report=False)
+    calibration = settle_estimates(open_calibration(statistics, needs_report=False), directory)
     try:
         stored = read_scales(directory)
     except NoScalesError:  # all are missing

@@ -4,13 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from calib.errors import Fp8kvError, InputError
-from calib.evaluate.served.watch_report import read_watched
+from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
 from calib.files.model_directory import open_model_directory
 from calib.files.names import WATCH_FILE
 from calib.files.stored_scales import StoredScales, is_usable
+from calib.files.text import parse_condition
 from calib.same_model.check import ModelFacts, check_same_model, compare_weights, model_facts
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import Calibration, load_stats
@@ -18,6 +21,7 @@ from calib.scales.stats_file import Calibration, load_stats
 # random tokens beside prose change most absmax by a sixth (SmolLM2), and of what a cache clipped at most
 # 4 times its range is taken
 _LARGE_FACTOR = 4.0
+_CLIPPED = parse_condition("clipped>0", METRICS)
 
 
 def check_traffic(traffic: Calibration, model: ModelFacts, stored: StoredScales) -> list[str]:
@@ -72,6 +76,34 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
         f"'{path}' is of another model: most K and V differ by more than {_LARGE_FACTOR:g} times from the "
         f"statistics in '{directory}'; give statistics of this model"
     )
+
+
+def settle_estimates(traffic: Calibration, directory: Path) -> Calibration:
+    """Return `traffic` without estimates that the calibration in `directory` makes superfluous.
+
+    Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
+    return again and again have it. The traffic of others, or without such a calibration, stays as it is.
+    """
+    estimated = any(layer.estimated for layer in traffic.stats.layers.values())
+    if not (estimated and (traffic.directory / WATCH_FILE).is_file()):
+        return traffic
+    try:
+        watched = read_watched(traffic.directory)
+        expected, _ = read_expected(directory, watched)
+        own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
+    except (Fp8kvError, OSError):
+        return traffic
+    rows = report_on(watched, _CLIPPED, expected).rows
+    settled = {(row.layer, row.letter.lower()) for row in rows if row.is_expected}
+    layers = dict(traffic.stats.layers)
+    for name, layer in traffic.stats.layers.items():
+        for letter in layer.estimated:
+            if (layer.layer_idx, letter) in settled:
+                part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
+                part = replace(part, amax=torch.minimum(part.amax, largest))
+                rest = tuple(x for x in layers[name].estimated if x != letter)
+                layers[name] = replace(layers[name], **{letter: part}, estimated=rest)
+    return traffic.with_stats(replace(traffic.stats, layers=layers))
 
 
 def _exact_amax(stats: KVStats) -> Amax:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,14 +22,32 @@ from calib.scales.tail import TAIL, poisson_interval
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 METRICS = ("clipped", "zero")
-Expected = Mapping[tuple[int, str], float]  # shares of tokens, by layer, of K and V
 _TIMES = 2.0  # what was expected: that is more than another text of the same kind has
+_MOST = 0.5  # of the tokens, where more were expected than statistics keep
 _ROUNDING = 2**-8  # of scales that files hold in bfloat16
 _SHOWN = 3  # rows that a failure names
 FEW = 256  # tokens, of which nothing can be said
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Positive = Annotated[int, Field(ge=1, lt=2**53)]
+
+
+class ExpectedShare(NamedTuple):
+    """The share of tokens in the last code that a calibration expects."""
+
+    share: float
+    is_least: bool = False  # as many tokens are there as statistics keep, or more
+
+    def __str__(self) -> str:
+        return f"{self.share:.2%}{' or more' * self.is_least}"
+
+    @property
+    def allowed(self) -> float:
+        """The share that is no alarm."""
+        return _MOST if self.is_least else _TIMES * self.share
+
+
+Expected = Mapping[tuple[int, str], ExpectedShare]  # by layer, of K and V
 
 
 class _Part(BaseModel):
@@ -116,7 +134,12 @@ class WatchRow:
     high: float
     zero: float  # share of the values of the head that has most zeros
     saturated: float  # share of the values of the head that has most at the end of the range
-    expected: float | None  # share of the calibration's own tokens
+    expected: ExpectedShare | None  # of the calibration's own tokens
+
+    @property
+    def is_expected(self) -> bool:
+        """True where the calibration expects about as many clipped tokens."""
+        return self.expected is not None and self.low <= self.expected.allowed
 
 
 @dataclass(frozen=True)
@@ -129,6 +152,7 @@ class WatchReport:
     condition: Condition
     has_calibration: bool  # which may expect no shares: of scales per channel, or without tails
     difference: str  # of the engine's scales from the calibration's; empty: none
+    refusal: str  # why the calibration beside the model was not taken; empty: it was, or none is there
 
     @property
     def failures(self) -> list[str]:
@@ -150,8 +174,8 @@ class WatchReport:
     def notes(self) -> list[str]:
         """Say which layers meet the condition as was expected, and that it is not known what was."""
         lines = [
-            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected:.2%} was "
-            f"expected, and {_TIMES:g} times that is allowed"
+            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected} was "
+            f"expected, and up to {row.expected.allowed:.2%} is allowed"
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
@@ -160,7 +184,7 @@ class WatchReport:
         if self.rows and not self.has_calibration:
             lines.append(
                 "the limit alone counts: for the share that was expected, give the calibration of this model "
-                "with --model"
+                "with --model" + f" (not taken: {self.refusal})" * bool(self.refusal)
             )
         return lines
 
@@ -172,7 +196,8 @@ class WatchReport:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
         facts = self.watched.model_dump(exclude={"layers"})
-        return {**facts, "layers": [asdict(row) for row in self.rows], "alarm": self.alarm_layers}
+        rows = [asdict(row) | {"expected": row.expected and row.expected._asdict()} for row in self.rows]
+        return {**facts, "layers": rows, "alarm": self.alarm_layers}
 
 
 def read_watched(directory: Path) -> Watched:
@@ -190,7 +215,7 @@ def read_watched(directory: Path) -> Watched:
 
 
 def report_on(
-    watched: Watched, condition: Condition, expected: Expected | None, difference: str = ""
+    watched: Watched, condition: Condition, expected: Expected | None, difference: str = "", refusal: str = ""
 ) -> WatchReport:
     """Make a row of K and of V of each FP8 layer; one that meets the condition for sure is an alarm.
 
@@ -204,10 +229,10 @@ def report_on(
         if counts
     ]
     alarms = [row for row in rows if _is_met(condition, row)]
-    return WatchReport(watched, rows, alarms, condition, expected is not None, difference)
+    return WatchReport(watched, rows, alarms, condition, expected is not None, difference, refusal)
 
 
-def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:
+def _row(layer: _Layer, letter: str, counts: _Counts, expected: ExpectedShare | None) -> WatchRow:
     heads = [*zip(counts.clipped, counts.tokens, strict=True)]
     clipped, tokens = max(heads, key=lambda head: head[0] / head[1])
     low, high = (min(1.0, end / tokens) for end in poisson_interval(clipped))
@@ -219,8 +244,7 @@ def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) ->
 
 
 def _is_met(condition: Condition, row: WatchRow) -> bool:
-    is_expected = row.expected is not None and row.low <= _TIMES * row.expected
-    return _is_beyond(condition, row) and (condition.metric == "zero" or not is_expected)
+    return _is_beyond(condition, row) and (condition.metric == "zero" or not row.is_expected)
 
 
 def _is_beyond(condition: Condition, row: WatchRow) -> bool:
@@ -305,7 +329,8 @@ def expected_shares(
     as V of the first layer does, every other one of that token.
 
     An engine may clip later than the calibration's scales do, as with the largest head's for all of them:
-    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected.
+    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected:
+    such a layer is not spared for a share of which the least alone is known.
     """
     table = code_table(FP8_DTYPES[scales.fp8_dtype])
     shares = {}
@@ -314,9 +339,10 @@ def expected_shares(
             scale = getattr(scales.layers[name], letter.lower())
             if part.tail is None or scale.dim() > 1:
                 continue
-            limit = scale * table.edge
-            limit = torch.maximum(limit, (limits or {}).get((layer.layer_idx, letter), limit))
+            own = scale * table.edge
+            engines = (limits or {}).get((layer.layer_idx, letter), own)
+            limit, is_fault = torch.maximum(own, engines), bool((engines < own * (1 - _ROUNDING)).any())
             most = int((part.tail >= limit.view(-1, 1)).sum(-1).max())
-            # of more tokens than are kept nothing is known: then most of the traffic has to clip
-            shares[layer.layer_idx, letter] = most / layer.tokens if most < TAIL else 0.5 / _TIMES
+            is_least = most >= TAIL and not is_fault
+            shares[layer.layer_idx, letter] = ExpectedShare(most / layer.tokens, is_least)
     return shares

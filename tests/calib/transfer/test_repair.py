@@ -310,6 +310,28 @@ def test_a_model_that_was_served_and_cannot_be_read_or_is_not_named_in_full_is_n
     ran("verify", measured, "--against", traffic)
 
 
+def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measured, tmp_path):
+    """In the first layer V depends on the token alone: each of the largest ones looks clipped."""
+    stats = load_stats(measured)
+    name, layer = next(iter(stats.layers.items()))
+    tail, heads = layer.v.tail, len(layer.v.amax)
+    expected = int((tail >= 0.965 * tail.max()).sum(-1).max())
+    for share, is_clipped in ((1, False), (20, True)):
+        traffic = traffic_of(measured, tmp_path / f"traffic-{share}", "not/here")
+        counts = {"tokens": [layer.tokens] * heads, "saturated": [0] * heads, "zero": [0] * heads}
+        counts = {x: counts | {"clipped": [n] * heads} for x, n in (("k", 0), ("v", share * expected))}
+        row = {"tokens": layer.tokens, "channels": layer.v.amax.shape[1], **counts}
+        edit_json(traffic / "fp8kv_watch.json", layers=[{"layer": i, **row} for i in LAYERS])
+        k, v = TensorStats(layer.k.amax), TensorStats(layer.v.amax * 2)
+        larger = replace(layer, k=k, v=v, q=None, latent=None, estimated=("v",))
+        save_stats(replace(stats, layers=stats.layers | {name: larger}), traffic / STATS_FILE)
+        done = fp8kv("verify", measured, "--against", traffic)
+        assert done.exit_code == is_clipped, done.stderr
+        done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / f"out-{share}")
+        assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
+        assert (scales(tmp_path / f"out-{share}") != scales(measured)) == is_clipped
+
+
 @pytest.mark.parametrize("clipped", [2, 3])
 def test_traffic_of_a_cache_that_clipped_is_of_the_model_whose_scales_were_too_small(
     clipped, measured, tmp_path
