@@ -18,7 +18,7 @@ OBSERVERS = {
         "the largest magnitude seen, so nothing saturates on the calibration data", needs_histogram=False
     ),
     "percentile": ObserverEntry(
-        "the magnitude that `observer.percentile` % (99.99) of values stay below; clipping K is known to hurt"
+        "the magnitude that `observer.percentile` % (99.99) of values stay below, so it clips"
     ),
     "mse": ObserverEntry("the clipping threshold with the least squared error after FP8 rounding"),
 }

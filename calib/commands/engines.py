@@ -96,10 +96,9 @@ def verify(
     copies = engines[0].find_backend(backend) if backend else None
     calibration = None
     if against is not None:
-        from calib.scales.stats_file import open_calibration
-        from calib.transfer.traffic import settle_estimates
+        from calib.transfer.traffic import open_measured
 
-        calibration = settle_estimates(open_calibration(against, needs_report=False), directory)
+        calibration = open_measured(against, directory)
     report = verify_directory(directory, engines, calibration, place)
     answer, blocks = report.to_json(), _report_blocks(report, place)
     if against is None and (directory / STATS_FILE).is_file():

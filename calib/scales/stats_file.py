@@ -105,11 +105,11 @@ class Calibration:
         """The directory of all its files."""
         return self.path if self.path.is_dir() else self.path.parent
 
-    def with_stats(self, stats: KVStats) -> "Calibration":
+    def replace_stats(self, stats: KVStats) -> "Calibration":
         """Return this calibration with `stats` in place of those in its file."""
-        other = replace(self)
-        other.__dict__["stats"] = stats  # where the property below keeps them
-        return other
+        calibration = replace(self)
+        calibration.__dict__["stats"] = stats  # where the property below keeps them
+        return calibration
 
     @cached_property
     def stats(self) -> KVStats:

@@ -89,8 +89,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe, takes_media: 
         warnings += _place_warnings(stats.places(), scales.strategy, growth=not leaves_room)
     if recipe.observer.name == "percentile":
         warnings.append(
-            "observer percentile clips the largest K, which is known to hurt: "
-            "compare it with absmax before serving"
+            "observer percentile clips the largest K and V: compare it with absmax before serving"
         )
     for name, module in stats.shared.items():
         warnings.append(f"{name} shares the cache of {module.owner}: left out, it gets that layer's scales")

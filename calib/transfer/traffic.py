@@ -1,5 +1,6 @@
 """Is an engine's traffic of this model? Its statistics have no marks of weights, by which others are told."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ from calib.files.stored_scales import StoredScales, is_usable
 from calib.files.text import parse_condition
 from calib.same_model.check import ModelFacts, check_same_model, compare_weights, model_facts
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import Calibration, load_stats
+from calib.scales.stats_file import Calibration, load_stats, open_calibration
 
 # random tokens beside prose change most absmax by a sixth (SmolLM2), and of what a cache clipped at most
 # 4 times its range is taken
@@ -26,15 +27,31 @@ _CLIPPED = parse_condition("clipped>0", METRICS)
 
 def check_traffic(traffic: Calibration, model: ModelFacts, stored: StoredScales) -> list[str]:
     """Refuse statistics that are surely of another model; return a warning where that may be."""
-    if (traffic.directory / WATCH_FILE).is_file():
-        served = Path(read_watched(traffic.directory).model)
-        if served.is_absolute():
-            _check_served(traffic, served, model)
+    _check_served(traffic, model)
     return _check_range(traffic, stored)
 
 
-def _check_served(traffic: Calibration, served: Path, model: ModelFacts) -> None:
+def open_measured(path: Path, directory: Path) -> Calibration:
+    """Open a calibration, or an engine's traffic, to judge the scales in `directory` by.
+
+    Traffic of another model is refused, where both models can be read; see `settle_estimates`.
+    """
+    calibration = open_calibration(path, needs_report=False)
+    layers, model = calibration.stats.layers, None
+    with suppress(Fp8kvError, OSError):
+        model = model_facts(open_model_directory(directory, needs_scales=False), layers)
+    if model:
+        _check_served(calibration, model)
+    return settle_estimates(calibration, directory)
+
+
+def _check_served(traffic: Calibration, model: ModelFacts) -> None:
     """Refuse traffic of an engine that serves another model, if that is here and its weights can be read."""
+    if not (traffic.directory / WATCH_FILE).is_file():
+        return
+    served = Path(read_watched(traffic.directory).model)
+    if not served.is_absolute():
+        return
     try:
         facts = model_facts(open_model_directory(served, needs_scales=False), traffic.stats.layers)
         for marks in filter(None, (facts.marks, model.marks)):
@@ -84,8 +101,8 @@ def settle_estimates(traffic: Calibration, directory: Path) -> Calibration:
     Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
     return again and again have it. The traffic of others, or without such a calibration, stays as it is.
     """
-    estimated = any(layer.estimated for layer in traffic.stats.layers.values())
-    if not (estimated and (traffic.directory / WATCH_FILE).is_file()):
+    is_estimate = any(layer.estimated for layer in traffic.stats.layers.values())
+    if not (is_estimate and (traffic.directory / WATCH_FILE).is_file()):
         return traffic
     try:
         watched = read_watched(traffic.directory)
@@ -94,16 +111,16 @@ def settle_estimates(traffic: Calibration, directory: Path) -> Calibration:
     except (Fp8kvError, OSError):
         return traffic
     rows = report_on(watched, _CLIPPED, expected).rows
-    settled = {(row.layer, row.letter.lower()) for row in rows if row.is_expected}
+    usual = {(row.layer, row.letter.lower()) for row in rows if row.is_expected}
     layers = dict(traffic.stats.layers)
     for name, layer in traffic.stats.layers.items():
         for letter in layer.estimated:
-            if (layer.layer_idx, letter) in settled:
+            if (layer.layer_idx, letter) in usual:
                 part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
                 part = replace(part, amax=torch.minimum(part.amax, largest))
-                rest = tuple(x for x in layers[name].estimated if x != letter)
-                layers[name] = replace(layers[name], **{letter: part}, estimated=rest)
-    return traffic.with_stats(replace(traffic.stats, layers=layers))
+                estimates = tuple(x for x in layers[name].estimated if x != letter)
+                layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
+    return traffic.replace_stats(replace(traffic.stats, layers=layers))
 
 
 def _exact_amax(stats: KVStats) -> Amax:

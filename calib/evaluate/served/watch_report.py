@@ -42,8 +42,8 @@ class ExpectedShare(NamedTuple):
         return f"{self.share:.2%}{' or more' * self.is_least}"
 
     @property
-    def allowed(self) -> float:
-        """The share that is no alarm."""
+    def limit(self) -> float:
+        """The largest share that gives no alarm."""
         return _MOST if self.is_least else _TIMES * self.share
 
 
@@ -139,7 +139,7 @@ class WatchRow:
     @property
     def is_expected(self) -> bool:
         """True where the calibration expects about as many clipped tokens."""
-        return self.expected is not None and self.low <= self.expected.allowed
+        return self.expected is not None and self.low <= self.expected.limit
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class WatchReport:
         """Say which layers meet the condition as was expected, and that it is not known what was."""
         lines = [
             f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected} was "
-            f"expected, and up to {row.expected.allowed:.2%} is allowed"
+            f"expected, and up to {row.expected.limit:.2%} is allowed"
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]

@@ -278,8 +278,12 @@ def test_traffic_of_another_model_of_the_same_shapes_is_refused(model, measured,
     (bare / STATS_FILE).unlink()
     here = traffic_of(taken, tmp_path / "here", taken)
     for scaled in (measured, bare):
-        done = fp8kv("repair", scaled, "--stats", here, "-o", tmp_path / "out")
-        one_line_error(done, f"'{here}' is traffic of '{taken}', whose weights are others; give that of this")
+        for command in (
+            ("repair", scaled, "-o", tmp_path / "out", "--stats"),
+            ("verify", scaled, "--against"),
+        ):
+            refusal = f"'{here}' is traffic of '{taken}', whose weights are others; give that of this"
+            one_line_error(fp8kv(*command, here), refusal)
     away = traffic_of(taken, tmp_path / "away", "not/here")
     for statistics in (away, away / STATS_FILE):
         done = fp8kv("repair", measured, "--stats", statistics, "-o", tmp_path / "out")
