@@ -185,7 +185,7 @@ def write_stress_card(
 
 
 def _serve_twin(twin: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, str]:
-    """Return the commands that show garbage, and then the source's text: with scales, or baked."""
+    """Return the commands that show garbage, and then good text: with scales, or baked."""
     path, scaled, baked = (shlex.quote(twin["output"] + ending) for ending in ("", "-fp8kv", "-baked"))
     vllm = find_engine("vllm")
     serve, export, bake = f"{vllm.serve} {vllm.flag}", "", ""
