@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from calib.errors import InputError, first_problem
+from calib.files.calibration import statistics_file
 from calib.files.names import WATCH_FILE
 from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
@@ -258,7 +259,8 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
 
     Raises an InputError where it is not of the model that was watched, or cannot be read.
     """
-    calibration = open_calibration(model)
+    # of the file: it holds for the model whatever became of the scales beside it
+    calibration = open_calibration(statistics_file(model))
     stats = calibration.stats
     layers = {layer.layer_idx: _layer_facts(*layer.k.amax.shape) for layer in stats.layers.values()}
     shared = {module.layer_idx for module in stats.shared.values()}

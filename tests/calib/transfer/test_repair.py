@@ -334,6 +334,10 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / f"out-{share}")
         assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
         assert (scales(tmp_path / f"out-{share}") != scales(measured)) == is_clipped
+        # the calibration holds for the model, also where a scale beside it was changed
+        edited = damage(measured, tmp_path / f"edited-{share}", {"model.layers.1.self_attn.v_scale": 9.0})
+        done = ran("repair", edited, "--stats", traffic, "-o", tmp_path / f"again-{share}")
+        assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
 
 
 @pytest.mark.parametrize("clipped", [2, 3])

@@ -450,6 +450,7 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     one = torch.ones(1)
     scales = KVScales("tensor", "e4m3fn", {n: LayerScales(i, one, one) for i, n in enumerate("ab")})
     calibration = SimpleNamespace(stats=stats, recipe=lambda: None)
+    (tmp_path / "fp8kv_stats.safetensors").touch()
     monkeypatch.setattr(watch_report, "open_calibration", lambda path: calibration)
     monkeypatch.setattr(watch_report, "derive_scales", lambda stats, recipe: scales)
     x = torch.full((1000, 2, HEADS, SIZE), 100.0)
@@ -537,9 +538,10 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     done = fp8kv("watch", write(tmp_path, *layers))  # whose engine's model it is not
     assert done.exit_code == 1
     assert "│        - │" in done.stdout
-    assert done.stdout.endswith("expected, give the calibration of this model with --model\n")
-    (tmp_path / "fp8kv_stats.safetensors").touch()  # there, and not taken
-    assert "with --model (not taken: " in fp8kv("watch", tmp_path).stdout
+    limit_alone = "expected, give the calibration of this model with --model"
+    assert f"{limit_alone} (not taken: '{tmp_path}' is of another model" in done.stdout
+    (tmp_path / "fp8kv_stats.safetensors").unlink()
+    assert fp8kv("watch", tmp_path).stdout.endswith(f"{limit_alone}\n")
 
 
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
