@@ -150,8 +150,8 @@ def _check_plain(checkpoint: ModelDirectory) -> None:
     if is_declared or split_weights(checkpoint).label:
         reason = "a quantization_config" if is_declared else "quantised weights"
         raise InputError(
-            f"'{checkpoint.path}' has {reason}; give the model it was made from: quantised weights cannot be "
-            "multiplied exactly"
+            f"'{checkpoint.path}' has {reason}; give the model it was made from, without scales: quantised "
+            "weights cannot be multiplied exactly"
         )
     check_no_scales(checkpoint)
 

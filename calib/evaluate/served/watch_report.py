@@ -300,8 +300,9 @@ def _compare_limits(model: Path, limits: Mapping[tuple[int, str], torch.Tensor],
     (index, letter), end = next(iter(wrong.items()))
     limit = limits[index, letter]
     head = int((limit / end).log().abs().argmax())
+    layers_of_wrong = show_layers(sorted({i for i, _ in wrong}))
     return (
-        f"the engine's scales are not those of '{model}' in {show_layers(sorted({i for i, _ in wrong}))}: "
+        f"the engine's scales are not those that the statistics in '{model}' give in {layers_of_wrong}: "
         f"layer {index}'s {letter} clips from {limit[head]:.4g}, and not from "
         f"{end.expand(len(limit))[head]:.4g}"
     )

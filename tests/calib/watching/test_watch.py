@@ -485,8 +485,8 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
         write(tmp_path, *(watched(x, stored, layer) for layer in range(2)))
         shares, difference = read_expected(tmp_path, read_watched(tmp_path))
         assert shares[0, "K"].share == expected
-        end = f"layers 0, 1: layer 0's K clips from {432 * stored:g}, and not from 432"
-        assert difference == f"the engine's scales are not those of '{tmp_path}' in {end}"
+        end = f"give in layers 0, 1: layer 0's K clips from {432 * stored:g}, and not from 432"
+        assert difference == f"the engine's scales are not those that the statistics in '{tmp_path}' {end}"
         said = [fp8kv("watch", tmp_path, *flags).stdout for flags in ((), ("--model", tmp_path))]
         assert all(
             f"note: {difference}; what was expected may not hold for the engine's\n" in x for x in said
