@@ -101,7 +101,7 @@ def verify(
         calibration = open_measured(against, directory)
     report = verify_directory(directory, engines, calibration, place)
     answer, blocks = report.to_json(), _report_blocks(report, place)
-    if against is None and (directory / STATS_FILE).is_file():
+    if against is None and (directory / STATS_FILE).is_file() and not report.problems:
         blocks = chain(blocks, [f"note: what the scales clip is seen with --against {quote(str(directory))}"])
     if backend and report.baked == "int8":
         raise InputError(

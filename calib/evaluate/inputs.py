@@ -152,11 +152,10 @@ def load_text(
     passkeys = (passkey.prompt.tolist() for passkey in text.passkeys)
     long_ids = (document.token_ids.tolist() for document in long_documents)
     check_token_ids(chain(*data.samples, *passkeys, *long_ids), setup.tokenizer, setup.model)
-    if data.documents < len(data.samples):
+    if (count := len({piece.document for piece in pieces})) < len(pieces):
         warnings.append(
-            f"the {len(data.samples)} samples come from {data.documents} document"
-            f"{'s' * (data.documents != 1)}: intervals take each sample for a document of its own, "
-            "and are too narrow for other text"
+            f"the {len(pieces)} held-out samples come from {count} document{'s' * (count != 1)}: intervals "
+            "take each sample for a document of its own, and are too narrow for other text"
         )
     return text, [*data.warnings, *warnings, *long_warnings]
 

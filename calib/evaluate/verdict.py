@@ -28,6 +28,7 @@ _ADVICE = {
 }
 SERVED = tuple(_ADVICE)
 _NO_FINITE_KL = "Serve none of these caches: the KL is not a finite number with any scales that engines load."
+_NONE_KEEPS = "Serve none of these caches: with all scales that engines load, most top-1 tokens change."
 _LATENT_SCALES = (
     "Engines' own classes use no scales of latents, or use them wrongly: `fp8kv bake` makes 1.0 right; "
     "see docs/latent.md."
@@ -129,6 +130,8 @@ class Judgement:
         label = self._label(best)
         if scales and scales.latent and best != "none":
             lines = [_LATENT_SCALES]
+        elif self.rows[best].top1.high < 0.5:
+            lines = [_NONE_KEEPS]
         elif len(self._rivals) == 1:
             lines = [f"No other scales were measured that {label} could be compared with."]
         else:

@@ -32,6 +32,7 @@ from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import Calibration, open_calibration
 from calib.transfer.hub import find_calibration
+from calib.transfer.merge import data_warnings_of
 
 _MARK_STEP = 2**-8  # of bfloat16, in which marks are kept
 
@@ -80,7 +81,7 @@ def apply(
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
     origin = _origin(source, name, marks, likeness)
     notes, doubts = _notes(origin, checkpoint, likeness, unmarked)
-    warnings = [*report["warnings"], *doubts, *[DRAFT_LEFT_OUT] * bool(report.get("drafts"))]
+    warnings = [*data_warnings_of(source), *doubts, *[DRAFT_LEFT_OUT] * bool(report.get("drafts"))]
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         record = CalibrationRecord(

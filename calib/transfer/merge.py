@@ -65,7 +65,7 @@ def merge(
         destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
         dataset = _merge_datasets([run.report["dataset"] for run in runs])
         threads = counts.pop() if len(counts) == 1 else None
-        data_warnings = dict.fromkeys(line for run in runs for line in _data_warnings(run))
+        data_warnings = dict.fromkeys(line for run in runs for line in data_warnings_of(run))
         stats = reduce(KVStats.join, (run.stats for run in runs))
         warnings = [*data_warnings, *_thread_warnings(runs)]
         warnings += filter(None, (_overlap_warning(*pair) for pair in combinations(runs, 2)))
@@ -137,7 +137,7 @@ def _check_counts(runs: Sequence[Calibration]) -> None:
                 )
 
 
-def _data_warnings(run: Calibration) -> list[str]:
+def data_warnings_of(run: Calibration) -> list[str]:
     """Return warnings that are not of a run's scales: the merged scales have their own."""
     recipe = run.recipe()
     own = warnings_for(run.stats, derive_scales(run.stats, recipe), recipe, takes_media=True)

@@ -190,7 +190,7 @@ def test_the_rest_of_a_book_is_held_out(first, model, book):
     pieces = [words[i : i + 32] for i in range(0, len(words), 32)]
     assert len({pieces.index(ids) for ids in (*known, *held_out)}) == 18
     (warning,) = (line for line in warnings if "samples come from" in line)
-    assert warning.startswith(f"the {len(text.data.samples)} samples come from 1 document: ")
+    assert warning.startswith(f"the {len(text.documents)} held-out samples come from 1 document: ")
 
 
 def test_until_counts_repeated_text_once(tiny_directory, tmp_path):

@@ -72,6 +72,11 @@ def test_the_verdict_is_sentences(small_evaluation, small_report):
     report = judged(small_evaluation, none=0.5)
     assert report.verdict == f"FP8 KV cache, scale 1.0: the KL is 0.5 nats [0.5, 0.5], {same}"
     assert report.advice == ["No other scales were measured that scale 1.0 could be compared with."]
+    far = figures(small_evaluation, none=9.0, tensor=5.0)
+    rows = dict(summarize(far).variants)
+    for low, high, said in ((0.1, 0.4, "Serve none of these caches"), (0.4, 0.6, "Use one scale per layer")):
+        rows["tensor"] = rows["tensor"].model_copy(update={"top1": Figure(value=low, low=low, high=high)})
+        assert Judgement(far.measured, rows).advise(None)[0].startswith(said)
     half = {n: small_evaluation.measured[n] for n in ("reference", "bf16", "k only")}
     report = summarize(with_measured(small_evaluation, half))
     assert (report.subject, report.verdict) == (None, "No FP8 KV cache was measured.")
