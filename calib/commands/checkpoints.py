@@ -1,7 +1,7 @@
 """`fp8kv apply`, `merge`, `convert`, `strip`, `repair`, `pack`, `bake`, `stress`: checkpoints from others."""
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -95,7 +95,7 @@ def merge(
     return Answer(result.to_json(), result_blocks(result))
 
 
-@partial(job_command, has_json=False)
+@job_command
 def convert(
     directory: Path = _CHECKPOINT,
     to: choices.FormatName = flags.option("Write this format.", default=...),
@@ -132,22 +132,25 @@ def convert(
     )  # fmt: skip
     count = len(conversion.scales.layers)
     line = f"{count} layer{'s' * (count != 1)} written to {output}, format {to}"
-    return Answer(None, [*_warning_lines(conversion, to, reduce), line])
+    document = {"output": str(output), "format": to, "layers": count, "warnings": conversion.warnings}
+    return Answer(document, [*_warning_lines(conversion, to, reduce), line])
 
 
-@partial(job_command, has_json=False)
+@job_command
 def strip(
     directory: Path = _CHECKPOINT, output: Path = flags.OUTPUT, *, overwrite: bool, progress: Progress
 ) -> Answer:
     """Write a checkpoint without its KV-cache scales, and without the config that announces them."""
     from calib.transfer.strip import strip as strip_scales
 
-    if strip_scales(directory, output, overwrite=overwrite, progress=progress):
-        return Answer(None, [f"written to {output}, without KV-cache scales"])
-    return Answer(None, [f"written to {output}; note: {directory} held no KV-cache scales to take out"])
+    had_scales = strip_scales(directory, output, overwrite=overwrite, progress=progress)
+    line = f"written to {output}; note: {directory} held no KV-cache scales to take out"
+    if had_scales:
+        line = f"written to {output}, without KV-cache scales"
+    return Answer({"output": str(output), "had_scales": had_scales}, [line])
 
 
-@partial(job_command, has_json=False)
+@job_command
 def repair(
     directory: Path = _CHECKPOINT,
     stats: Path | None = flags.option(
@@ -175,7 +178,10 @@ def repair(
     lines = lines or ["replaced: nothing"]
     lines += [*_warning_lines(result, to), f"written to {output}"]
     lines += [f"not mended: {problem}" for problem in result.problems]
-    return Answer(None, lines, is_good=not result.problems)
+    replaced = [asdict(replacement) for replacement in result.replacements]
+    document = {"output": str(output), "format": to, "replaced": replaced, "names": result.name_changes}
+    document |= {"warnings": result.warnings, "problems": result.problems}
+    return Answer(document, lines, is_good=not result.problems)
 
 
 def _warning_lines(

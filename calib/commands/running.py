@@ -51,7 +51,7 @@ class Answer:
     is_good: bool = True  # if not, the exit status is 1
 
 
-def job_command(work: Callable[..., Answer | None], *, has_json: bool = True) -> Callable[..., None]:
+def job_command(work: Callable[..., Answer | None]) -> Callable[..., None]:
     """Return a command that does `work` and prints its answer.
 
     It has the flags --json and --debug. Keyword-only parameters of `work` are further flags that
@@ -60,7 +60,7 @@ def job_command(work: Callable[..., Answer | None], *, has_json: bool = True) ->
     parameters = inspect.signature(work).parameters.values()
     own = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
     keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-    names = {*keywords, "debug", *(["as_json"] if has_json else [])}
+    names = {*keywords, "debug", "as_json"}
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
         for name, (annotation, option) in SHARED_FLAGS.items()

@@ -112,6 +112,20 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(measured, per_head, tmp
     assert "warning: K scales are all 1.0: nothing was measured" in done.stderr
 
 
+def test_what_is_written_is_told_to_machines_too(measured, tmp_path):
+    out, stripped, mended = (tmp_path / name for name in ("out", "stripped", "mended"))
+    told = json_of("convert", measured, "--to", "tgi", "-o", out)
+    assert (told["output"], told["format"], told["layers"]) == (str(out), "tgi", 3)
+    assert json_of("strip", out, "-o", stripped) == {"output": str(stripped), "had_scales": True}
+    assert json_of("strip", stripped, "-o", tmp_path / "again")["had_scales"] is False
+    broken = damage(measured, tmp_path / "broken", {"model.layers.2.self_attn.k_scale": None})
+    told = json_of("repair", broken, "--stats", measured, "-o", mended)
+    (replaced,) = told["replaced"]
+    assert (replaced["module"], replaced["letter"], replaced["old"]) == ("model.layers.2.self_attn", "k", [])
+    assert tuple(replaced["new"]) == scales(measured)[2][1]
+    assert told["problems"] == []
+
+
 def test_a_refusal_names_flags_that_the_command_has(per_head, tmp_path):
     for command, to, fp8_dtype, ways_out in (
         (CONVERT, "tgi", "e4m3fn", "Use --reduce max, or --to vllm or aphrodite"),
