@@ -29,7 +29,7 @@ from calib.rescale.stress import write_stress_card
 
 def shell(line):
     """Run a command line with `fp8kv` in it."""
-    line = line.replace("fp8kv", " ".join(CLI))
+    line = re.sub(r"(?<!\S)fp8kv(?!\S)", " ".join(CLI), line)  # a path may hold that name, too
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, errors="surrogateescape")
 
 
