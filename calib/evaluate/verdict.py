@@ -28,7 +28,7 @@ _ADVICE = {
 }
 SERVED = tuple(_ADVICE)
 _NO_FINITE_KL = "Serve none of these caches: the KL is not a finite number with any scales that engines load."
-_NONE_KEEPS = "Serve none of these caches: with all scales that engines load, most top-1 tokens change."
+_NONE_KEEPS = "Serve none of these caches: with every scale that was measured, most top-1 tokens change."
 _LATENT_SCALES = (
     "Engines' own classes use no scales of latents, or use them wrongly: `fp8kv bake` makes 1.0 right; "
     "see docs/latent.md."
