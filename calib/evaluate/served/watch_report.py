@@ -24,7 +24,7 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 
 METRICS = ("clipped", "zero")
 _TIMES = 2.0  # what was expected: that is more than another text of the same kind has
-_MOST = 0.5  # of the tokens, where more were expected than statistics keep
+_MOST = 0.5  # of the tokens, where one value is the largest again and again
 _ROUNDING = 2**-8  # of scales that files hold in bfloat16
 _SHOWN = 3  # rows that a failure names
 FEW = 256  # tokens, of which nothing can be said
@@ -37,7 +37,7 @@ class ExpectedShare(NamedTuple):
     """The share of tokens in the last code that a calibration expects."""
 
     share: float
-    is_least: bool = False  # as many tokens are there as statistics keep, or more
+    is_least: bool = False  # all tokens that statistics keep have the one largest value, and others may
 
     def __str__(self) -> str:
         return f"{self.share:.2%}{' or more' * self.is_least}"
@@ -345,7 +345,8 @@ def expected_shares(
             own = scale * table.edge
             engines = (limits or {}).get((layer.layer_idx, letter), own)
             limit, is_fault = torch.maximum(own, engines), bool((engines < own * (1 - _ROUNDING)).any())
-            most = int((part.tail >= limit.view(-1, 1)).sum(-1).max())
-            is_least = most >= TAIL and not is_fault
-            shares[layer.layer_idx, letter] = ExpectedShare(most / layer.tokens, is_least)
+            counts = (part.tail >= limit.view(-1, 1)).sum(-1)
+            is_end = (counts >= TAIL) & (part.tail[:, -1] >= part.tail[:, 0] * (1 - _ROUNDING))
+            is_least = bool(is_end.any()) and not is_fault
+            shares[layer.layer_idx, letter] = ExpectedShare(int(counts.max()) / layer.tokens, is_least)
     return shares

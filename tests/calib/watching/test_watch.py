@@ -513,6 +513,11 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     write(tmp_path, *(watched(x, 0.5, layer) for layer in range(2)))
     report = report_on(seen := read_watched(tmp_path), condition, *read_expected(tmp_path, seen))
     assert report.rows[2].expected == (TAIL / 1000, False)
+    # nor is anything spared for values that are not one and the same, which are no end
+    spread = replace(full, tail=torch.linspace(448, 440, TAIL).expand(HEADS, TAIL))
+    for tail, is_least in ((full, True), (spread, False)):
+        of_tail = KVStats({"a": LayerStats(0, 1000, tail, rest), "b": LayerStats(1, 1000, rest, rest)})
+        assert watch_report.expected_shares(of_tail, scales)[0, "K"] == (TAIL / 1000, is_least)
     # the counts of an engine whose scale is no number are told as before
     for wrong in (0.0, torch.inf, torch.nan):
         layer = replace(watched(x, 1.0, 1), scales=torch.full((2, HEADS), wrong))
