@@ -112,7 +112,7 @@ class EvaluationRecipe(Settings):
 
     suite: choices.SuiteName = "quick"
     dataset: Source | None = Field(default=None, description="default: the calibration's")
-    samples: int | None = Field(default=None, ge=2, description="held-out documents; default: the suite's")
+    samples: int | None = Field(default=None, ge=2, description="held-out samples; default: the suite's")
     seq_len: int | None = Field(default=None, ge=16, description="tokens of each; default: the suite's")
     long: int | None = Field(
         default=None, ge=16, description="tokens of long documents; default: the suite's"

@@ -231,6 +231,6 @@ def _measure_again(
         plain = "none" if variant.cache == "fp8" else str(variant.cache)
         variant = evaluation.measured[plain].variant
     variant = replace(variant, name="written")
-    reads = progress.each("documents", documents, "documents")
+    reads = progress.each("held-out text", documents, "samples")
     kl = [compare_variants(setup, token_ids, [variant])["written"].kl for token_ids in reads]
     return estimate(to_numpy(kl))

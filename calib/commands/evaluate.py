@@ -21,8 +21,8 @@ _DATASET = "builtin:python-docs"
 
 _SUITE = flags.option("Measure on little text (`quick`) or on more (`full`). Default: quick.")
 _DTYPE = flags.resources("Load the weights in this type. Default: the checkpoint's own; float32 on a CPU.")
-_SAMPLES = flags.data("Read this many held-out documents. Default: the suite's number.")
-_SEQ_LEN = flags.data("Read this many tokens of each document. Default: the suite's number.")
+_SAMPLES = flags.data("Read this many held-out samples. Default: the suite's number.")
+_SEQ_LEN = flags.data("Read this many tokens of each sample. Default: the suite's number.")
 
 
 @job_command

@@ -140,7 +140,7 @@ def _perplexity(report: Report) -> float:
 
 def _describe_text(data: Data) -> str:
     plural = "s" * (data.documents != 1)
-    return f"{data.tokens:,} tokens in {data.documents} document{plural} of {data.source}"
+    return f"{data.tokens:,} tokens in {data.documents} sample{plural} of {data.source}"
 
 
 def _doubts(a: Report, b: Report) -> Iterator[str]:

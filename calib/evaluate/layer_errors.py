@@ -112,7 +112,7 @@ def read_layers(
 
     stage = "per-layer errors" if with_errors else "clipped values"
     with swap_attention(model, attend):
-        for token_ids, sample in setup.progress.each(stage, documents, "documents"):
+        for token_ids, sample in setup.progress.each(stage, documents, "samples"):
             attention.read(model, token_ids[None].to(model.device), **media_arguments(model, sample))
     joined = {name: {i: _join(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _join(parts) for idx, parts in values.items()}

@@ -49,7 +49,7 @@ class Measured:
 def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> dict[str, Measured]:
     """Measure all variants; the reference is the first entry."""
     measured = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
-    for token_ids in setup.progress.each("documents", text.documents, "documents"):
+    for token_ids in setup.progress.each("held-out text", text.documents, "samples"):
         compared = setup.saved.once(compare_variants, setup, token_ids, variants)
         for name, divergence in compared.items():
             measured[name].documents.append(divergence)

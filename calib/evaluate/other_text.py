@@ -133,7 +133,7 @@ def measure_other_texts(
     measured = []
     for text in texts:
         divergences: dict[str, list[Divergence]] = {}
-        for piece in setup.progress.each(text.data.source, text.pieces, "documents"):
+        for piece in setup.progress.each(text.data.source, text.pieces, "samples"):
             token_ids = torch.tensor(piece.ids)
             compared = setup.saved.once(compare_variants, setup, token_ids, variants, piece.media)
             for name, divergence in compared.items():

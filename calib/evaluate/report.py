@@ -112,7 +112,7 @@ class OtherText(ReportPart):
 
 
 class Search(ReportPart):
-    """Result of `--search`; KL in nats, mean over the tokens of `documents` documents."""
+    """Result of `--search`; KL in nats, mean over the tokens of `documents` samples."""
 
     variant: str
     budget: float
@@ -203,7 +203,7 @@ class Suite:
 
 
 class PositionBin(Figure):
-    """Mean KL and top-1 of the positions `from` to `to` (exclusive), with intervals over documents."""
+    """Mean KL and top-1 of the positions `from` to `to` (exclusive), with intervals over samples."""
 
     start: int = Field(alias="from")
     to: int

@@ -117,7 +117,7 @@ def open_inputs(
     check_types(recipe.evaluation.caches, is_latent=checkpoint.caches_latents)
     suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
     if (few := suite.documents) < inputs.ENOUGH:
-        warnings.append(f"an interval over {few} documents tells little: measure {inputs.ENOUGH} or more")
+        warnings.append(f"an interval over {few} samples tells little: measure {inputs.ENOUGH} or more")
         if wish is not None:
             raise InputError(f"--samples {few}: {warnings[-1]}, as this decides")
     if wish is not None:

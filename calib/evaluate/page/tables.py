@@ -12,7 +12,7 @@ FIGURES = ("KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _LONG = ("cache", "KL", "top-1", "margin", "its change", "moved by", "found")
 _LONG_FORMS = ("{:.2g}", "{:.1%}", "{:.2f}", "{:+.3f}", "{:.3f}", "{:.0%}")
 _POSITIONS = ("positions", "tokens", "KL", "top-1")
-_OTHER_TEXT = ("text", "documents", "tokens", "KL", "beside its own", "tokens clipped", "most in")
+_OTHER_TEXT = ("text", "samples", "tokens", "KL", "beside its own", "tokens clipped", "most in")
 
 
 class Cell(NamedTuple):
@@ -60,7 +60,7 @@ def summary_lines(report: Report) -> list[str]:
         report.verdict,
         *(f"advice: {line}" for line in report.advice),
         *(f"warning: {line}" for line in report.warnings),
-        f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} documents; "
+        f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} samples; "
         f"{scales}{report.backend} backend, "
         f"{report.dtype}, {report.machine}; noise floor KL {show_number(report.noise_floor)}",
         f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",

@@ -211,7 +211,7 @@ def test_every_long_command_reports_where_that_is_wanted(tiny_directory, tmp_pat
         ("generate", out, "w5 w6", "--max-new-tokens", 2, "--json"): ["load", "generate"],
         ("eval", tiny_directory, *SMALL, *also): [
             *("load", "calibrate on the evaluation's own text", "calibrate on random tokens"),
-            *("derive scales", "documents", "per-layer errors", "text"),
+            *("derive scales", "held-out text", "per-layer errors", "text"),
             *("clipped values", "search: each layer alone", "search: 3 of 3 layers in FP8"),
         ],
     }

@@ -491,7 +491,7 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
         patch.setattr("calib.evaluate.run.load_model", lambda *_: pytest.fail("loaded"))
         one_line_error(fp8kv("recommend", directory, *flags, "--request-tokens", "999"), "999 is longer than")
         few = fp8kv("recommend", directory, *flags, "--samples", "7")
-        one_line_error(few, "--samples 7: an interval over 7 documents tells little: measure 8 or more, as")
+        one_line_error(few, "--samples 7: an interval over 7 samples tells little: measure 8 or more, as")
     done = ran("recommend", directory, *flags, "--request-tokens", "99", "-o", tmp_path / "page")
     assert any("nvfp4: head size 40" in each for each in done.stderr.splitlines())
     assert "in requests of 99, as vllm" in " ".join(done.stdout.split())

@@ -395,7 +395,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
 
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
     few, line = json.loads(succeeded(held_out("b.jsonl", scales=["out", "converted"])).stdout)["warnings"]
-    assert few == "an interval over 4 documents tells little: measure 8 or more"
+    assert few == "an interval over 4 samples tells little: measure 8 or more"
     length = FEW_TOKENS // 4
     assert line.startswith("only 160 tokens were read, too few")  # by the evaluation itself
     assert line.endswith(f"; give --seq-len {length} or more")

@@ -167,6 +167,7 @@ def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.line
     assert "Not drawn" not in page.line
+    assert not re.search("(?<!long )document", page.line.lower())  # they are samples
     custom = {f"mine{i}": small_report["variants"]["tensor"] | {"kind": "given"} for i in range(4)}
     page = Page(html(small_report | {"variants": small_report["variants"] | custom}))
     assert page.line.count("Not drawn, for three of --scales are: mine3 .") == 2  # by position, by layer

@@ -323,7 +323,7 @@ def test_other_conditions_are_warned_of(report, small_report):
     a, suite = report("a"), small_report["suite"] | {"passkey_tokens": [256], "passkey_depths": [0.0, 0.5]}
     longer = suite | {"prompts": 4, "passkey_tokens": [256, 1024]}
     other = {"model": "other", "variants": ROWS | {"reference": row(0.0) | {"ppl": 8.0}}}
-    mine, both = "4,096 tokens in 8 documents of mine", "both read 4,096 tokens in 8 documents of mine"
+    mine, both = "4,096 tokens in 8 samples of mine", "both read 4,096 tokens in 8 samples of mine"
     no, small = "A and B are not comparable: ", "small differences may come from that"
     for number, (change, warning) in enumerate(
         (
@@ -331,7 +331,7 @@ def test_other_conditions_are_warned_of(report, small_report):
             ({"attention": "fa3"}, f"{no}A was measured with --attention exact, B with --attention fa3"),
             (DATA | {"source": "b", "fingerprint": "9"}, f"{no}A read {mine}, B {mine[:-4]}b"),
             (DATA | {"fingerprint": "9"}, f"{no}{both}, but not the same ones"),
-            (DATA | {"tokens": 99, "documents": 1}, f"{no}A read {mine}, B 99 tokens in 1 document of mine"),
+            (DATA | {"tokens": 99, "documents": 1}, f"{no}A read {mine}, B 99 tokens in 1 sample of mine"),
             (DATA | {"source": "a copy"}, None),
             ({"model": "a copy"}, "A names the model org/model, B a copy; both have the same perplexity, so"),
             (DATA | {"calibration_tokens": 1}, "A derived its scales from 6,144 tokens, B from 1: they may"),
