@@ -296,6 +296,17 @@ def read_index(path: Path) -> dict[str, str] | None:
     return {name: str(file) for name, file in weight_map.items()}
 
 
+def check_model_type(path: Path, config: dict[str, Any]) -> None:
+    """Refuse the config.json of `path` if a model_type in it is not a name; it may have none."""
+    for part in (config, text_config(config)):
+        value = part.get("model_type")
+        if value is not None and not (isinstance(value, str) and value):
+            problem = (
+                f"the config of '{path}' has model_type {value!r:.40}; it must be a name such as 'llama'"
+            )
+            raise InputError(f"{problem}: correct it, or download the model again")
+
+
 def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> None:
     """Refuse a config.json in `path` of another number of layers than weights called `names` have.
 
@@ -361,6 +372,7 @@ def _weight_files(path: Path, index: dict[str, str] | None, needs_scales: bool) 
 
 def _check_weights(directory: ModelDirectory, needs_scales: bool) -> None:
     path, weight_map = directory.path, directory.weight_map
+    check_model_type(path, directory.config)
     for place, config in quantization_configs(directory.config):
         if not isinstance(config, dict):
             kind = type(config).__name__

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError, one_line
 from calib.files.cache_folder import cache_refusal
 from calib.files.config import LAYER_KEYS
-from calib.files.model_directory import ModelDirectory
+from calib.files.model_directory import ModelDirectory, check_model_type
 from calib.models.quantized.detect import (
     check_unused_tensors,
     drop_quantization_config,
@@ -81,6 +81,7 @@ def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> 
 def read_config(path: Path, document: dict[str, Any], *, trust_remote_code: bool) -> PreTrainedConfig:
     """Read the config at `path`, which holds `document`; refuse sizes that no model has."""
     _check_sizes(path, document)
+    check_model_type(path, document)
     with explain_nonsense(f"cannot read the config of '{path}'"):
         alias = _TYPE_ALIASES.get(str(document.get("model_type")))
         if alias:

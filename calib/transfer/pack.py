@@ -13,8 +13,17 @@ from calib.errors import InputError
 from calib.evaluate.compare import load_report
 from calib.evaluate.report import REPORT_FILE, Extremes, Row
 from calib.files.atomic import atomic_directory
-from calib.files.names import CALIBRATION_FILE, CARD_FILE, EVALUATION_DIRECTORY, JSON_FILE, STATS_FILE
+from calib.files.model_directory import check_model_type
+from calib.files.names import (
+    CALIBRATION_FILE,
+    CARD_FILE,
+    CONFIG_FILE,
+    EVALUATION_DIRECTORY,
+    JSON_FILE,
+    STATS_FILE,
+)
 from calib.files.pack import PACKED, Pack, write_manifest
+from calib.files.strict_json import read_optional
 from calib.formats import FORMATS
 from calib.formats.card import front_matter, render_card
 from calib.formats.directory import check_output, write_json
@@ -59,6 +68,7 @@ def pack(
     measured = open_calibration(calibration)
     source, facts = measured.directory, measured.report
     check_output(output, source, overwrite=overwrite, kind="calibration")
+    check_model_type(source, read_optional(source / CONFIG_FILE) or {})
     marks, stats = _check_measured_here(source, facts), measured.stats
     if base_model is not None:
         check_hub_id("--base-model", base_model)

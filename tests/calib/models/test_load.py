@@ -241,7 +241,7 @@ def test_values_that_make_no_sense_and_architectures_that_are_no_names(edit):
         ({"vision_config": {"num_hidden_layers": 10**9}}, "has num_hidden_layers 1000000000; it must be"),
         ({"num_key_value_heads": 3}, "has 4 attention heads, which 3 key-value heads cannot share equally"),
         ({"rope_parameters": "none"}, "config"),
-        ({"model_type": ["llama"]}, "config"),
+        ({"model_type": ["llama"]}, r"has model_type \['llama'\]; it must be a name such as 'llama'"),
         ({"layer_types": ["nonsense"] * 3}, "config"),
         ({"model_type": "qwen3", "layer_types": 5}, "config"),
         ({"dtype": "float4096"}, "config"),
@@ -273,6 +273,7 @@ def test_other_stacks_may_have_any_number_of_layers():
 
 
 NONSENSE = [
+    ('"model_type": 7', " has model_type 7; it must be a name such as 'llama': correct it, or download"),
     ('"num_hidden_layers": 4', "says num_hidden_layers 4, but the weights have 3 layers"),
     ('"num_hidden_layers": 1000000000', " num_hidden_layers 1000000000"),
     ('"rms_norm_eps": NaN', "NaN is not JSON"),
@@ -285,19 +286,24 @@ PETIT = '"quantization_config": {"quant_method": "petit"}', "give the model it w
 
 def test_every_command_refuses(edit, saved_llama, tmp_path):
     succeeded(calibrate(saved_llama, "-o", tmp_path / "calibration"))
+    edited = shutil.copytree(tmp_path / "calibration", tmp_path / "edited")
+    edit_json(edited / "config.json", model_type=7)
+    one_line_error(fp8kv("pack", edited, "-o", tmp_path / "out"), NONSENSE[0][1])
     for command in (
         ("calibrate", "MODEL", "-o", "OUT", *SMALL),
         ("calibrate", "MODEL", "-o", "OUT", *SMALL, "--offload", "layerwise"),
         ("eval", "MODEL", "--dataset", "builtin:python-docs", "--device", "cpu"),
         ("generate", "MODEL", "w5", "--scales", "none"),
         ("stress", "MODEL", "-o", "OUT"),
+        ("strip", "MODEL", "-o", "OUT"),
+        ("convert", "MODEL", "-o", "OUT", "--to", "tgi"),
         ("bench", "MODEL"),
         ("recommend", "MODEL", "--device", "cpu"),
         ("bake", "MODEL", "--scales", "SCALES", "-o", "OUT", "--for", "fp8"),
         ("apply", "SCALES", "MODEL", "-o", "OUT"),
         ("verify", "SCALES", "--served", "http://127.0.0.1:9", "--model", "MODEL"),
     ):
-        nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:3]
+        nonsense = NONSENSE if command[0] == "bench" else NONSENSE[:4]
         if command[0] in ("calibrate", "eval", "generate", "stress"):
             nonsense = [*nonsense, PETIT]
         for text, said in nonsense:
