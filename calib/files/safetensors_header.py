@@ -45,9 +45,10 @@ class Entry:
         return math.prod(self.shape)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Read the tensors of a safetensors file, by name; InputError where they do not fit the file."""
-    header, begin, end = _read_document(path)
+def read_header(path: Path, advice: str = "") -> dict[str, Entry]:
+    """Read the tensors of a safetensors file by name; InputError with `advice` where they do not fit it."""
+    advice = advice or way_back(path.name)
+    header, begin, end = _read_document(path, advice)
     header.pop("__metadata__", None)
     try:
         entries = {name: _parse_entry(fields, begin) for name, fields in header.items()}
@@ -55,16 +56,18 @@ def read_header(path: Path) -> dict[str, Entry]:
             if entry.begin != begin:
                 raise ValueError("its tensors overlap, or leave gaps")
             begin = entry.end
-        if begin != end:
+        if begin < end:
             raise ValueError(f"its tensors end at {begin:,} of {end:,} bytes")
     except ValueError as error:
-        raise InputError(f"the header of '{path}' is damaged: {error}; {way_back(path.name)}") from None
+        raise InputError(f"the header of '{path}' is damaged: {error}; {advice}") from None
+    if begin > end:
+        raise InputError(f"'{path}' is cut short: it has {end:,} of {begin:,} bytes; {advice}")
     return entries
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Read the notes that the writer of a safetensors file has put into its header."""
-    notes = _read_document(path)[0].get("__metadata__")
+    notes = _read_document(path, way_back(path.name))[0].get("__metadata__")
     notes = notes if isinstance(notes, dict) else {}
     return {name: text for name, text in notes.items() if isinstance(text, str)}
 
@@ -86,13 +89,15 @@ def is_zero(path: Path, entry: Entry) -> bool:
     return not any(read_bytes(path, entry.begin, entry.end - entry.begin))
 
 
-def _read_document(path: Path) -> tuple[dict[str, Any], int, int]:
+def _read_document(path: Path, advice: str) -> tuple[dict[str, Any], int, int]:
     """Read the header; return it, where its data begins, and where the file ends."""
     size = regular_size(path)
     length = int.from_bytes(read_bytes(path, 0, 8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        problem = f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of {length:,}"
-        raise InputError(f"{problem}; {way_back(path.name)}")
+        needed = (
+            f"and its header alone should have {length:,}" if size >= 8 else "too few for a safetensors file"
+        )
+        raise InputError(f"'{path}' is damaged or incomplete: it has {size:,} bytes, {needed}; {advice}")
     return parse_object(read_bytes(path, 8, length), f"the header of '{path}'"), 8 + length, size
 
 

@@ -26,8 +26,9 @@ from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, nvfp4_convention
 from calib.files.calibration import parse_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.pack import Pack, read_pack
+from calib.files.safetensors_header import read_header
 from calib.files.stored_scales import StoredLayer, read_scales
-from calib.files.strict_json import json_text, parse_object, regular_size
+from calib.files.strict_json import json_text, parse_object
 from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import KVScales, SharedAttention
@@ -205,13 +206,13 @@ def smallest_scales(stats: KVStats) -> list[StoredLayer]:
 
 def load_progress(path: Path, advice: str = "calibrate again") -> tuple[KVStats, dict[str, Any]]:
     """Read statistics and the `progress` saved with them; an InputError with `advice` for a damaged file."""
-    regular_size(path)
+    read_header(path, advice)  # which tells plainly what is wrong
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read statistics '{path}': {error}; {advice}") from None
+    except SafetensorError as error:
+        raise InputError(f"'{path}' is damaged ({one_line(error)}); {advice}") from None
     text = metadata.get(STATS_KEY, "{}")
     version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
     if type(version) is not int or version not in _VERSIONS:

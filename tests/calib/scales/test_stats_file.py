@@ -79,12 +79,19 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
 
 
 def test_a_file_that_holds_no_statistics_is_refused(tmp_path):
-    for content in (None, b"junk"):
-        if content:
-            (tmp_path / STATS).write_bytes(content)
-        with pytest.raises(InputError, match="cannot read statistics"):
-            load_stats(tmp_path)
+    with pytest.raises(InputError, match="cannot read statistics"):
+        load_stats(tmp_path)
     stats, _ = load(tmp_path)
+    file, whole = tmp_path / STATS, (tmp_path / STATS).read_bytes()
+    for content, said in (
+        (b"junk", "is damaged or incomplete: it has 4 bytes, too few"),
+        (whole[:20], "is damaged or incomplete: it has 20 bytes, and its header alone should have"),
+        (whole[:-1], f"is cut short: it has {len(whole) - 1:,} of {len(whole):,} bytes"),
+        (whole.replace(b'"F32"', b'"F33"'), "the header of .* is damaged: unknown type 'F33'"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=f"{said}.*; calibrate again$"):
+            load_stats(tmp_path)
     for place in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(InputError, match="it is a folder, or its folder is not there"):
             save_stats(stats, place)
