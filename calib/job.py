@@ -24,6 +24,7 @@ from calib.capture.resume import (
     SavedProgress,
     Share,
     check_progress,
+    check_unfinished,
     compared_inputs,
     progress_file,
     read_until,
@@ -90,6 +91,7 @@ def run(
     name, path = names[-1], None if output is None else to_path(output)
     check_places(path, in_place=in_place, overwrite=overwrite)
     path = check_in_place(name, recipe.export) if in_place else path or default_output(name, recipe.strategy)
+    check_unfinished(path, resume=resume and not (in_place or overwrite))
     for format in recipe.export.formats:
         check_recipe(format, recipe)
     destination = Destination(path, in_place, overwrite, progress.copied)
@@ -266,14 +268,12 @@ def _measure(
         return Share(prepared.model, own, recipe, prepared.attention, saved, *reports)
 
     def measure_all() -> KVStats:
-        if prepared.layers is None:
+        if (layers := prepared.layers) is None:
             stats = open_share().read()
             assert stats is not None
             return stats
         limit, scratch = memory_limit(recipe.max_memory), scratch_directory(output)
-        return calibrate_layerwise(
-            prepared.layers, own, recipe, limit=limit, directory=scratch, progress=progress
-        )
+        return calibrate_layerwise(layers, own, recipe, limit=limit, directory=scratch, progress=progress)
 
     notes = [] if len(checkpoints) > 1 else _left_alone(prepared.model.config, prepared.attention)
     notes += [NOTHING_SAVED] if starts_over else []

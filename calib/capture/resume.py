@@ -32,7 +32,7 @@ from calib.formats.output import versions
 from calib.progress import RESUMABLE
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats, derive_scales
-from calib.scales.stats_file import load_progress, save_stats
+from calib.scales.stats_file import has_calibration, load_progress, save_stats
 from calib.scales.summary import covered_share
 from calib.scales.tail import MIN_TOKENS
 
@@ -67,6 +67,15 @@ def check_progress(path: Path, checkpoints: Sequence[ModelDirectory], *, resume:
     if path.exists():
         _, progress = load_progress(path, START_AGAIN)
         check_same_run(path, progress.get("run", {}), _inputs_of_files(checkpoints))
+
+
+def check_unfinished(output: Path, *, resume: bool) -> None:
+    """Refuse to resume where `output` is a finished calibration, and no progress towards another is saved."""
+    if resume and has_calibration(output) and not progress_file(output, 0).exists():
+        raise InputError(
+            f"the calibration in '{output}' is finished, and nothing is left to resume; add --overwrite to "
+            "measure again, or choose another -o"
+        )
 
 
 def check_resumed(path: Path, *, resume: bool) -> None:

@@ -266,7 +266,7 @@ def _json_lines(directory: Path) -> Iterator[Block]:
     yield f"{JSON_FILE} is for {reader.engine} {reader.versions}: serve the model with {reader.flag}"
     way = f"put {JSON_FILE} into a copy of the model, and fp8kv convert that"
     if (directory / STATS_FILE).exists():
-        way = f"fp8kv apply {quote(str(directory))} MODEL"
+        way = f"fp8kv apply {quote(str(directory))} MODEL -o OUTPUT"
     yield f"for other engines, {way}"
 
 

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -159,9 +160,10 @@ def _check_unchanged(calibration: Calibration) -> None:
     changed = [f"{letter}_scale of layer {layer}" for layer, letter in changed_scales(calibration)]
     if changed:
         names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        stats = quote(str(calibration.path / STATS_FILE))
         raise InputError(
             f"'{calibration.path}': scales were changed ({names}), and are not what the statistics beside "
-            f"them give; fp8kv apply '{calibration.path / STATS_FILE}' MODEL writes the measured ones"
+            f"them give; fp8kv apply {stats} MODEL -o OUTPUT writes the measured ones"
         )
 
 

@@ -229,6 +229,10 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
     monkeypatch.setattr(loop, "_observe", lambda *given: (seen.append(1), observe(*given)))
     ran("calibrate", model, "-o", out, *command)
     assert len(seen) == 8 - 3  # the rest, not everything
+    done = fp8kv("calibrate", model, "-o", out, *command)
+    one_line_error(
+        done, f"the calibration in '{out}' is finished, and nothing is left to resume; add --overwr"
+    )
     over = ran("calibrate", model, "-o", tmp_path / "over", *command)
     assert "--resume found no saved progress, and began at the start" in " ".join(over.stdout.split())
     assert_same(statistics(out), statistics(whole))

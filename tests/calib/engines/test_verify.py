@@ -301,7 +301,7 @@ def test_a_file_of_scales_alone_is_told_from_a_model(tmp_path):
     assert "vLLM 0.4.2 │ not known │ not known │ 1.0" in printed
     assert "for other engines, put kv_cache_scales.json into a copy of the model, and" in printed
     save_amax({(i, x): [224.0] for i in range(2) for x in "kv"}, tmp_path)
-    assert f"for other engines, fp8kv apply {tmp_path} MODEL" in lines_of(fp8kv("verify", tmp_path))
+    assert f"for other engines, fp8kv apply {tmp_path} MODEL -o OUTPUT" in lines_of(fp8kv("verify", tmp_path))
 
 
 def test_attention_called_as_in_no_checkpoint_that_was_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 
 import apply_cases
@@ -139,7 +140,7 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
     weights = next(mixed.glob("model-0*.safetensors"))
     weights.unlink()
     shutil.copy(next(other.glob("model-0*.safetensors")), weights)
-    changed = apply_cases.damage(own, tmp_path / "changed", {"model.layers.1.self_attn.k_scale": 0.5})
+    changed = apply_cases.damage(own, tmp_path / "it's changed", {"model.layers.1.self_attn.k_scale": 0.5})
     because = f"'{changed}': scales were changed (k_scale of layer 1)"
     for command, said in (
         (("repair", own, "--stats", other), f"the scales of '{other}' do not fit '{own}': a row"),
@@ -150,8 +151,14 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         (("pack", changed), because),
         (("convert", changed, "--to", "tgi"), "the scales as they are, delete fp8kv_stats.safetensors"),
     ):
-        one_line_error(fp8kv(*command, "-o", out), said)
+        done = fp8kv(*command, "-o", out)
+        one_line_error(done, said)
         assert not out.exists()
+        if said == because:
+            advice = re.search("fp8kv (apply .*) writes the measured ones", done.stderr)[1]
+    names = {"MODEL": model, "OUTPUT": tmp_path / "measured"}
+    ran(*(names.get(word, word) for word in shlex.split(advice)))
+    assert scales(tmp_path / "measured") == scales(own)
     done = fp8kv("verify", other, "--against", own, "--engine", "vllm")
     one_line_error(done, f"the scales of '{own}' do not fit", "times what it was")
     for directory, problems in ((changed, 1), (own, 0)):
