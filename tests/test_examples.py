@@ -26,7 +26,7 @@ from nbclient import NotebookClient
 from calib.capture.training import scales_for
 from calib.recipe import Recipe
 
-_TAKEN = re.compile(r"output '(.+)' exists; add --overwrite")
+_TAKEN = re.compile(r"'(.+)' (?:exists|is finished, and nothing is left to resume); add --overwrite")
 _NAMED = re.compile(r"# (\S+\.ya?ml)\b")
 _WRITTEN = re.compile(r"(?:-o|--output)[ =](\S+)")
 # what does not run here, by its first words

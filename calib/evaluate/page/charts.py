@@ -83,7 +83,7 @@ class Chart(NamedTuple):
 
 
 def charts(report: Report) -> dict[str, Any]:
-    """Return all charts by their names in the template; None or no entry for what was not measured."""
+    """Return charts by their names in the template, None for what was not measured, and `custom_drawn`."""
     with chart_style():
         return {
             "bytes": _bytes_chart(report),
@@ -93,6 +93,7 @@ def charts(report: Report) -> dict[str, Any]:
             "heads": _head_charts(report),
             "growth": _growth_chart(report),
             "histograms": _histograms(report),
+            "custom_drawn": len(_CUSTOM_DASHES),
         }
 
 

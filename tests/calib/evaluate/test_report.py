@@ -146,7 +146,7 @@ def test_charts_have_the_colours_of_the_page_and_leave_matplotlib_as_it_was(smal
         assert matplotlib.rcParams["xtick.direction"] == "in"
 
 
-def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(small_report):
+def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(small_report, monkeypatch):
     report = copy.deepcopy(small_report)
     for layer in report["layers"]:
         del layer["growth"]
@@ -170,7 +170,10 @@ def test_what_was_not_measured_has_no_charts_and_what_was_searched_has_one_more(
     assert not re.search("(?<!long )document", page.line.lower())  # they are samples
     custom = {f"mine{i}": small_report["variants"]["tensor"] | {"kind": "given"} for i in range(4)}
     page = Page(html(small_report | {"variants": small_report["variants"] | custom}))
-    assert page.line.count("Not drawn, for three of --scales are: mine3 .") == 2  # by position, by layer
+    assert page.line.count("Not drawn, for 3 of --scales are: mine3 .") == 2  # by position, by layer
+    monkeypatch.setattr("calib.evaluate.page.charts._CUSTOM_DASHES", ((), (5, 2)))
+    page = Page(html(small_report | {"variants": small_report["variants"] | custom}))
+    assert page.line.count("Not drawn, for 2 of --scales are: mine2 , mine3 .") == 2
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-5, math.nan, math.inf])
