@@ -11,7 +11,7 @@ from calib.capture.reductions import Reductions, reductions_on
 from calib.data import Batch
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import MODALITIES, STATISTICS, LayerStats, TensorStats, bucket_indices
-from calib.scales.tail import largest
+from calib.scales.tail import count_ties, largest
 
 _GRID = 2.0**20
 
@@ -53,6 +53,7 @@ def per_token_statistics(heads: Tensor, tokens: CountedTokens, reduce: Reduction
         "curve": reduce.bucket_amax(heads, tokens.buckets, BUCKETS),
         "positions": reduce.bucket_amax(heads, tokens.positions, POSITION_BUCKETS),
         "tail": largest(heads, heads[:, :0]),
+        "ties": count_ties(heads),
     }
     if tokens.modalities is not None:
         statistics["modalities"] = reduce.bucket_amax(heads, tokens.modalities, len(MODALITIES))

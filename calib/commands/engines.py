@@ -94,13 +94,14 @@ def verify(
     if backend is not None and engine is None:
         raise InputError(f"--backend {backend}: of which engine? Add --engine")
     copies = engines[0].find_backend(backend) if backend else None
-    calibration = None
+    calibration, notes = None, list[str]()
     if against is not None:
         from calib.transfer.traffic import open_measured
 
-        calibration = open_measured(against, directory)
+        calibration, notes = open_measured(against, directory)
     report = verify_directory(directory, engines, calibration, place)
-    answer, blocks = report.to_json(), _report_blocks(report, place)
+    answer = report.to_json() | {"notes": notes}
+    blocks = chain(_report_blocks(report, place), (f"note: {note}" for note in notes))
     if against is None and (directory / STATS_FILE).is_file() and not report.problems:
         blocks = chain(blocks, [f"note: what the scales clip is seen with --against {quote(str(directory))}"])
     if backend and report.baked == "int8":
@@ -418,7 +419,7 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
                 f"{row.tokens:,}",
                 f"{row.clipped:.2%}",
                 f"{row.low:.2%} to {row.high:.2%}",
-                "-" if row.expected is None else str(row.expected),
+                "-" if row.expected is None else f"{row.expected:.2%}",
                 f"{row.zero:.2%}",
             )
             for row in ordered[:_SHOWN]

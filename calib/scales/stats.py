@@ -20,7 +20,7 @@ from calib.recipe import Recipe
 from calib.scales.observers import NUM_BINS, Observer, ScaleRule, make_observer
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPlaces, bucket_of, first_of
 from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale, layers_html
-from calib.scales.tail import TAIL, Tail, headroom_for, largest
+from calib.scales.tail import TAIL, Tail, add_ties, headroom_for, largest
 from calib.scales.text_summary import Records, TextSummary
 
 
@@ -45,10 +45,11 @@ STATISTICS = {
     "curve": Statistic(torch.float32, torch.maximum, BUCKETS),
     "positions": Statistic(torch.float32, torch.maximum, POSITION_BUCKETS),
     "tail": Statistic(torch.float32, largest, TAIL),
+    "ties": Statistic(torch.int64, add_ties, 2),
     "modalities": Statistic(torch.float32, torch.maximum, len(MODALITIES)),
 }
 # made of every token's largest; of K and V alone, and not of an engine's cache
-PER_TOKEN = ("curve", "positions", "tail")
+PER_TOKEN = ("curve", "positions", "tail", "ties")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class TensorStats:
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
+    # [H, 2] int64, see `calib.scales.tail.count_ties`; None: of statistics that were saved without
+    ties: Tensor | None = None
     modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: text alone was read
 
 

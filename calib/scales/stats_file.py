@@ -34,12 +34,13 @@ from calib.recipe import Recipe, load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import KVScales, SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
+from calib.scales.tail import are_ties
 from calib.scales.text_summary import Records, TextSummary, read_records
 
 _VERSIONS = (2, 3)
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
 # fields that a tensor has together, or not at all
-_TOGETHER = (("total", "low", "high"), PER_TOKEN)
+_TOGETHER = (("total", "low", "high"), ("curve", "positions", "tail"))
 # relative error of a stored scale
 _ROUNDING = {"BF16": 2**-8, "F16": 2**-10}
 
@@ -273,6 +274,9 @@ def _take_layer(tensors: dict[str, Tensor], name: str, facts: ModuleFacts) -> La
     k, v = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kv")
     q = _take_part(tensors, f"{name}.q") if f"{name}.q.amax" in tensors else None
     layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, tuple(facts.estimated))
+    for part in (layer.k, layer.v):
+        if part.ties is not None and not are_ties(part.ties, part.amax.amax(1), layer.tokens):
+            raise ValueError(f"{name}: the ties are not of its largest tokens")
     if len(layer.k.amax) != len(layer.v.amax):
         raise ValueError(f"{name} has other heads in K than in V")
     if (layer.q and layer.q.curve is not None) or (layer.k.curve is None) != (layer.v.curve is None):
@@ -296,8 +300,10 @@ def _take_part(tensors: dict[str, Tensor], name: str) -> TensorStats:
             raise ValueError(f"{name}.{field} is {actual}, not {statistic.dtype} {[*shape]}")
         if field in ("amax", "modalities", *PER_TOKEN) and (tensor < 0).any():
             raise ValueError(f"{name}.{field} is below zero")
-        if field in ("modalities", *PER_TOKEN) and not torch.allclose(
-            tensor.amax(1), amax.amax(1), rtol=0, atol=0, equal_nan=True
+        if (
+            field in ("modalities", *PER_TOKEN)
+            and field != "ties"
+            and not torch.allclose(tensor.amax(1), amax.amax(1), rtol=0, atol=0, equal_nan=True)
         ):
             raise ValueError(f"{name}: the largest of {field} is not the amax of its head")
         if field == "tail" and (tensor.diff(dim=1) > 0).any():

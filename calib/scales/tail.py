@@ -39,6 +39,39 @@ def largest(values: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor
     return top if out is None else out.copy_(top)
 
 
+def count_ties(heads: Tensor) -> Tensor:
+    """Count the tokens of `heads` [H, N], not negative, that tie for the largest: [H, 2] int64.
+
+    The columns are the largest in bfloat16, rounded down, as an integer of its bits, and the count.
+    """
+    levels = _levels(heads)
+    level = levels.amax(1, keepdim=True)
+    return torch.cat([level, (levels == level).sum(1, keepdim=True)], dim=1)
+
+
+def add_ties(ties: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the ties [H, 2] for the largest of two sets of tokens, in `out` if given."""
+    level = torch.maximum(ties[:, :1], new[:, :1])
+    count = sum((x[:, :1] == level) * x[:, 1:] for x in (ties, new))
+    both = torch.cat([level, count], dim=1)
+    return both if out is None else out.copy_(both)
+
+
+def are_ties(ties: Tensor, largest: Tensor, tokens: int) -> bool:
+    """Return whether `ties` [H, 2] can be those of `tokens` tokens, the largest of which are `largest` [H].
+
+    Of NaN and infinity they can be any.
+    """
+    level, count = ties.unbind(1)
+    is_right = (level == _levels(largest)) & (count >= 1) & (count <= tokens)
+    return bool((is_right | ~largest.isfinite()).all())
+
+
+def _levels(x: Tensor) -> Tensor:
+    """Return the upper half of the bits of `x` in float32, which order it as its values do."""
+    return x.float().view(torch.int32).long() >> 16
+
+
 def check_enough(tokens: int) -> None:
     """Refuse to tell a tail from fewer tokens than have one."""
     if tokens < MIN_TOKENS:

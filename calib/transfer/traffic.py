@@ -31,8 +31,8 @@ def check_traffic(traffic: Calibration, model: ModelFacts, stored: StoredScales)
     return _check_range(traffic, stored)
 
 
-def open_measured(path: Path, directory: Path) -> Calibration:
-    """Open a calibration, or an engine's traffic, to judge the scales in `directory` by.
+def open_measured(path: Path, directory: Path) -> tuple[Calibration, list[str]]:
+    """Open a calibration, or an engine's traffic, to judge the scales in `directory` by, and notes on it.
 
     Traffic of another model is refused, where both models can be read; see `settle_estimates`.
     """
@@ -95,32 +95,36 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
     )
 
 
-def settle_estimates(traffic: Calibration, directory: Path) -> Calibration:
-    """Return `traffic` without estimates that the calibration in `directory` makes superfluous.
+def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration, list[str]]:
+    """Return `traffic` without estimates that the calibration in `directory` makes superfluous, and notes.
 
     Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
     return again and again have it. The traffic of others, or without such a calibration, stays as it is.
     """
     is_estimate = any(layer.estimated for layer in traffic.stats.layers.values())
     if not (is_estimate and (traffic.directory / WATCH_FILE).is_file()):
-        return traffic
+        return traffic, []
     try:
         watched = read_watched(traffic.directory)
         expected, _ = read_expected(directory, watched)
         own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
     except (Fp8kvError, OSError):
-        return traffic
+        return traffic, []
     rows = report_on(watched, _CLIPPED, expected).rows
-    usual = {(row.layer, row.letter.lower()) for row in rows if row.is_expected}
-    layers = dict(traffic.stats.layers)
+    usual = {(row.layer, row.letter.lower()): row for row in rows if row.is_expected}
+    layers, notes = dict(traffic.stats.layers), list[str]()
     for name, layer in traffic.stats.layers.items():
         for letter in layer.estimated:
-            if (layer.layer_idx, letter) in usual:
+            if row := usual.get((layer.layer_idx, letter)):
                 part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
                 part = replace(part, amax=torch.minimum(part.amax, largest))
                 estimates = tuple(x for x in layers[name].estimated if x != letter)
                 layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
-    return traffic.replace_stats(replace(traffic.stats, layers=layers))
+                notes.append(
+                    f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the"
+                    f" range, {row.expected:.2%} were expected; its largest value in the calibration is taken"
+                )
+    return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
 
 
 def _exact_amax(stats: KVStats) -> Amax:

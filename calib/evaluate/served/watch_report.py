@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -24,7 +24,6 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 
 METRICS = ("clipped", "zero")
 _TIMES = 2.0  # what was expected: that is more than another text of the same kind has
-_MOST = 0.5  # of the tokens, where one value is the largest again and again
 _ROUNDING = 2**-8  # of scales that files hold in bfloat16
 _SHOWN = 3  # rows that a failure names
 FEW = 256  # tokens, of which nothing can be said
@@ -33,22 +32,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Positive = Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class ExpectedShare(NamedTuple):
-    """The share of tokens in the last code that a calibration expects."""
-
-    share: float
-    is_least: bool = False  # all tokens that statistics keep have the one largest value, and others may
-
-    def __str__(self) -> str:
-        return f"{self.share:.2%}{' or more' * self.is_least}"
-
-    @property
-    def limit(self) -> float:
-        """The largest share that gives no alarm."""
-        return _MOST if self.is_least else _TIMES * self.share
-
-
-Expected = Mapping[tuple[int, str], ExpectedShare]  # by layer, of K and V
+Expected = Mapping[tuple[int, str], float]  # share of tokens in the last code, by layer, of K and V
 
 
 class _Part(BaseModel):
@@ -135,12 +119,12 @@ class WatchRow:
     high: float
     zero: float  # share of the values of the head that has most zeros
     saturated: float  # share of the values of the head that has most at the end of the range
-    expected: ExpectedShare | None  # of the calibration's own tokens
+    expected: float | None  # share of the calibration's own tokens
 
     @property
     def is_expected(self) -> bool:
         """True where the calibration expects about as many clipped tokens."""
-        return self.expected is not None and self.low <= self.expected.limit
+        return self.expected is not None and self.low <= _TIMES * self.expected
 
 
 @dataclass(frozen=True)
@@ -175,8 +159,8 @@ class WatchReport:
     def notes(self) -> list[str]:
         """Say which layers meet the condition as was expected, and that it is not known what was."""
         lines = [
-            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected} was "
-            f"expected, and up to {row.expected.limit:.2%} is allowed"
+            f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected:.2%} was "
+            f"expected, and up to {_TIMES * row.expected:.2%} is allowed"
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
@@ -197,8 +181,7 @@ class WatchReport:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
         facts = self.watched.model_dump(exclude={"layers"})
-        rows = [asdict(row) | {"expected": row.expected and row.expected._asdict()} for row in self.rows]
-        return {**facts, "layers": rows, "alarm": self.alarm_layers}
+        return {**facts, "layers": [asdict(row) for row in self.rows], "alarm": self.alarm_layers}
 
 
 def read_watched(directory: Path) -> Watched:
@@ -233,7 +216,7 @@ def report_on(
     return WatchReport(watched, rows, alarms, condition, expected is not None, difference, refusal)
 
 
-def _row(layer: _Layer, letter: str, counts: _Counts, expected: ExpectedShare | None) -> WatchRow:
+def _row(layer: _Layer, letter: str, counts: _Counts, expected: float | None) -> WatchRow:
     heads = [*zip(counts.clipped, counts.tokens, strict=True)]
     clipped, tokens = max(heads, key=lambda head: head[0] / head[1])
     low, high = (min(1.0, end / tokens) for end in poisson_interval(clipped))
@@ -329,11 +312,11 @@ def expected_shares(
     """Return the share of a calibration's own tokens in the last code, of K and V: in the worst head.
 
     A scale that holds all of them has its largest token there, and where a value depends on the token alone,
-    as V of the first layer does, every other one of that token.
+    as V of the first layer does, every other one of that token: those that tie are all known, and of others
+    the `TAIL` largest.
 
     An engine may clip later than the calibration's scales do, as with the largest head's for all of them:
-    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected:
-    such a layer is not spared for a share of which the least alone is known.
+    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected.
     """
     table = code_table(FP8_DTYPES[scales.fp8_dtype])
     shares = {}
@@ -344,9 +327,8 @@ def expected_shares(
                 continue
             own = scale * table.edge
             engines = (limits or {}).get((layer.layer_idx, letter), own)
-            limit, is_fault = torch.maximum(own, engines), bool((engines < own * (1 - _ROUNDING)).any())
-            counts = (part.tail >= limit.view(-1, 1)).sum(-1)
-            is_end = (counts >= TAIL) & (part.tail[:, -1] >= part.tail[:, 0] * (1 - _ROUNDING))
-            is_least = bool(is_end.any()) and not is_fault
-            shares[layer.layer_idx, letter] = ExpectedShare(int(counts.max()) / layer.tokens, is_least)
+            counts = (part.tail >= torch.maximum(own, engines).view(-1, 1)).sum(-1)
+            if part.ties is not None:
+                counts = torch.where(counts == TAIL, counts.maximum(part.ties[:, 1]), counts)
+            shares[layer.layer_idx, letter] = int(counts.max()) / layer.tokens
     return shares

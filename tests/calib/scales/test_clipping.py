@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from calib.recipe import Recipe
 from calib.scales.stats import PER_TOKEN, derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 from calib.scales.summary import ClippedTokens, clip_chance, clipped_tokens, covered_share
-from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, headroom_for, largest
+from calib.scales.tail import CLIP_CHANCE, TAIL, Tail, add_ties, count_ties, headroom_for, largest
 from calib.scales.text_summary import TextSummary
 
 E4M3 = 448.0
@@ -198,6 +199,23 @@ def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
     # fewer values than a tail holds are filled up with zeros
     held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
     assert (held.shape, held[0, :4].tolist()) == ((1, TAIL), [7.0, 5.0, 3.0, 0.0])
+
+
+def test_tokens_that_tie_for_the_largest_are_all_counted_in_any_order():
+    """Values that bfloat16 tells apart are no ties; others, of float32, are."""
+    values = torch.rand(3, 5000, generator=torch.Generator().manual_seed(0)) * 6
+    values[0, ::7] = 7.0 * (1 + 1e-5 * torch.rand(715, generator=torch.Generator().manual_seed(1)))
+    values[1, 100:400] = values[2, 9] = 7.0
+    values[1, 4000] = 7.0 * (1 + 2**-7)
+    counts = [715, 1, 1]
+    parts = values.split([150, 850, 3000, 1000], dim=-1)
+    for order in ((0, 1, 2, 3), (3, 0, 2, 1)):
+        ties = reduce(add_ties, (count_ties(parts[i]) for i in order))
+        assert torch.equal(ties, count_ties(values))
+        assert ties[:, 1].tolist() == counts
+        assert (ties[0, 0].int() << 16).view(torch.float32) == 7.0
+    assert torch.equal(count_ties(values.t().contiguous().t()), ties)
+    assert count_ties(values.bfloat16())[0].tolist() == ties[0].tolist()
 
 
 def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():

@@ -34,6 +34,9 @@ OWNER = {"layer_idx": 1, "owner": "a"}
 PLACES = {"curve": BUCKETS, "positions": POSITION_BUCKETS, "tail": TAIL}
 
 
+ONE_EACH = torch.tensor([[0x3F80, 1]] * 2)  # ties: the bits of 1.0 in bfloat16, and one token of each head
+
+
 def in_bucket(bucket, count, value=1.0, heads=2):
     """Nothing but `value`, in one bucket of every head."""
     held = torch.zeros(heads, count)
@@ -52,6 +55,7 @@ def tensors():
     for which in "kv":
         for bucket, (field, count) in zip((3, 1, 0), PLACES.items(), strict=True):
             found[f"a.{which}.{field}"] = in_bucket(bucket, count)
+        found[f"a.{which}.ties"] = ONE_EACH.clone()
     return found
 
 
@@ -137,6 +141,10 @@ TENSORS = {
     "no positions": {"a.v.positions": None},
     "a tail below amax": {"a.k.tail": in_bucket(0, TAIL, 0.5)},
     "a tail in ascending order": {"a.k.tail": in_bucket(TAIL - 1, TAIL)},
+    "ties of another value": {"a.k.ties": ONE_EACH + torch.tensor([1, 0])},
+    "ties of no token": {"a.k.ties": ONE_EACH - torch.tensor([0, 1])},
+    "ties of more tokens than were counted": {"a.v.ties": ONE_EACH + torch.tensor([0, 10])},
+    "ties of int32": {"a.v.ties": ONE_EACH.int()},
     "places of K alone": {f"a.v.{field}": None for field in PLACES},
     "places of Q": {f"a.q.{field}": in_bucket(0, count, heads=4) for field, count in PLACES.items()},
     "a tensor of no module": {"c.k.amax": torch.ones(2, 3)},

@@ -331,7 +331,14 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         save_stats(replace(stats, layers=stats.layers | {name: larger}), traffic / STATS_FILE)
         done = fp8kv("verify", measured, "--against", traffic)
         assert done.exit_code == is_clipped, done.stderr
+        taken = (
+            f"layer 0's V: {share * expected / layer.tokens:.2%} of the tokens are at the end of the range"
+        )
+        assert (f"note: {taken}" in done.stdout) != is_clipped
+        told = json_of("verify", measured, "--against", traffic, status=is_clipped)["notes"]
+        assert [x.startswith(taken) for x in told] == [True] * (not is_clipped)
         done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / f"out-{share}")
+        assert (taken in done.stdout + done.stderr) != is_clipped
         assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
         assert (scales(tmp_path / f"out-{share}") != scales(measured)) == is_clipped
         # the calibration holds for the model, also where a scale beside it was changed
