@@ -33,7 +33,6 @@ from calib.capture.resume import (
 from calib.data import CalibrationData, MediaReader, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.files.atomic import Claim, claimed
-from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.formats import check_recipe
 from calib.formats.directory import check_output, check_places
@@ -52,8 +51,7 @@ from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layer
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
 from calib.models.config import explain_nonsense, fit_seq_len, load_config
-from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
-from calib.models.quantized.weights import quantization_notes
+from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer, model_notes
 from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
@@ -61,12 +59,6 @@ from calib.scales.stats import KVStats
 from calib.scales.tail import check_enough
 
 __all__ = ["Result", "default_output", "run"]
-
-# seen in vLLM 0.32's class, which hands on the positions that it is given
-_PALIGEMMA = (
-    "transformers counts PaliGemma's positions from 1 and lets text look ahead; vLLM does neither: "
-    "scales are transformers', and --headroom 1.2 makes room for the difference"
-)
 
 
 @check_arguments
@@ -186,7 +178,7 @@ def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, 
     # an export that must fail should do so before hours of calibration
     make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoints[-1], recipe.export)
     reason = None if layers or drafters else reason_against_fp8(model(), attention)
-    notes = [*notes, *_model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
+    notes = [*notes, *model_notes(checkpoint, config), *data.warnings, attention.note, reason or ""]
     notes += [] if layers else [_doubt_of_output(model(), attention)]
     device = (layers.device if layers else input_device(model())).type
     size = 1 if data.media else shared_batch_size(data_recipe, device, data.samples, processes)
@@ -311,14 +303,3 @@ def _left_alone(config: PreTrainedConfig, attention: AttentionMap) -> list[str]:
     names = "; ".join(f"{kind} ({', '.join(i)})" for kind, i in indices.items())
     line = f"{len(stateful)} of {len(kinds)} layers cache no K and V and are left alone: {names}"
     return [line] if stateful else []
-
-
-def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:
-    """Say what the user should know of this model."""
-    notes = quantization_notes(checkpoint)
-    if purpose := baked_for(checkpoint):
-        notes.append(f"this model is baked for {purpose} (fp8kv bake)")
-    named, stored = checkpoint.text_config.get("num_nextn_predict_layers"), len(checkpoint.draft_modules)
-    if type(named) is int and named != stored:
-        notes.append(f"config.json says num_nextn_predict_layers {named}, and the files hold {stored}")
-    return [*notes, _PALIGEMMA] if config.model_type == "paligemma" else notes

@@ -20,17 +20,23 @@ from transformers.utils import GENERATION_CONFIG_NAME, IMAGE_PROCESSOR_NAME, PRO
 
 from calib.choices import Device, DType
 from calib.errors import InputError
+from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.files.strict_json import read_object, regular_size
 from calib.files.tensors import Source
 from calib.models.config import auto_class, build_on_meta, explain_nonsense
 from calib.models.quantized.detect import check_unused_tensors
-from calib.models.quantized.weights import all_weights, split_weights
+from calib.models.quantized.weights import all_weights, quantization_notes, split_weights
 from calib.progress import library_bars_hidden
 from fp8kv_runtime.hf import is_latent
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first there is read
 _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# seen in vLLM 0.32's class, which hands on the positions that it is given
+_PALIGEMMA = (
+    "transformers counts PaliGemma's positions from 1 and lets text look ahead; vLLM does neither: "
+    "scales are transformers', and --headroom 1.2 makes room for the difference"
+)
 
 
 def load_model(
@@ -233,3 +239,14 @@ def _quiet_loading(subject: str) -> Iterator[None]:
     """Hide the libraries' progress bars, and turn their refusal to load `subject` into one line."""
     with explain_nonsense(f"cannot load {subject}"), library_bars_hidden():
         yield
+
+
+def model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:
+    """Say what the user should know of this model."""
+    notes = quantization_notes(checkpoint)
+    if purpose := baked_for(checkpoint):
+        notes.append(f"this model is baked for {purpose} (fp8kv bake)")
+    named, stored = checkpoint.text_config.get("num_nextn_predict_layers"), len(checkpoint.draft_modules)
+    if type(named) is int and named != stored:
+        notes.append(f"config.json says num_nextn_predict_layers {named}, and the files hold {stored}")
+    return [*notes, _PALIGEMMA] if config.model_type == "paligemma" else notes

@@ -65,8 +65,7 @@ class TensorStats:
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
-    # [H, 2] int64, see `calib.scales.tail.count_ties`; None: of statistics that were saved without
-    ties: Tensor | None = None
+    ties: Tensor | None = None  # [H, 2] int64, see `calib.scales.tail.count_ties`
     modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: text alone was read
 
 

@@ -96,10 +96,11 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
 
 
 def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration, list[str]]:
-    """Return `traffic` without estimates that the calibration in `directory` makes superfluous, and notes.
+    """Return `traffic` with what the calibration in `directory` knows better than an estimate, and notes.
 
-    Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
-    return again and again have it. The traffic of others, or without such a calibration, stays as it is.
+    Its own largest value is taken where that is more, or where it expects as many tokens in the last code:
+    tokens that return again and again have it. The traffic of others, or without such a calibration, stays
+    as it is.
     """
     is_estimate = any(layer.estimated for layer in traffic.stats.layers.values())
     if not (is_estimate and (traffic.directory / WATCH_FILE).is_file()):
@@ -115,15 +116,24 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
     layers, notes = dict(traffic.stats.layers), list[str]()
     for name, layer in traffic.stats.layers.items():
         for letter in layer.estimated:
+            part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
+            taken = "its largest value in the calibration is taken"
             if row := usual.get((layer.layer_idx, letter)):
-                part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
-                part = replace(part, amax=torch.minimum(part.amax, largest))
+                amax = torch.minimum(part.amax, largest)
                 estimates = tuple(x for x in layers[name].estimated if x != letter)
-                layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
-                notes.append(
-                    f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the"
-                    f" range, {row.expected:.2%} were expected; its largest value in the calibration is taken"
+                layers[name] = replace(layers[name], estimated=estimates)
+                reason = (
+                    f"{row.clipped:.2%} of the tokens are at the end of the range, {row.expected:.2%} were"
                 )
+                notes.append(f"layer {row.layer}'s {row.letter}: {reason} expected; {taken}")
+            elif largest.max() > part.amax.max():
+                amax = torch.maximum(part.amax, largest)
+                notes.append(
+                    f"layer {layer.layer_idx}'s {letter.upper()}: {taken}, which is over the estimate"
+                )
+            else:
+                continue
+            layers[name] = replace(layers[name], **{letter: replace(part, amax=amax)})
     return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
 
 
