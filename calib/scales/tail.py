@@ -52,7 +52,7 @@ def count_ties(heads: Tensor) -> Tensor:
 def add_ties(ties: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the ties [H, 2] for the largest of two sets of tokens, in `out` if given."""
     level = torch.maximum(ties[:, :1], new[:, :1])
-    count = sum((x[:, :1] == level) * x[:, 1:] for x in (ties, new))
+    count = (ties[:, :1] == level) * ties[:, 1:] + (new[:, :1] == level) * new[:, 1:]
     both = torch.cat([level, count], dim=1)
     return both if out is None else out.copy_(both)
 
