@@ -75,7 +75,7 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory, needs_scales=False)
     check_output(output, directory, overwrite=overwrite)
-    calibration, taken = settle_estimates(open_calibration(statistics, needs_report=False), directory)
+    calibration, substitutions = settle_estimates(open_calibration(statistics, needs_report=False), directory)
     try:
         stored = read_scales(directory)
     except NoScalesError:  # all are missing
@@ -93,7 +93,11 @@ def repair(
     records = (*(() if is_all_new else load_records(directory)), *stats.records)
     progress.stage("write")
     destination = Destination(output, overwrite=overwrite, on_copied=progress.copied)
-    notes = (*doubts, *taken, *write_scales(scales, checkpoint, to, records, destination, command="repair"))
+    notes = (
+        *doubts,
+        *substitutions,
+        *write_scales(scales, checkpoint, to, records, destination, command="repair"),
+    )
     layers_with_q = [layer.layer for layer in layers.values() if layer.q]
     if lost := [layer.layer for layer in stored.layers if layer.q and layer.layer not in layers_with_q]:
         notes += (f"query scales of no use are left out in {show_layers(lost)}",)

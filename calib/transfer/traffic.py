@@ -117,7 +117,7 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
     for name, layer in traffic.stats.layers.items():
         for letter in layer.estimated:
             part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
-            taken = "its largest value in the calibration is taken"
+            action = "its largest value in the calibration is taken"
             if row := usual.get((layer.layer_idx, letter)):
                 amax = torch.minimum(part.amax, largest)
                 estimates = tuple(x for x in layers[name].estimated if x != letter)
@@ -125,11 +125,11 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
                 reason = (
                     f"{row.clipped:.2%} of the tokens are at the end of the range, {row.expected:.2%} were"
                 )
-                notes.append(f"layer {row.layer}'s {row.letter}: {reason} expected; {taken}")
+                notes.append(f"layer {row.layer}'s {row.letter}: {reason} expected; {action}")
             elif largest.max() > part.amax.max():
                 amax = torch.maximum(part.amax, largest)
                 notes.append(
-                    f"layer {layer.layer_idx}'s {letter.upper()}: {taken}, which is over the estimate"
+                    f"layer {layer.layer_idx}'s {letter.upper()}: {action}, which is over the estimate"
                 )
             else:
                 continue
