@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from calib.evaluate.report import Figure
     from calib.files.stored_scales import StoredLayer, StoredScales, Values
     from calib.scales.places import LayerPlaces
+    from calib.scales.stats import KVStats
 
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 _REPORT_HEADINGS = (
@@ -40,7 +41,7 @@ def inspect(
     from calib.files.cache_type import nvfp4_convention
     from calib.files.fingerprint import baked_for
 
-    scales, places, problem = _read(directory)
+    scales, places, lines = _read(directory)
     baked = baked_for(scales.directory)
     if plot:
         if not (scales.layers or places):
@@ -51,12 +52,12 @@ def inspect(
     nvfp4, limit = nvfp4_convention(scales.directory), _fp8_limit(scales)
     first = [{"layer": x.layer, "k": x.k.first_tokens(limit), "v": x.v.first_tokens(limit)} for x in places]
     document = scales.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first, "baked": baked}
-    lines = [f"baked for {baked}: its weights hold the factors, so it needs no scales"] if baked else []
-    return Answer(document, chain(lines, _scales_blocks(directory, scales, places, problem)))
+    head = [f"baked for {baked}: its weights hold the factors, so it needs no scales"] if baked else []
+    return Answer(document, chain(head, _scales_blocks(scales, places), lines))
 
 
-def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | None]:
-    """Read the scales, and where statistics say the largest values were, or why they cannot be read.
+def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[str]]:
+    """Read the scales, and where statistics say the largest values were; return lines on these, too.
 
     There may be statistics alone: of format fp8kv, or of a running engine, which have no places: there the
     scales are those that hold the largest values. A baked model may have neither.
@@ -72,17 +73,35 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], str | N
         opened = open_model_directory(directory, weights=False, or_statistics=True)
         if not (directory / STATS_FILE).is_file():
             if baked_for(opened):
-                return StoredScales(opened, []), [], None
+                return StoredScales(opened, []), [], []
             raise
         from calib.scales.stats_file import load_stats, smallest_scales  # with torch
 
-        places = read_places(directory)
-        layers = [] if places else smallest_scales(load_stats(directory))
-        return StoredScales(opened, layers), places, None
+        if places := read_places(directory):
+            return StoredScales(opened, []), places, []
+        stats = load_stats(directory)
+        return StoredScales(opened, smallest_scales(stats)), [], _traffic_notes(directory, stats)
     try:
-        return scales, read_places(directory), None
+        places, path = read_places(directory), quote(str(directory))
     except InputError as error:
-        return scales, [], str(error)
+        return scales, [], [f"problem: {error}"]
+    note = f"note: fp8kv verify {path} compares the scales with the statistics beside them"
+    return scales, places, [note] if (directory / STATS_FILE).is_file() else []
+
+
+def _traffic_notes(directory: Path, stats: "KVStats") -> list[str]:
+    """Say which scales are estimates, and what compares others with this traffic."""
+    notes = []
+    for letter in "kv":
+        layers = [layer.layer_idx for layer in stats.layers.values() if letter in layer.estimated]
+        if layers:
+            notes.append(
+                f"note: {letter.upper()} of {show_layers(layers)} is estimated, as its cache clipped it"
+            )
+    return [
+        *notes,
+        f"note: fp8kv verify DIR --against {quote(str(directory))} compares the scales in DIR with it",
+    ]
 
 
 def _fp8_limit(scales: "StoredScales") -> float:
@@ -94,13 +113,11 @@ def _fp8_limit(scales: "StoredScales") -> float:
     return FP8_MAX["e4m3fn"]
 
 
-def _scales_blocks(
-    path: Path, scales: "StoredScales", places: list["LayerPlaces"], problem: str | None
-) -> Iterator[Block]:
+def _scales_blocks(scales: "StoredScales", places: list["LayerPlaces"]) -> Iterator[Block]:
     yield from _opening_lines(scales) if scales.layers or places else ()
     if scales.layers:
         rows = [_layer_row(x, scales) for x in (*scales.layers, *scales.drafts)]
-        yield TextTable(str(path), _HEADINGS, rows)
+        yield TextTable(str(scales.directory.path), _HEADINGS, rows)
         if lacking := scales.layers_without_scales:
             yield f"note: {show_layers(lacking)} {'have' if len(lacking) > 1 else 'has'} no scales"
     if places:
@@ -111,9 +128,7 @@ def _scales_blocks(
             amax = [*layer.k.first_tokens(limit).values(), *layer.v.first_tokens(limit).values()]
             rows.append((str(layer.layer), *("-" if value is None else f"{value:.4g}" for value in amax)))
         yield TextTable(title, ("layer", "K at 0", *columns, "V at 0", *columns), rows)
-    yield from (f"problem: {text}" for text in (*scales.problems, *([problem] if problem else [])))
-    if scales.layers and (path / STATS_FILE).is_file():
-        yield f"note: fp8kv verify {quote(str(path))} compares the scales with the statistics beside them"
+    yield from (f"problem: {text}" for text in scales.problems)
 
 
 def _opening_lines(scales: "StoredScales") -> list[str]:

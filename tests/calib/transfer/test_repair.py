@@ -372,6 +372,11 @@ def test_traffic_of_a_cache_that_clipped_is_of_the_model_whose_scales_were_too_s
     rows = ran("verify", measured, "--against", traffic).stdout.partition("Measured absmax")[2].splitlines()
     counts = [line.count("about ") for line in rows if re.match(r"│ +\d", line)]
     assert counts == [2] * clipped + [0] * (3 - clipped)
+    if clipped == 3:
+        lines = ran("inspect", traffic).stdout.splitlines()[-3:]
+        note = "is estimated, as its cache clipped it"
+        assert lines[:2] == [f"note: {letter} of layers 0, 1, 2 {note}" for letter in "KV"]
+        assert lines[2] == f"note: fp8kv verify DIR --against {traffic} compares the scales in DIR with it"
     name, own = next(iter(stats.layers.items()))
     k, v = TensorStats(2 * own.k.amax), TensorStats(own.v.amax)
     layers[name] = replace(own, q=None, k=k, v=v, estimated=("k",))
