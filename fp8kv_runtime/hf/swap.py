@@ -155,10 +155,13 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
 
 
 class _Name(str):
-    """A replacement's own name, which models take for that of the original.
+    """A replacement's own name, which is also equal to the name of the original.
 
-    They ask whether it is "eager" or "sdpa", or has "flash" in it, for instance to know whether
-    they must mask what their indexer leaves out.
+    This breaks on purpose the rule that equal objects have equal hashes. Models of transformers compare
+    the name: DeepSeek-V3.2 masks what its indexer leaves out `if ... in ("eager", "sdpa")`, which the
+    replacement needs as the original does. `AttentionInterface` is a dict of names, in which the hash
+    must find the replacement and never the original: a dict compares hashes before it asks `__eq__`.
+    Others look for "flash" in the name, which begins with the original's.
     """
 
     # plain strings, as torch.compile cannot look into this one
@@ -176,7 +179,7 @@ class _Name(str):
     def __ne__(self, text: object) -> bool:
         return text != self.text and text != self.original
 
-    __hash__ = str.__hash__  # tables find the replacement
+    __hash__ = str.__hash__  # of the own name alone
 
 
 def is_latent(module: nn.Module) -> bool:

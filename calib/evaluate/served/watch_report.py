@@ -309,14 +309,15 @@ def _layer_facts(heads: int, channels: int) -> LayerFacts:
 def expected_shares(
     stats: KVStats, scales: KVScales, limits: Mapping[tuple[int, str], torch.Tensor] | None = None
 ) -> Expected:
-    """Return the share of a calibration's own tokens in the last code, of K and V: in the worst head.
+    """Return the share of a calibration's own tokens in the last code, for K and V of each layer.
 
-    A scale that holds all of them has its largest token there, and where a value depends on the token alone,
-    as V of the first layer does, every other one of that token: those that tie are all known, and of others
-    the `TAIL` largest.
+    Of several heads it is the largest share. The largest token defines the scale, and so is in the last
+    code. Where V depends on the token alone, in the first layer, every token of that kind is. Statistics
+    count all tokens that tie for the largest, and know the `TAIL` largest values besides.
 
-    An engine may clip later than the calibration's scales do, as with the largest head's for all of them:
-    from `limits`, by layer and letter, [K] float32 each. What it clips earlier is a fault, and not expected.
+    `limits`, [K] float32 by layer and letter, are the magnitudes from which an engine clips. Where these
+    are larger than the calibration's, fewer tokens are expected; smaller ones are a fault of the engine,
+    and change nothing.
     """
     table = code_table(FP8_DTYPES[scales.fp8_dtype])
     shares = {}
