@@ -164,7 +164,7 @@ def _make_directory(
         calibrate(model, recipe, output, overwrite=overwrite, resume=resume, progress=progress)
     else:
         progress.stage("write")
-        kind = "16 bits" if variant.kind == REFERENCE else f"type {variant.cache or variant.name}"
+        kind = "16 bits" if variant.kind == REFERENCE else f"type {variant.cache or variant.kind}"
         card = render_card("as_it_is", model=model, kind=kind, serve=serve)
         source, copied = evaluation.checkpoint, progress.copied
         with atomic_directory(output, overwrite=overwrite) as scratch:

@@ -515,6 +515,7 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
         (("--budget-kl", "1e-9"), "reference"),
         (("--budget-bytes", "0.55"), "baked"),
         (("--budget-kl", "0.004", "--engine", "sglang"), "tensor"),
+        (("--budget-kl", "0.01", "--engine", "sglang"), "none"),
     ],
 )
 def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_path, monkeypatch):
@@ -522,6 +523,8 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     for layer in model.model.layers if prepared == "tensor" else ():  # V beyond FP8 at scale 1.0
         layer.self_attn.v_proj.weight.data *= 2.0**12
         layer.self_attn.o_proj.weight.data *= 2.0**-12
+    if prepared == "none":  # as it is, by chance, with a real model
+        monkeypatch.setattr(Judgement, "simplest", lambda *_: "none")
     directory, out, page = save_model(model, tmp_path / "model"), tmp_path / "out", tmp_path / "report"
     flags = (*wish, *FLAGS, "--write", out, "--json")
     answer = json.loads(ran("recommend", directory, *flags, "-o", page).stdout)
@@ -539,6 +542,11 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
     mixed = fp8kv("recommend", directory, *flags[:-2], tmp_path / "mixed" / "a", "-o", tmp_path / "mixed")
     one_line_error(mixed, "would mix with the report in", "choose another --write")
     assert recommended / 10 <= kl <= 10 * recommended  # of other text and another calibration
+    if prepared == "none":
+        card = (out / "README.md").read_text()
+        assert card.startswith(f"# {directory}, for a KV cache of type fp8\n")
+        assert answer["written"]["serve"] in card
+        return
     if prepared == "reference":  # needs nothing
         serve = f"its cache, 16 bits, needs none; serve it with {answer['written']['serve']}"
         one_line_error(fp8kv("verify", out), serve)

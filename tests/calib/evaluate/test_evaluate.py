@@ -391,6 +391,10 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(held_out):
     one_line_error(
         held_out("one.jsonl", scales=[]), "samples of 'one.jsonl' are new, ", "this evaluation read "
     )
+    write("few.jsonl", [*FRESH[:1], READ[0], *FRESH[1:7]])
+    one_line_error(
+        held_out("few.jsonl"), "samples of 'few.jsonl' are new, and 4 are needed: 'out' read 1 other, "
+    )
 
 
 def test_what_was_read_is_left_out_and_scales_without_a_record_are_warned_of(held_out):
