@@ -151,13 +151,14 @@ class WatchedLayer:
         answer: dict[str, Any] = {"layer": self.layer, "channels": channels, "tokens": self.counts.tokens}
         if self.dtype is None:
             return answer
+        answer["edge"] = edge = code_table(self.dtype, self.cuts_off).edge
         rows = {"tokens": self.tokens, "clipped": self.clipped}
         rows |= {kind: self.values(kind) for kind in ("saturated", "zero")}
         for part, letter in enumerate("kv"):
             answer[letter] = {name: row[part].tolist() for name, row in rows.items()}
             scales = torch.zeros(1) if self.scales is None else self.scales[part]
             if (scales.isfinite() & (scales > 0)).all():  # an engine that holds other ones has no limit
-                answer[letter]["limit"] = (scales * code_table(self.dtype, self.cuts_off).edge).tolist()
+                answer[letter]["limit"] = (scales * edge).tolist()
         return answer
 
 

@@ -80,7 +80,7 @@ class Names:
         elif name == "TRAFFIC":  # that a running engine wrote
             shutil.copytree(self.made("OUTPUT"), path)
             head = {"tokens": [500], "clipped": [0], "saturated": [0], "zero": [0]}
-            layer = {"layer": 0, "tokens": 500, "channels": 16, "k": head, "v": head}
+            layer = {"layer": 0, "tokens": 500, "channels": 16, "edge": 432.0, "k": head, "v": head}
             facts = {"fp8kv_watch": 1, "engine": "vLLM 0.32.0", "model": "DIR", "fingerprint": "7"}
             facts |= {"since": "2026-11-27T12:00:00+00:00", "written": "2026-11-27T13:00:00+00:00"}
             facts |= {"tokens": 500, "layers": [layer]}

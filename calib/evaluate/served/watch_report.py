@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from calib.errors import InputError, first_problem
+from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
 from calib.files.names import WATCH_FILE
 from calib.files.strict_json import read_object
@@ -63,12 +64,16 @@ class _Layer(_Part):
     layer: _Count
     channels: _Positive
     tokens: _Positive
+    # the magnitude, over the scale, from which the engine's FP8 type and kernels have the last code
+    edge: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     k: _Counts | None = None  # none: a cache in 16 bits
     v: _Counts | None = None
 
     @model_validator(mode="after")
     def _check_values(self) -> "_Layer":
         for counts in filter(None, (self.k, self.v)):
+            if self.edge is None:
+                raise ValueError("an FP8 cache without the end of its range")
             for values in (counts.zero, counts.saturated):
                 if any(x > n * self.channels for x, n in zip(values, counts.tokens, strict=True)):
                     raise ValueError("more values are zero or saturated than were counted")
@@ -259,25 +264,26 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
         if counts and counts.limit
     }
     scales = derive_scales(stats, calibration.recipe())
-    return expected_shares(stats, scales, limits), _compare_limits(model, limits, scales)
+    edges = {layer.layer: layer.edge for layer in watched.layers if layer.edge}
+    return expected_shares(stats, scales, limits), _compare_limits(model, limits, edges, scales)
 
 
-def _compare_limits(model: Path, limits: Mapping[tuple[int, str], torch.Tensor], scales: KVScales) -> str:
+def _compare_limits(
+    model: Path, limits: Mapping[tuple[int, str], torch.Tensor], edges: Mapping[int, float], scales: KVScales
+) -> str:
     """Say in which layers an engine clips from other `limits`, [K] each, than with the calibration's scales.
 
-    The type of its cache, and how its kernels round, are those with which most layers agree.
+    `edges` are where its layers clip at scale 1.0.
     """
-    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
-    own = {(i, x): getattr(layers[i], x.lower()) for i, x in limits if i in layers}
-    own = {place: scale for place, scale in own.items() if scale.dim() == 1}
-    # engines double scales for an FP8 type that ends at 240
-    types = {scales.fp8_dtype: 1} | ({"e4m3fnuz": 2} if scales.fp8_dtype == "e4m3fn" else {})
-    edges = [
-        n * code_table(FP8_DTYPES[x], cuts_off).edge for x, n in types.items() for cuts_off in (False, True)
-    ]
-    expected = [{place: scale * edge for place, scale in own.items()} for edge in edges]
-    mismatches = [{x: end for x, end in ends.items() if not _is_limit(limits[x], end)} for ends in expected]
-    wrong = min(mismatches, key=len)
+    wrong = {}
+    for layer in scales.layers.values():
+        for letter, scale in (("K", layer.k), ("V", layer.v)):
+            place, edge = (layer.layer_idx, letter), edges.get(layer.layer_idx, 0.0)
+            # engines double scales for an FP8 type that ends at 240
+            factor = 2 if edge <= FP8_MAX["e4m3fnuz"] and scales.fp8_dtype == "e4m3fn" else 1
+            end = scale * edge * factor
+            if place in limits and scale.dim() == 1 and not _is_limit(limits[place], end):
+                wrong[place] = end
     if not wrong:
         return ""
     (index, letter), end = next(iter(wrong.items()))

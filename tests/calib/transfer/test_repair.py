@@ -256,7 +256,7 @@ def traffic_of(calibration, out, model):
     out.mkdir()
     shutil.copy(calibration / STATS_FILE, out)
     head = {"tokens": [500], "clipped": [0], "saturated": [0], "zero": [0]}
-    layers = [{"layer": 0, "tokens": 500, "channels": 16, "k": head, "v": head}]
+    layers = [{"layer": 0, "tokens": 500, "channels": 16, "edge": 432.0, "k": head, "v": head}]
     facts = dict.fromkeys(("engine", "fingerprint", "since"), "7") | {"model": str(model)}
     facts |= {"written": "2026-11-27T12:00:00+00:00"}
     facts |= {"fp8kv_watch": 1, "tokens": 500, "layers": layers}
@@ -324,7 +324,7 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         traffic = traffic_of(measured, tmp_path / f"traffic-{share}", "not/here")
         counts = {"tokens": [layer.tokens] * heads, "saturated": [0] * heads, "zero": [0] * heads}
         counts = {x: counts | {"clipped": [n] * heads} for x, n in (("k", 0), ("v", share * expected))}
-        row = {"tokens": layer.tokens, "channels": layer.v.amax.shape[1], **counts}
+        row = {"tokens": layer.tokens, "channels": layer.v.amax.shape[1], "edge": 432.0, **counts}
         edit_json(traffic / "fp8kv_watch.json", layers=[{"layer": i, **row} for i in LAYERS])
         k, v = TensorStats(layer.k.amax), TensorStats(layer.v.amax * 2)
         larger = replace(layer, k=k, v=v, q=None, latent=None, estimated=("v",))

@@ -493,16 +493,20 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     # no other ones: of a cache that cuts digits off, doubled, in bfloat16, the largest of a rank's heads
     heads = torch.tensor([1.0, 0.5])
     per_head = replace(scales, layers={n: LayerScales(i, heads, heads) for i, n in enumerate("ab")})
-    for own, limits, is_same in (
-        *((scales, limit, True) for limit in (432.0, 448.0, 464.0, 433.0)),
-        *((scales, limit, False) for limit in (436.0, 864.0, 216.0)),
-        *((per_head, torch.tensor(ends) * 216.0, True) for ends in ([2, 1], [2, 2])),
-        *((per_head, torch.tensor(ends) * 216.0, False) for ends in ([1, 2], [1, 1])),
+    for own, limits, edge, is_same in (
+        *((scales, limit, edge, True) for limit, edge in ((432.0, 432.0), (448.0, 448.0), (433.0, 432.0))),
+        *((scales, limit, 432.0, False) for limit in (436.0, 448.0, 464.0, 864.0, 216.0)),
+        *((scales, limit, 232.0, limit == 464.0) for limit in (464.0, 232.0, 432.0)),
+        *((per_head, torch.tensor(ends) * 216.0, 432.0, True) for ends in ([2, 1], [2, 2])),
+        *((per_head, torch.tensor(ends) * 216.0, 432.0, False) for ends in ([1, 2], [1, 1])),
     ):
+        edges = dict.fromkeys(range(2), edge)
         ends = {(i, x): torch.as_tensor(limits).expand(HEADS) for i in range(2) for x in "KV"}
-        assert (watch_report._compare_limits(tmp_path, ends, own) == "") == is_same
-    ends = {place: torch.full((HEADS,), 432.0 * (1 + (place == (1, "V")))) for place in ends}
-    assert "in layer 1: layer 1's V clips from 864" in watch_report._compare_limits(tmp_path, ends, scales)
+        assert (watch_report._compare_limits(tmp_path, ends, edges, own) == "") == is_same
+    ends, edges = {place: torch.full((HEADS,), 432.0) for place in ends}, dict.fromkeys(range(2), 432.0)
+    ends[1, "V"] = 2 * ends[1, "V"]
+    difference = watch_report._compare_limits(tmp_path, ends, edges, scales)
+    assert "in layer 1: layer 1's V clips from 864" in difference
     write(tmp_path, *(watched(x, 1.0, layer) for layer in range(2)))
     limits = [
         replace(watched(x, 0.5), cuts_off=x_is_cut).to_json()["k"]["limit"][0] for x_is_cut in (False, True)
@@ -590,6 +594,9 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
         document["layers"][0]["k"] |= change
         path.write_text(json.dumps(document))
         one_line_error(fp8kv("watch", tmp_path / "few"), words)
+    document["layers"][0] |= {"edge": None, "k": document["layers"][0]["v"]}
+    path.write_text(json.dumps(document))
+    one_line_error(fp8kv("watch", tmp_path / "few"), "an FP8 cache without the end of its range")
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
     done = fp8kv("watch", tmp_path, "--model", tmp_path / "no")
     one_line_error(done, f"'{tmp_path / 'no'}' does not exist")
