@@ -63,8 +63,8 @@ def verify(
     ),
     served: list[str] | None = flags.option(
         "Ask this running, OpenAI-compatible server whether it uses the scales. Asking takes 120 s at most; "
-        "our own runs of the model come on top. Given several times: whether servers with our plugin hold "
-        "them, and read each other's KV blocks rightly.",
+        "our own runs of the model come on top. Repeat it to compare several servers that run our plugin: do "
+        "they hold the same scales, and read each other's KV blocks rightly?",
         metavar="URL",
     ),
     model: str | None = flags.option(
@@ -103,7 +103,7 @@ def verify(
     answer = report.to_json() | {"notes": notes}
     blocks = chain(_report_blocks(report, place), (f"note: {note}" for note in notes))
     if against is None and (directory / STATS_FILE).is_file() and not report.problems:
-        blocks = chain(blocks, [f"note: what the scales clip is seen with --against {quote(str(directory))}"])
+        blocks = chain(blocks, [f"note: to see what the scales clip, add --against {quote(str(directory))}"])
     if backend and report.baked == "int8":
         raise InputError(
             f"'{directory}' is baked for int8, whose cache makes its own scales; leave --backend out"
@@ -272,11 +272,10 @@ def _json_lines(directory: Path) -> Iterator[Block]:
 
 
 def _show_flag(simulation: "Simulation", baked: choices.Purpose | None) -> str:
-    """Return what the user must add for the cache, and whether the config alone turns FP8 on."""
-    flag = simulation.flag
-    if simulation.refused or (baked == "int8" and not flag):
+    """Return the flags that the user must add for the cache, if the config alone does not turn it on."""
+    if simulation.refused or (baked == "int8" and not simulation.flag):
         return "-"
-    return f"by itself, with {flag}" if flag == simulation.engine.transformers_flag else flag or "by itself"
+    return simulation.flag or "without a flag"
 
 
 def _count(simulation: "Simulation", letter: str, baked: choices.Purpose | None) -> str:

@@ -85,7 +85,7 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
     yield from ("", f"{tokens} token{'s' * (tokens != 1)} in {fp8.seconds:.1f} s ({speed})")
     ratio = f"{size / size_16bit:.2f}x"
     yield f"KV cache: {size:,} bytes a token in {name}, {size_16bit:,} in 16 bits ({ratio})"
-    own += " of codes, beside which a CPU keeps what they stand for" * result.keeps_decoded
+    own += " (without the float32 copy that a CPU keeps beside it)" * result.keeps_decoded
     yield f"{result.cached_tokens} tokens{blocks}: {own}; {full} in 16 bits"
     if result.simulated:
         yield f"simulated, so the speed is not an engine's; known from {result.simulated}"

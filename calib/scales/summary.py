@@ -185,23 +185,22 @@ class ClippedTokens(NamedTuple):
         if self.by_layer:
             usual = median(self.by_layer.values())
             worst = max(self.by_layer, key=self.by_layer.__getitem__)
-            layer = "one of the other layers" if self.unknown else "a layer"
-            chance = f"{_one_in(usual)} has a value beyond the scales in {layer}"
+            scope = " of the other layers" if self.unknown else " layer"
             if _one_in(usual) == _one_in(self.by_layer[worst]):
-                parts.append(f"{chance}, at most")
+                parts.append(f"{_one_in(usual)} in each{scope}, at most")
             else:
                 of_worst = f"{_one_in(self.by_layer[worst])} in layer {worst}"
-                parts.append(f"{chance} (the median), {of_worst}")
+                parts.append(f"{_one_in(usual)} in the median{scope}, {of_worst}")
         if self.unknown:
             names = name_layers(self.unknown)
             parts.append(f"more than can be told in {names} (beyond the {TAIL} largest tokens)")
-        return f"expected of new text like this: {'; '.join(parts)}"
+        return f"expected clipping in new text like this: {'; '.join(parts)}"
 
 
 def _one_in(chance: float) -> str:
     if chance <= 1e-12:
-        return "less than one token in 10^12"
-    return f"one token in {float(f'{1 / chance:.2g}'):,.0f}"  # two digits: it is an estimate
+        return "less than 1 token in 10^12"
+    return f"1 token in {float(f'{1 / chance:.2g}'):,.0f}"  # two digits: it is an estimate
 
 
 def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> ClippedTokens | None:

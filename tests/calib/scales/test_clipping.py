@@ -143,16 +143,16 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, fi
         assert found.by_layer == {layer: chance for layer, chance in known.items() if layer >= many}
         assert found.unknown == tuple(range(many))
         assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
-        assert ("in one of the other layers" in found.line) == (many < len(own))
+        assert (" of the other layers" in found.line) == (many < len(own))
     assert ClippedTokens({0: 1e-3, 1: 1e-4, 4: 0.0}).line == (
-        "expected of new text like this: one token in 10,000 has a value beyond the scales in a layer "
-        "(the median), one token in 1,000 in layer 0"
+        "expected clipping in new text like this: 1 token in 10,000 in the median layer, "
+        "1 token in 1,000 in layer 0"
     )
-    assert "less than one token in 10^12" in ClippedTokens({0: 0.0}).line
-    few = "one token in 1,300 has a value beyond the scales in"
-    assert ClippedTokens({0: 1 / 1313}).line.endswith(f"{few} a layer, at most")
+    assert "less than 1 token in 10^12" in ClippedTokens({0: 0.0}).line
+    few = "1 token in 1,300 in each"
+    assert ClippedTokens({0: 1 / 1313}).line.endswith(f"{few} layer, at most")
     line = ClippedTokens({0: 1 / 1313, 1: 1 / 1313}, (2,)).line
-    assert f"{few} one of the other layers, at most; more" in line
+    assert f"{few} of the other layers, at most; more" in line
     channels = derive_scales(stats, Recipe(strategy="channel", export={"formats": ["fp8kv"]}))
     assert clipped_tokens(stats, channels) is None
     old = without(stats, "tail")
@@ -163,7 +163,7 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
     text = ("--dataset", "random", "--samples", 20, "--seq-len", 64)
     done = ran("calibrate", directory, "-o", out, *text, "--headroom", "auto")
-    assert "expected of new text like this: one token in" in " ".join(done.stdout.split())
+    assert "expected clipping in new text like this: 1 token in" in " ".join(done.stdout.split())
     report = report_of(out)
     assert report["recipe"]["headroom"] == "auto"
     assert max(report["clip_chance"].values()) <= CLIP_CHANCE
