@@ -23,7 +23,7 @@ from calib.engines.quantization_config import choose_method, excluded_by, method
 from calib.files.cache_type import Convention, asks_for_heads, is_for_nvfp4, nvfp4_convention
 from calib.files.config import LAYER_KEYS, can_be_split, text_config
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import JSON_FILE, layer_of, way_back
+from calib.files.names import INDEX_FILE, JSON_FILE, STATS_FILE, layer_of, way_back
 from calib.files.scale_files import ScalesJson, ScaleTensor
 
 Key = tuple[str, str]  # attention module, and the letters that a scale is of
@@ -175,8 +175,11 @@ def _loaded_tensors(
     """Return the tensors that reach attention layers, and note the others in `simulation.ignored`."""
     engine, tensors = simulation.engine, directory.tensors
     is_exception = architecture(directory.config) in engine.unknown_exceptions
-    if directory.misnamed and (engine.unknown == "refused") != is_exception:
-        raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
+    if (engine.unknown == "refused") != is_exception:
+        if directory.misnamed:
+            raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
+        if directory.index is None and (directory.path / STATS_FILE).is_file():
+            raise Refused(f"without {INDEX_FILE} it takes {STATS_FILE} for weights; move that file elsewhere")
     simulation.ignored += [(name, f"'{name}' is not the name of a scale") for name in directory.misnamed]
     if directory.json and not tensors:
         reason = f"no tensor holds scales, only {JSON_FILE}, so it computes with 1.0"

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from command_line import fp8kv, json_of, ran
 from families import edit_tensors
+from safetensors import safe_open
 from scale_directories import (
     COMPRESSED,
     MODELOPT,
@@ -24,7 +25,7 @@ from scale_directories import (
     write,
 )
 
-from calib.files.names import SCALES_SHARD
+from calib.files.names import INDEX_FILE, SCALES_SHARD
 
 
 def test_engines_differ(tmp_path):
@@ -63,10 +64,19 @@ def test_a_backend_says_which_head_sizes_it_takes_and_what_is_printed_can_be_pas
     flags, said = ("--engine", "vllm", "--backend", "CPU_ATTN"), "head size must be a multiple of 32; this"
     for head_size, is_wrong in ((16, True), (64, False)):
         directory = model(save_amax({(0, "k"): [1.0]}, tmp_path / "a b"), head_dim=head_size)
+        with safe_open(directory / "model.safetensors", "pt") as file:
+            weight_map = dict.fromkeys(file.keys(), "model.safetensors")
+        (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
         document = json_of("verify", directory, *flags, status=is_wrong)
         assert (document["good"], said in str(document["backend"]["problems"])) == (not is_wrong, is_wrong)
         printed = lines_of(fp8kv("verify", directory, *flags))
         assert [f"clip, add --against '{directory}'" in printed, said in printed] == [True, is_wrong]
+
+
+def test_statistics_are_weights_to_an_engine_that_refuses_others_and_finds_no_index(tmp_path):
+    directory = model(save_amax({(0, "k"): [1.0]}, tmp_path / "model"))
+    assert (said(directory, "vllm"), said(directory, "sglang")) == ("refused", "loaded")
+    assert "takes fp8kv_stats.safetensors for weights; move that" in lines_of(fp8kv("verify", directory))
 
 
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "ROCM_ATTN"])
