@@ -354,6 +354,8 @@ def watch(
     condition = parse_condition(fail_if[-1], METRICS)
     if len(fail_if) > 1 or condition.variant is not None or not condition.compare(2, 1):
         raise InputError(f"--fail-if '{' '.join(fail_if)}': give one condition, clipped>SHARE or zero>SHARE")
+    if condition.limit >= 1:
+        raise InputError(f"--fail-if '{condition.text}': no share is above 1; write 0.01 for 1 %")
     is_address = source.lower().startswith(("http://", "https://"))
 
     def look() -> "WatchReport":

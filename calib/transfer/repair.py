@@ -32,7 +32,7 @@ from calib.scales.stats_file import (
     open_calibration,
 )
 from calib.transfer.convert import Conversion, write_scales
-from calib.transfer.traffic import check_traffic, settle_estimates
+from calib.transfer.traffic import check_traffic, join_calibration, settle_estimates
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
@@ -82,7 +82,7 @@ def repair(
         stored = StoredScales(checkpoint, [])
     checkpoint, misnamed = _remove_misnamed(checkpoint)
     stored, name_changes = _remove_strays(stored, checkpoint)
-    stats = calibration.stats
+    stats = join_calibration(calibration, directory)
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}

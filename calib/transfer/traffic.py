@@ -96,11 +96,10 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
 
 
 def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration, list[str]]:
-    """Return `traffic` with what the calibration in `directory` knows better than an estimate, and notes.
+    """Return `traffic` without estimates that the calibration in `directory` makes superfluous, and notes.
 
-    Its own largest value is taken where that is more, or where it expects as many tokens in the last code:
-    tokens that return again and again have it. The traffic of others, or without such a calibration, stays
-    as it is.
+    Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
+    return again and again have it. The traffic of others, or without such a calibration, stays as it is.
     """
     is_estimate = any(layer.estimated for layer in traffic.stats.layers.values())
     if not (is_estimate and (traffic.directory / WATCH_FILE).is_file()):
@@ -116,25 +115,41 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
     layers, notes = dict(traffic.stats.layers), list[str]()
     for name, layer in traffic.stats.layers.items():
         for letter in layer.estimated:
-            part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
-            action = "its largest value in the calibration is taken"
             if row := usual.get((layer.layer_idx, letter)):
-                amax = torch.minimum(part.amax, largest)
+                part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
+                part = replace(part, amax=torch.minimum(part.amax, largest))
                 estimates = tuple(x for x in layers[name].estimated if x != letter)
-                layers[name] = replace(layers[name], estimated=estimates)
-                reason = (
-                    f"{row.clipped:.2%} of the tokens are at the end of the range, {row.expected:.2%} were"
-                )
-                notes.append(f"layer {row.layer}'s {row.letter}: {reason} expected; {action}")
-            elif largest.max() > part.amax.max():
-                amax = torch.maximum(part.amax, largest)
+                layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
                 notes.append(
-                    f"layer {layer.layer_idx}'s {letter.upper()}: {action}, which is over the estimate"
+                    f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the"
+                    f" range, {row.expected:.2%} were expected; its largest value in the calibration is taken"
                 )
-            else:
-                continue
-            layers[name] = replace(layers[name], **{letter: replace(part, amax=amax)})
     return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
+
+
+def join_calibration(traffic: Calibration, directory: Path) -> KVStats:
+    """Return the statistics of `traffic` with the larger values of the calibration in `directory`, if any.
+
+    New scales have to hold both: a head that an engine's traffic asks little of may be asked more again.
+    Statistics that are no engine's traffic stay as they are.
+    """
+    stats = traffic.stats
+    if not (traffic.directory / WATCH_FILE).is_file():
+        return stats
+    try:
+        own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
+    except (Fp8kvError, OSError):  # without, or damaged
+        return stats
+    layers = {}
+    for name, layer in stats.layers.items():
+        pairs = {x: (getattr(layer, x), getattr(own.get(layer.layer_idx, layer), x)) for x in "kv"}
+        parts = {
+            letter: replace(part, amax=torch.maximum(part.amax, calibrated.amax))
+            for letter, (part, calibrated) in pairs.items()
+            if part.amax.shape == calibrated.amax.shape
+        }
+        layers[name] = replace(layer, **parts)
+    return replace(stats, layers=layers)
 
 
 def _exact_amax(stats: KVStats) -> Amax:

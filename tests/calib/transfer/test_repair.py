@@ -345,13 +345,12 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         edited = damage(measured, tmp_path / f"edited-{share}", {"model.layers.1.self_attn.v_scale": 9.0})
         done = ran("repair", edited, "--stats", traffic, "-o", tmp_path / f"again-{share}")
         assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
-    # nor has a cache of a far too small scale seen more than the calibration has
+    # what a cache of a far too small scale, or less text, has seen is no reason to hold less than before
     v = TensorStats(layer.v.amax / 8)
     layers = stats.layers | {name: replace(larger, v=v)}
     save_stats(replace(stats, layers=layers), traffic / STATS_FILE)
     small = damage(measured, tmp_path / "small", {"model.layers.0.self_attn.v_scale": 1e-5})
-    done = ran("repair", small, "--stats", traffic, "-o", tmp_path / "mended")
-    assert "layer 0's V: its largest value in the calibration is taken, which is over the" in done.stderr
+    ran("repair", small, "--stats", traffic, "-o", tmp_path / "mended")
     assert scales(tmp_path / "mended") == scales(measured)
 
 

@@ -580,6 +580,7 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     one_line_error(
         fp8kv("watch", tmp_path, "--fail-if", "a:zero>1"), "give one condition, clipped>SHARE or zero>SHARE"
     )
+    one_line_error(fp8kv("watch", tmp_path, "--fail-if", "clipped>1"), "no share is above 1; write 0.01 for")
     write(tmp_path / "few", watched(x[:255], 2 / 448))
     done = fp8kv("watch", tmp_path / "few")
     assert done.exit_code == 1
