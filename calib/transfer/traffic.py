@@ -131,7 +131,7 @@ def join_calibration(traffic: Calibration, directory: Path) -> KVStats:
     """Return the statistics of `traffic` with the larger values of the calibration in `directory`, if any.
 
     New scales have to hold both: a head that an engine's traffic asks little of may be asked more again.
-    Statistics that are no engine's traffic stay as they are.
+    Other statistics than an engine's stay as they are.
     """
     stats = traffic.stats
     if not (traffic.directory / WATCH_FILE).is_file():
