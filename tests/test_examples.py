@@ -46,6 +46,7 @@ NOT_RUN = {
     "fp8kv-calibrate MODEL --draft": "a drafter; tests/calib/capture/test_draft.py makes some",
     "fp8kv-eval MODEL --long": "to its tokenizer all text is alike; tests/calib/evaluate/test_measure.py",
     "fp8kv bench": "takes minutes without a GPU; tests/calib/test_bench.py",
+    "fp8kv-eval builtin:smollm2 --seq-len 512": "reads 4,096 tokens of the real model, new to its scales",
     "fp8kv-eval MODEL --tasks hellaswag,gsm8k": "lm-eval fetches these from the Hub itself",
 }
 # runs, but prints something else on every machine
