@@ -45,8 +45,10 @@ def did_you_mean(word: str, legal: Iterable[str], most: int = 1) -> str:
     """Return a question with the legal words closest to `word`, `most` of them, or "" if none is close."""
     cutoff = 0.55 if len(word) > 3 else 0.7  # 'gpu' does not mean 'cpu'
     close = difflib.get_close_matches(OUR_NAMES.get(word, word), [*legal], n=most, cutoff=cutoff)
-    *names, last = map(repr, close) if close else ("",)
-    return f" (did you mean {', '.join(names)}{' or ' * bool(names)}{last}?)" if close else ""
+    if not close:
+        return ""
+    *names, last = map(repr, close)
+    return f" (did you mean {', '.join(names)}{' or ' if names else ''}{last}?)"
 
 
 def one_line(error: object, limit: int = 300) -> str:

@@ -176,9 +176,9 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Recipe":
-        is_absmax = self.observer.name == "absmax"
+        is_absmax, is_channel = self.observer.name == "absmax", self.strategy == "channel"
         observer = "" if is_absmax else f"observer '{self.observer.name}'"
-        channels = "strategy 'channel'" if self.strategy == "channel" else "center_keys" * self.center_keys
+        channels = "strategy 'channel'" if is_channel else "center_keys" if self.center_keys else ""
         tails = "headroom 'auto'" if self.headroom == "auto" else "data.until" if self.data.until else ""
         nvfp4 = next((name for name in self.export.formats if name.endswith("-nvfp4")), None)
         if nvfp4 and not (is_absmax and self.fp8_dtype == "e4m3fn"):

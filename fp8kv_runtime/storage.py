@@ -64,7 +64,7 @@ class KVBlocks:
             check_tensor(name, tensor, shapes[name], torch.float32, codes.device)
             low, high = host_values(tensor).aminmax()  # NaN, where there is one
             if not (low > (-torch.inf if name == "k_center" else 0) and high < torch.inf):
-                raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
+                raise ValueError(f"{name} must be finite{'' if name == 'k_center' else ' and positive'}")
             # one that was expanded has no memory for every head, which kernels read
             object.__setattr__(self, name, tensor.contiguous())
         if self.counts is not None:

@@ -51,10 +51,14 @@ def _row(name: FormatName) -> list[str]:
     tensors = [f"`{tensor.removeprefix(_MODULE)}`" for tensor in written.tensors]
     shapes = [_shape(name, strategy) for strategy in ("tensor", "attn_head")]
     documents = ", ".join(f"`{file}`" for file in written.documents)
+    engine, values = target.engine, ", ".join(tensors)
+    if target.nvfp4:
+        engine += ", NVFP4 cache"
+        values += f"; absmax / {448 * target.over_written:g}"
     return [
         f"`{name}`",
-        target.engine + ", NVFP4 cache" * target.nvfp4,
-        ", ".join(tensors) + f"; absmax / {448 * target.over_written:g}" * target.nvfp4 or "none",
+        engine,
+        values or "none",
         ", ".join(_config_words(written.config or {})) or "unchanged",
         documents or "nothing",
         *shapes,
@@ -75,7 +79,8 @@ def _config_words(config: dict[str, Any]) -> list[str]:
     quantization = config.get("quantization_config", {})
     keys = ("quant_method", "quant_algo", "kv_cache_quant_algo")
     words = [f"`{key}: {quantization[key]}`" for key in keys if key in quantization]
-    words += ["`kv_cache_scheme`"] * ("kv_cache_scheme" in quantization)
+    if "kv_cache_scheme" in quantization:
+        words.append("`kv_cache_scheme`")
     return words + [f"`{key}`" for key in config.keys() - _CONFIG.keys() - {"quantization_config"}]
 
 

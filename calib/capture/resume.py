@@ -142,7 +142,8 @@ def check_same_run(path: Path, earlier: dict[str, Any], inputs: dict[str, Any]) 
         if earlier.get(name) == value:
             continue
         both = f"{earlier.get(name, 'not recorded')}, now {value}"
-        figures = f" ({both}{'; see OMP_NUM_THREADS' * (name == THREADS)})" if len(both) < 50 else ""
+        hint = "; see OMP_NUM_THREADS" if name == THREADS else ""
+        figures = f" ({both}{hint})" if len(both) < 50 else ""
         raise InputError(
             f"'{path}' is of a run with another {name}{figures}, so --resume cannot go on; give the same "
             f"command, or {START_AGAIN}"

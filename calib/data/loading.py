@@ -91,13 +91,15 @@ class CalibrationData:
         """Numbers of documents, samples and tokens, for a terminal."""
         media, names = self.media, MEDIA_COUNTS.items()
         columns = ", ".join(f"{name} ({kind})" for name, kind in self.columns.items())
+        read = f"; columns read: {columns}" if columns else ""
         parts = [f"; {x}: {media[x]:,}, {media[y]:,} of the tokens" for x, y in names if x in media]
-        text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
-        parts += [f"; text: {text:,} of the tokens"] * bool(parts)
+        if parts:
+            text = self.num_tokens - sum(media.get(y, 0) for _, y in names)
+            parts.append(f"; text: {text:,} of the tokens")
         return (
             f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
             f"{self.num_tokens:,} tokens read, {self.unread:,} left unread"
-            f"{f'; columns read: {columns}' * bool(columns)}{''.join(parts)}"
+            f"{read}{''.join(parts)}"
         )
 
     def summary(self, skip_first: int = 0) -> TextSummary:
@@ -177,7 +179,7 @@ def open_source(recipe: DataRecipe) -> RowSource:
         rows, warnings = _shuffled(open_rows(dataset), recipe.seed), _unused(recipe, "config", "split")
         path = to_path(dataset)
         if (names := find_files(dataset)[1]) and recipe.images is None:
-            shown = ", ".join(names[:_MAX_FILE_NAMES]) + ", ..." * (len(names) > _MAX_FILE_NAMES)
+            shown = ", ".join([*names[:_MAX_FILE_NAMES], "..."] if len(names) > _MAX_FILE_NAMES else names)
             warning = f"dataset '{dataset}': not read are {shown} ({len(names)} in all)"
             warnings = (*warnings, f"{warning}; supported: {', '.join(READERS)}, directly in it")
         return RowSource(dataset, rows, warnings, path if path.is_dir() else path.parent)

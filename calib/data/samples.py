@@ -209,7 +209,8 @@ def find_document(row: Row, column: str | None, *, media: bool = False) -> Docum
 
 
 def _choice(row: Mapping[str, Any]) -> str:
-    return f"columns: {', '.join(row)}{'; choose one with `--set data.column=NAME`' * (len(row) > 1)}"
+    hint = "; choose one with `--set data.column=NAME`" if len(row) > 1 else ""
+    return f"columns: {', '.join(row)}{hint}"
 
 
 def has_media(row: Row) -> bool:
@@ -238,8 +239,7 @@ def _document(value: Any, column: str, columns: str, media: bool) -> Document:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        where = f"a chat message in column '{column}'"
-        return [_message(message, where, media) for message in value]
+        return [_message(message, f"a chat message in column '{column}'", media) for message in value]
     raise UnusableRow(
         f"column '{column}' holds {type(value).__name__}, neither text nor a list of chat messages; {columns}"
     )
@@ -271,7 +271,7 @@ def _part(part: Mapping[str, Any], where: str, media: bool) -> dict[str, Any]:
         is_link = kind.endswith("_url") and isinstance(value, Mapping)
         return {"type": name, name: value.get("url") if is_link and value else value}
     if kind != "text" or not isinstance(part.get("text"), str):
-        without = " without text" * (kind == "text")
+        without = " without text" if kind == "text" else ""
         readable = "text, pictures and sound" if media else "only text"
         raise UnusableRow(f"{where} has a part of type '{kind}'{without}; {readable} can be read")
     return {"type": "text", "text": part["text"]}
@@ -328,7 +328,8 @@ def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[
     for count in range(step, len(messages), step):
         with suppress(TemplateRefusal):
             before = _render(messages[:count], tokenizer)
-            ends += [len(before)] * text.startswith(before)
+            if text.startswith(before):
+                ends.append(len(before))
     offsets = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
     starts = [start for start, _ in tokenizer(text, **offsets)["offset_mapping"]]
     return sorted({bisect_left(starts, end) for end in ends if end})
@@ -408,8 +409,7 @@ class Pieces:
 
     def cut(self, document: int, ids: Sequence[int], turns: Sequence[int] = ()) -> None:
         """Cut a whole document; `turns` are the tokens at which turns of a chat begin, to keep whole."""
-        shared = len(self._opening)
-        opening = self._opening if list(ids[:shared]) == self._opening else []
+        opening = self._opening if list(ids[: len(self._opening)]) == self._opening else []
         spans = list(self._spans(len(ids), len(opening), turns))
         end = spans[0][1]
         self.first[document] = Piece(document, end, list(ids[:end]))

@@ -99,7 +99,8 @@ class StoredScales:
     def formats(self) -> list[str]:
         """The formats whose names the scales have, most frequent first."""
         counts = Counter(t.parsed.dialect for layer in self.layers for t in layer.tensors)
-        return [name for name, _ in counts.most_common()] + [JSON_FILE] * (self.directory.json is not None)
+        names = [name for name, _ in counts.most_common()]
+        return names if self.directory.json is None else [*names, JSON_FILE]
 
     @property
     def layers_without_scales(self) -> list[int]:
@@ -350,7 +351,7 @@ def _count_problems(layers: list[StoredLayer], config: Config) -> list[str]:
             if counts and count not in {1, *counts}:
                 wrong[count, max(counts)].append(layer.name)
         for (count, heads), indices in wrong.items():
-            model = f"has {heads} {heads_name} head{'s' * (heads != 1)} there"
+            model = f"has {heads} {heads_name} head{'' if heads == 1 else 's'} there"
             if letter != "q" and caches_latents(config):
                 model = "caches latents (MLA), which have one scale"
             counterpart = "k" if letter == "q" else "q"

@@ -117,7 +117,8 @@ def _add_draft(built: Export, draft: ScaledModel) -> Export:
     """Add the scales of a draft under the names that the engine's class loads, or say that it loads none."""
     config = built.config or {}
     quantization, engine = find_quantization_config(config) or {}, draft.engine
-    kind = f"{quantization.get('quant_method')}{' attn_head' * (draft.scales.strategy == 'attn_head')}"
+    method = str(quantization.get("quant_method"))
+    kind = f"{method} attn_head" if draft.scales.strategy == "attn_head" else method
     names, ((module, layer),) = engine.draft_names(config, kind), draft.layers.items()
     if not names or quantization.get("kv_cache_quant_algo") == "NVFP4":
         note = (

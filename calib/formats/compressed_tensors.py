@@ -53,7 +53,7 @@ def compressed_tensors(model: ScaledModel) -> Export:
             BAKE,
             f"a compressed-tensors version of this model{version}",
         )
-    kind = str(method or "compressed-tensors") + " attn_head" * (strategy == "attn_head")
+    kind = str(method or "compressed-tensors") + (" attn_head" if strategy == "attn_head" else "")
     name, doubts = name_for_class(model, kind)
     shape = (1,) if strategy == "tensor" else (-1, 1, 1)  # [heads, 1, 1], as engines load them
     tensors = {

@@ -29,7 +29,7 @@ def modelopt(
     """Export for engines that read ModelOpt's config; `ignore` names the weights that are not quantised."""
     checkpoint = model.checkpoint
     if find_quantization_config(checkpoint.config) is not None:
-        purpose = " for FP8 scales" * (cache != "FP8") + ", which keeps it"
+        purpose = ", which keeps it" if cache == "FP8" else " for FP8 scales, which keeps it"
         raise FormatRefusal(
             f"'{checkpoint.path}' already has a quantization_config, which this format would replace",
             BAKE if checkpoint.caches_latents else WayOut("format", ("vllm",), purpose),

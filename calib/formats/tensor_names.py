@@ -62,9 +62,11 @@ def name_for_latents(engine: Engine, modules: Iterable[str], checkpoint: ModelDi
             for name in (MODELOPT_NAME, *NAMES):
                 if isinstance(fates, Mapping) and fates.get(name) == "loaded":
                     return name, flag
+    verb, reason = "loads", "or it caches K and V in their place"
+    if is_sparse:
+        verb, reason = "loads and uses", "as its attention is sparse"
     raise FormatRefusal(
-        f"whether {engine.engine} loads {'and uses ' * is_sparse}scales of latents (MLA) of "
-        f"{architecture(checkpoint.config)} is not known"
-        + (", as its attention is sparse" if is_sparse else ", or it caches K and V in their place"),
+        f"whether {engine.engine} {verb} scales of latents (MLA) of {architecture(checkpoint.config)} "
+        f"is not known, {reason}",
         BAKE,
     )

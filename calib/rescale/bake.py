@@ -237,14 +237,16 @@ def _describe(baked: Baked, checkpoint: ModelDirectory, out: Path, calibration: 
 
 def _list_warnings(stats: KVStats, purpose: Purpose, plan: RescalePlan) -> list[str]:
     """Say whether too little text was read, and whether vLLM's INT8 cache takes heads of this size."""
-    problem = find_int8_flag(find_engine("vllm"), plan.shapes)[1] if purpose == "int8" else ""
-    return text_warnings(stats.text, stats.tokens) + [f"vLLM does not serve it: {problem}"] * bool(problem)
+    warnings = text_warnings(stats.text, stats.tokens)
+    if purpose == "int8" and (problem := find_int8_flag(find_engine("vllm"), plan.shapes)[1]):
+        warnings.append(f"vLLM does not serve it: {problem}")
+    return warnings
 
 
 def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:
     """Return the commands that serve a baked model; empty if no engine is known to serve it."""
     path, is_float32 = shlex.quote(str(baked.output)), baked.dtype == "float32"
-    dtype = AS_FLOAT32 * is_float32
+    dtype = AS_FLOAT32 if is_float32 else ""
     # TensorRT-LLM's and LMDeploy's flags for the type of the weights are not known
     names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
     commands = []

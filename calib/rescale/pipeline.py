@@ -210,8 +210,9 @@ def exact_recipe(overrides: Mapping[str, Any]) -> Recipe:
 def find_scale(checkpoint: ModelDirectory) -> str | None:
     """Return the name of a KV scale of a model, or of its document of them; None: it has none."""
     files = open_model_directory(checkpoint.path, weights=False)
-    names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
-    return next(chain(filter(is_of_cache, checkpoint.entries), names), None)
+    names = [tensor.name for tensor in files.tensors]
+    document = None if files.json is None else JSON_FILE
+    return next(chain(filter(is_of_cache, checkpoint.entries), names), document)
 
 
 def check_no_scales(checkpoint: ModelDirectory) -> None:

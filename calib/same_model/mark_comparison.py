@@ -75,8 +75,9 @@ def compare_marks(base: Marks, target: Marks) -> Likeness:
         if name in pairs:
             error, factor, scaled_by = _compare_matrix(name, *pairs[name], because)
             scaled |= {name: scaled_by} if scaled_by is not None else {}
-            errors += [error] * is_cached(name)
-            factors += [factor] * is_cached(name)
+            if is_cached(name):
+                errors.append(error)
+                factors.append(factor)
         elif is_behind:
             raise OtherWeightsError(f"{because}'{name}', which reads one, cannot be compared")
     return Likeness(len({".".join(norm.split(".")[:2]) for norm in moved}), max(errors), max(factors), scaled)

@@ -37,7 +37,7 @@ class ScaleComparison:
         if not ratios:
             return "no scales of A and B can be compared"
         count, wrong = len({name for name, _ in ratios}), {name for (name, _), x in ratios.items() if x != 1}
-        layers = f"{count} layer{'s' * (count != 1)}"
+        layers = f"{count} layer{'' if count == 1 else 's'}"
         single = sum(bool(a.values(part)) != bool(b.values(part)) for a, b in self.pairs for part in "kv")
         if not wrong and single:
             return f"{single} of the scales of K and V {'is' if single == 1 else 'are'} in A or B alone"

@@ -125,7 +125,8 @@ def _compare(runner: Any) -> ScalesInForce:
     report = compare([*vllm_layers(own, _version())], files, place, rank, stages, is_fp8)
     for draft, files in drafts:
         part = compare([*vllm_layers(draft, _version())], files, place, rank, stages)
-        report.notes += [f"draft: {part.used} of {part.total} KV scales in use"] * bool(part.total)
+        if part.total:
+            report.notes.append(f"draft: {part.used} of {part.total} KV scales in use")
         # a draft that nobody calibrated works at 1.0: fewer of its tokens are accepted, none is wrong
         (report.problems if files else report.notes).extend(f"draft: {problem}" for problem in part.problems)
     layers = [*all_layers(runner)]

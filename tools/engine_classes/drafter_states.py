@@ -72,7 +72,7 @@ def write_drafter(architecture: str, directory: Path) -> None:
     shapes |= {f"{layer}.self_attn.{x}_proj": (HEAD * n, width) for x, n in (("q", 4), ("k", 2), ("v", 2))}
     shapes |= {f"{layer}.self_attn.o_proj": (SIZE, 4 * HEAD), f"{layer}.mlp.down_proj": (SIZE, 2 * SIZE)}
     shapes |= {f"{layer}.mlp.{x}_proj": (2 * SIZE, SIZE) for x in ("gate", "up")}
-    norms = ["post_attention_layernorm"] + ["input_layernorm", "hidden_norm"] * is_3
+    norms = ["post_attention_layernorm", *(["input_layernorm", "hidden_norm"] if is_3 else [])]
     shapes |= {f"{layer}.{norm}": (SIZE,) for norm in norms}
     shapes |= {"norm": (SIZE,), "lm_head": (64, SIZE)} if is_3 else {}
     weights = {f"{name}.weight": random(*shape) for name, shape in shapes.items()}
