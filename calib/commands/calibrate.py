@@ -192,8 +192,8 @@ def _title(result: "Result") -> str:
     if FORMATS[first].nvfp4:
         values = f"Values of an NVFP4 cache (absmax / {FP8_DIVISOR * factors[first]:g})"
     only = f", as format {first} holds them" if len({*factors.values()}) > 1 else ""
-    largest = ", largest of each layer" * (result.recipe.strategy != "tensor")
-    queries = "; those of queries (Q) are in the files" * (result.recipe.targets == "qkv")
+    largest = "" if result.recipe.strategy == "tensor" else ", largest of each layer"
+    queries = "; those of queries (Q) are in the files" if result.recipe.targets == "qkv" else ""
     return f"{values}, strategy {result.recipe.strategy}{largest}{only}{queries}"
 
 

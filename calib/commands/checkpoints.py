@@ -131,7 +131,7 @@ def convert(
         overwrite=overwrite, progress=progress,
     )  # fmt: skip
     count = len(conversion.scales.layers)
-    line = f"{count} layer{'s' * (count != 1)} written to {output}, format {to}"
+    line = f"{count} layer{'' if count == 1 else 's'} written to {output}, format {to}"
     document = {"output": str(output), "format": to, "layers": count, "warnings": conversion.warnings}
     return Answer(document, [*_warning_lines(conversion, to, reduce), line])
 
@@ -192,7 +192,8 @@ def _warning_lines(
 
     strategy = written_strategy(conversion.scales.strategy, reduce)
     note = FORMATS[to].note_on(strategy).replace("--format", "--to")
-    return [f"warning: {warning}" for warning in conversion.warnings] + [f"note ({to}): {note}"] * bool(note)
+    lines = [f"warning: {warning}" for warning in conversion.warnings]
+    return [*lines, f"note ({to}): {note}"] if note else lines
 
 
 @job_command

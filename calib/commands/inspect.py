@@ -143,8 +143,8 @@ def _opening_lines(scales: "StoredScales") -> list[str]:
     index = "no index" if directory.index is None else "an index"
     nvfp4, count = nvfp4_convention(directory), len(scales.layers)
     return [
-        f"{count} layer{'s' * (count != 1)}, {scales.strategy}; names of {', '.join(scales.formats)}",
-        f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",
+        f"{count} layer{'' if count == 1 else 's'}, {scales.strategy}; names of {', '.join(scales.formats)}",
+        f"{files} safetensors file{'' if files == 1 else 's'}, {index}; {quantization(directory)}",
         *([f"values of an NVFP4 cache: {nvfp4}"] if nvfp4 else []),
     ]
 

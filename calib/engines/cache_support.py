@@ -135,7 +135,7 @@ def size_problem(cache: str, support: Sequence[Support], shapes: Sequence[Shape]
     allowed, missing = (
         [" + ".join(map(str, size)) for size in sorted(group)] for group in (served, sizes - served or sizes)
     )
-    ending = " and more" * (word == "heads" and any(pair.way.head_sizes is None for pair in support))
+    ending = " and more" if word == "heads" and any(pair.way.head_sizes is None for pair in support) else ""
     place = f"{f'on {gpu} ' if gpu else ''}with {word} of {', '.join(allowed)}{ending}"
     return f"{cache} is served {place} ({_engines(support)}), not of {' and '.join(missing)}"
 

@@ -65,7 +65,7 @@ class ScalesInForce:
     def __str__(self) -> str:
         counts = [f"{self.used} of {self.total} KV scales in use, FP8 cache"] if self.total else []
         for cache, layers in self.not_fp8.items():
-            counts.append(f"{len(layers)} layer{'s' * (len(layers) != 1)} in {cache}")
+            counts.append(f"{len(layers)} layer{'' if len(layers) == 1 else 's'} in {cache}")
         counts += [f"fingerprint {self.fingerprint}"] if self.fingerprint else []
         start = "fp8kv: " + (", ".join(counts) or "no attention layer here")
         return "; ".join([start, *self.notes, *self.problems])

@@ -96,7 +96,9 @@ class Simulation:
         """The fate of all scales: dropped, no place, crash; `partly` where they have several."""
         if Outcome.CRASH in self.fates:
             return Outcome.CRASH.value
-        return min(self.fates).value if len(self.fates) == 1 else "partly" * bool(self.fates)
+        if len(self.fates) > 1:
+            return "partly"
+        return min(self.fates).value if self.fates else ""
 
     @property
     def gap(self) -> str:
@@ -108,13 +110,14 @@ class Simulation:
         if sum(map(len, letters.values())) in (0, len(own)):
             return ""
         names = [f"{' and '.join(xs)} of {module}" for module, xs in letters.items()]
-        return f"the files have no scale for {', '.join(names[:3])}{', ...' * (len(names) > 3)}: 1.0 there"
+        shown = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+        return f"the files have no scale for {shown}: 1.0 there"
 
     @property
     def per_head_note(self) -> str:
         """The engine's needs for a scale per head, in words, where the config asks for it; else ""."""
         is_loaded = any(scale.status == Outcome.LOADED for scale in self.outcomes)
-        return self.engine.per_head_note * (self.asks_for_heads and is_loaded)
+        return self.engine.per_head_note if self.asks_for_heads and is_loaded else ""
 
     @property
     def is_known(self) -> bool:

@@ -203,7 +203,7 @@ def judge_mtp(
     layers = [StoredLayer(x.layer, (max(x.k),), (max(x.v),)) for x in drafts if x.k and x.v]
     if not layers or not amax or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
-        return [], [Finding(text, is_problem=False)] * bool(drafts)
+        return [], [Finding(text, is_problem=False)] if drafts else []
     fits, findings = judge(layers, measured._replace(amax=amax), limits)
     findings = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
     return [replace(fit, is_draft=True) for fit in fits], findings
@@ -285,10 +285,10 @@ def _judge_clipping(
     shown = wrong or shares
     layer, letter = worst = max(shown, key=lambda key: shown[key])
     count = len({index for index, _ in shown})
+    estimate = ", by an estimate" if worst in measured.estimated else ""
     text = (
         f"{count} layer{'s clip' if count > 1 else ' clips'} what was measured, layer {layer} the most: "
-        f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold"
-        f"{', by an estimate' * (worst in measured.estimated)}"
+        f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold{estimate}"
     )
     if wrong:
         return [Finding(text, frozenset(wrong))]
@@ -320,7 +320,7 @@ def _judge_range(
         yield Finding(text, _keys(indices, letter))
     if zero:
         worst = max(share for share in shares if share.layer == zero[0])  # the head with the largest scale
-        where = f" in layer {zero[0]}" * (len(zero) > 1)
+        where = f" in layer {zero[0]}" if len(zero) > 1 else ""
         text = (
             f"{name} becomes all zeros in {show_layers(zero)}: scales are too large, "
             f"{worst.scale:.3g}{where}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
@@ -328,7 +328,7 @@ def _judge_range(
         yield Finding(text, _keys(zero, letter))
     if low and not kind:
         layer = min(low, key=lambda index: low[index])
-        where = f" in layer {layer}" * (len(low) > 1)
+        where = f" in layer {layer}" if len(low) > 1 else ""
         text = (
             f"{name} uses under 1/16 of the FP8 range in {show_layers([*low])}, "
             f"{100 * low[layer]:.2g}%{where}: scales are far larger than absmax / {largest:g}"

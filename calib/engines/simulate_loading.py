@@ -151,7 +151,7 @@ def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulatio
 def _config_kind(directory: ModelDirectory, method: Method | None) -> str:
     """Return the kind of quantization config, as tables of classes call it."""
     kind = "" if method is None else method_name(directory)
-    return kind + " attn_head" * asks_for_heads(directory)
+    return f"{kind} attn_head" if asks_for_heads(directory) else kind
 
 
 def _set_draft_fate(directory: ModelDirectory, method: Method | None, simulation: Simulation) -> None:

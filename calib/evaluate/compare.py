@@ -139,7 +139,7 @@ def _perplexity(report: Report) -> float:
 
 
 def _describe_text(data: Data) -> str:
-    plural = "s" * (data.documents != 1)
+    plural = "" if data.documents == 1 else "s"
     return f"{data.tokens:,} tokens in {data.documents} sample{plural} of {data.source}"
 
 

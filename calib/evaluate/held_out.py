@@ -101,14 +101,16 @@ class _Search(NamedTuple):
 
     def refusal(self, data: CalibrationData, own: int, needed: int) -> str:
         if not self.left_out and not self.short:
-            first = f", {own} of them to calibrate on" * bool(own)
+            first = f", {own} of them to calibrate on" if own else ""
             count = len(data.samples)
             return (
-                f"'{data.source}' has {count} sample{'s' * (count != 1)}, and {own + needed} are needed"
-                f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
+                f"'{data.source}' has {count} sample{'' if count == 1 else 's'}, and {own + needed} are "
+                f"needed{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        reasons = [f"{name} read {count} other{'s' * (count > 1)}" for name, count in self.left_out.items()]
-        reasons += [f"{self.short} {_verb(self.short)} too short to tell"] * bool(self.short)
+        others = self.left_out.items()
+        reasons = [f"{name} read {count} other{'' if count == 1 else 's'}" for name, count in others]
+        if self.short:
+            reasons.append(f"{self.short} {_verb(self.short)} too short to tell")
         new = len(self.documents)
         return (
             f"{new} of {self.examined} samples of '{data.source}' {_verb(new)} new, and {needed} are needed: "

@@ -154,8 +154,8 @@ def load_text(
     check_token_ids(chain(*data.samples, *passkeys, *long_ids), setup.tokenizer, setup.model)
     if (count := len({piece.document for piece in pieces})) < len(pieces):
         warnings.append(
-            f"the {len(pieces)} held-out samples come from {count} document{'s' * (count != 1)}: intervals "
-            "take each sample for a document of its own, and are too narrow for other text"
+            f"the {len(pieces)} held-out samples come from {count} document{'' if count == 1 else 's'}: "
+            "intervals take each sample for a document of its own, and are too narrow for other text"
         )
     return text, [*data.warnings, *warnings, *long_warnings]
 

@@ -52,7 +52,7 @@ def make_wish(
         return Wish(budget, None, engine, gpu, request_tokens)
     share = _positive("--budget-bytes", budget_bytes, "a share of 16 bits' bytes, at most 1")
     if share > 1:
-        advice = f"; give {share / 100:g} for {share:g} %" * (share <= 100)
+        advice = f"; give {share / 100:g} for {share:g} %" if share <= 100 else ""
         raise InputError(f"--budget-bytes {budget_bytes} is more than 1, which is 16 bits{advice}")
     return Wish(None, share, engine, gpu, request_tokens)
 

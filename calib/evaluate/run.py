@@ -160,7 +160,8 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress, saved: Save
         for name, scales_for in evaluation.scales.items()
     ]
     is_text = not any(text.data.media for text in evaluation.other_documents)
-    other_warnings += [TEXT_ALONE] * (is_text and takes_media(checkpoint.config))
+    if is_text and takes_media(checkpoint.config):
+        other_warnings.append(TEXT_ALONE)
     model = setup.model
     size = resolve_batch_size(recipe.data, model.device.type)
     resolved = {
@@ -238,8 +239,10 @@ def _calibrate(evaluation: Evaluation) -> None:
     )
     if "random" in _built_in_names(recipe.evaluation):
         evaluation.random_stats = setup.saved.once(inputs.calibrate_on_random_tokens, setup, recipe)
-    evaluation.warnings += [LATENT_NOTE] * evaluation.stats.latent
-    evaluation.warnings += [ONE_ATTENTION] * (other_attention(setup.model) is None)
+    if evaluation.stats.latent:
+        evaluation.warnings.append(LATENT_NOTE)
+    if other_attention(setup.model) is None:
+        evaluation.warnings.append(ONE_ATTENTION)
 
 
 def _choose_variants(evaluation: Evaluation) -> None:

@@ -106,7 +106,7 @@ class Offers:
                 reason = problem
                 continue
             output = f"{short_name(self.model)}-fp8kv-{name}"
-            observer = " --observer mse" * (name == "mse")
+            observer = " --observer mse" if name == "mse" else ""
             flags = f"--strategy {scales.strategy}{observer} --format {format_name}"
             return self.serve(offer, output, self._calibration(flags, output))
         return reason
@@ -125,8 +125,8 @@ class Offers:
     def serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
         """Add the command that serves `path`, after those that make it."""
         before, _, after = find_engine(offer.engine).serve.partition("{path}")
-        serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)
-        trust = " --trust-remote-code" * self.trust_remote_code
+        serve = before + shlex.quote(path) + (f"{after} {offer.flag}" if offer.flag else "")
+        trust = " --trust-remote-code" if self.trust_remote_code else ""
         return replace(offer, commands=tuple(f"{command}{trust}" for command in (*preparation, serve)))
 
     def _calibration(self, flags: str, output: str) -> str:

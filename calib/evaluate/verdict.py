@@ -125,7 +125,7 @@ class Judgement:
         if self.is_broken:
             return ["Mend the model's weights first."]
         if best is None:
-            return [_NO_FINITE_KL] * any(name in self.rows for name in SERVED)
+            return [_NO_FINITE_KL] if any(name in self.rows for name in SERVED) else []
         scales = self.measured[best].variant.scales
         label = self._label(best)
         if scales and scales.latent and best != "none":

@@ -163,7 +163,9 @@ def write_scales(
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     if skipped := skipped_layers(checkpoint) if skipped is None else skipped:
         exported = _leave_out(exported, FORMATS[to], skipped, checkpoint)
-    warnings = exported.notes + exported.doubts + (DRAFT_LEFT_OUT,) * bool(checkpoint.draft_tensors)
+    warnings = exported.notes + exported.doubts
+    if checkpoint.draft_tensors:
+        warnings += (DRAFT_LEFT_OUT,)
     strategy = written_strategy(scales.strategy, reduce)
     name = checkpoint.path.resolve().name
     card = format_card(name, to, destination.path, strategy, exported.flags, warnings)

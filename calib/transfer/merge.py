@@ -69,7 +69,8 @@ def merge(
         stats = reduce(KVStats.join, (run.stats for run in runs))
         warnings = [*data_warnings, *_thread_warnings(runs)]
         warnings += filter(None, (_overlap_warning(*pair) for pair in combinations(runs, 2)))
-        warnings += [DRAFT_LEFT_OUT] * any(run.report.get("drafts") for run in runs)
+        if any(run.report.get("drafts") for run in runs):
+            warnings.append(DRAFT_LEFT_OUT)
         record = CalibrationRecord(
             name, checkpoint, first.recipe(), stats, dataset, warnings, threads=threads
         )

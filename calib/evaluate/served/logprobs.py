@@ -161,7 +161,7 @@ def describe_comparison(
             else f"the server says that it serves {model_of_server}, and answers unlike '{model}'"
         )
     else:
-        yield f"the server is nearer to {'the ' * (nearer == 'scales')}{nearer}"
+        yield f"the server is nearer to {'the scales' if nearer == 'scales' else nearer}"
     yield (
         f"the server's logprobs differ by {comparison.to_scales:.4f} nats from our runtime with the scales, "
         f"by {comparison.to_ones:.4f} from it at 1.0 ({comparison.apart:.4f} between the two); the server's "

@@ -172,9 +172,10 @@ class WatchReport:
         if self.difference:
             lines.append(f"note: {self.difference}; what was expected may not hold for the engine's")
         if self.rows and not self.has_calibration:
+            refusal = f" (not taken: {self.refusal})" if self.refusal else ""
             lines.append(
                 "the limit alone counts: for the share that was expected, give the calibration of this model "
-                "with --model" + f" (not taken: {self.refusal})" * bool(self.refusal)
+                f"with --model{refusal}"
             )
         return lines
 
