@@ -11,7 +11,7 @@ from typing import Any
 # the one home of the version: installed metadata may be of another copy, or of none
 __version__ = "0.1.0"
 
-# the stub for type checkers says where each name is
+# the stub for type checkers says where each name is, as in lazy_loader's `attach_stub` (SPEC 1)
 _STUB = Path(__file__).with_suffix(".pyi").read_text()
 _HOMES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)}
 

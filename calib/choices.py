@@ -1,7 +1,7 @@
 """The closed lists a user picks from; imports nothing heavy, so `--help` shows them at once."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -12,8 +12,9 @@ class ObserverEntry:
     needs_histogram: bool = True  # which cost time and memory
 
 
-# `calib/scales/observers.py` makes them; `--help` and recipes take their names from here
-OBSERVERS = {
+# `calib/scales/observers.py` makes them; `--help` and recipes take their names and words from here
+ObserverName = Literal["absmax", "percentile", "mse"]
+OBSERVERS: dict[ObserverName, ObserverEntry] = {
     "absmax": ObserverEntry(
         "the largest magnitude seen, so nothing saturates on the calibration data", needs_histogram=False
     ),
@@ -24,10 +25,6 @@ OBSERVERS = {
 }
 
 Strategy = Literal["tensor", "attn_head", "channel"]
-if TYPE_CHECKING:
-    ObserverName = str
-else:
-    ObserverName = Literal[tuple(OBSERVERS)]
 Targets = Literal["kv", "qkv"]
 FormatName = Literal[
     "vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4",

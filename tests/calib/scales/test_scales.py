@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import get_args
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from calib import load_recipe, load_scales, load_stats, run
 from calib.capture.reductions import CpuReductions, GpuReductions
-from calib.choices import OBSERVERS
+from calib.choices import OBSERVERS, ObserverName
 from calib.commands.calibrate import layer_rows
 from calib.errors import CalibrationError, InputError
 from calib.recipe import ObserverRecipe
@@ -222,6 +223,7 @@ def test_absmax_and_percentile_reduce_to_the_groups_of_the_strategy():
         magnitudes = VALUES[:, head].abs().float().flatten().sort().values
         assert found[head] == magnitudes[-(len(magnitudes) // 100) - 1]
     assert torch.equal(Percentile(100).amax(AMAX, HISTOGRAM, "tensor"), AMAX.amax().view(1))
+    assert (*OBSERVERS,) == get_args(ObserverName)
     for name in OBSERVERS:
         recipe = ObserverRecipe(name=name)
         refused = pytest.raises(InputError, match="hold no histogram; calibrate with observer mse")
