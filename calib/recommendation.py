@@ -123,7 +123,6 @@ def _write(
     """Make the directory, unless the run that this one resumes has made it; and measure it again."""
     variant, saved = evaluation.measured[chosen.cache].variant, evaluation.setup.saved
     offer, progress = evaluation.offers.find(variant, wish.engine, wish.gpu), evaluation.setup.progress
-    assert not isinstance(offer, str)
     serve = evaluation.offers.serve(offer, str(output)).commands[-1]
     recipe, documents = _plan(evaluation, variant, recipe, format_for(offer.engine, wish.gpu))
     del evaluation.setup  # one model in memory

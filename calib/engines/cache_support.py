@@ -8,7 +8,11 @@ from typing import NamedTuple
 from calib.caches.types import ALL_CACHES, Layer, Shape, cache_type
 from calib.choices import Strategy
 from calib.engines.catalogue import GPUS, CacheSupport, Engine, choose_engines
-from calib.errors import InputError
+from calib.errors import Fp8kvError, InputError
+
+
+class NotServed(Fp8kvError):
+    """No engine serves a cache there; says why."""
 
 
 class Support(NamedTuple):
@@ -62,14 +66,12 @@ def find_offer(
     model_type: str | None = None,
     *,
     strategy: Strategy | None = None,
-) -> Offer | str:
-    """Return how the first engine serves a cache there, or a sentence on why none does.
+) -> Offer:
+    """Return how the first engine serves a cache there, or raise `NotServed`.
 
     `strategy` is that of FP8 scales which a checkpoint brings; without one FP8 has scale 1.0.
     """
     support = _fitting_support(cache, [Shape(*layer) for layer in layers], engine, gpu, model_type)
-    if isinstance(support, str):
-        return support
     owner = support[0].engine
     ways = [pair.way for pair in support if pair.engine is owner]
     gpus = [gpu] if gpu else [*dict.fromkeys(name for way in ways for name in way.gpus)]
@@ -80,39 +82,42 @@ def find_offer(
     if cache == "fp8" and not is_doubled:
         gpus = [name for name in gpus if not GPUS[name].is_fnuz]
         if not gpus:
-            return f"FP8 at scale 1.0 is measured up to 448, and on {gpu} FP8 ends at 240"
+            raise NotServed(f"FP8 at scale 1.0 is measured up to 448, and on {gpu} FP8 ends at 240")
     if strategy == "attn_head":
         gpus = [name for name in gpus if GPUS[name].has_scales_per_head]
         flag = f"{flag} {owner.per_head_flag}"
         if not gpus:
-            return f"{owner.name} has no scales per head on {gpu or 'the GPUs that serve FP8'}"
+            raise NotServed(f"{owner.name} has no scales per head on {gpu or 'the GPUs that serve FP8'}")
     notes = dict.fromkeys(way.note for way in ways if way.note and {*way.gpus} & {*gpus})
     return Offer(owner.name, owner.caches.version, tuple(gpus), tuple(notes), flag)
 
 
 def _fitting_support(
     cache: str, shapes: Sequence[Shape], engine: str | None, gpu: str | None, model_type: str | None
-) -> list[Support] | str:
-    """Find all that engines have for a cache there, or say in a sentence why they have nothing."""
+) -> list[Support]:
+    """Find all that engines have for a cache there, or raise `NotServed`."""
     if not (every := find_support(cache)):
-        return f"{cache} is in no engine yet"
+        raise NotServed(f"{cache} is in no engine yet")
     if not (own := [pair for pair in every if engine in (None, pair.engine.name)]):
-        return f"{cache} is in {_engines(every)}, not in {engine}"
+        raise NotServed(f"{cache} is in {_engines(every)}, not in {engine}")
     kinds = {shape.attention for shape in shapes}
     if not (holding := [pair for pair in own if kinds <= {*pair.way.attention}]):
         served = ", ".join(sorted({kind for pair in own for kind in pair.way.attention}))
-        return f"{cache} is served for {served} ({_engines(own)}), not for {' and '.join(sorted(kinds))}"
+        missing = " and ".join(sorted(kinds))
+        raise NotServed(f"{cache} is served for {served} ({_engines(own)}), not for {missing}")
     proven = [pair for pair in holding if pair.way.models is None or model_type in (None, *pair.way.models)]
     if not proven:
         if kinds != {"heads"}:
-            return f"{_engines(holding)}: not known to cache latents of {model_type} models"
+            raise NotServed(f"{_engines(holding)}: not known to cache latents of {model_type} models")
         models = _list(name for pair in holding for name in pair.way.models or ())
-        return f"{cache} is served for {models} ({_engines(holding)}), not for {model_type}"
+        raise NotServed(f"{cache} is served for {models} ({_engines(holding)}), not for {model_type}")
     if not (local := [pair for pair in proven if gpu in (None, *pair.way.gpus)]):
         gpus = _list(name for pair in proven for name in pair.way.gpus)
-        return f"{cache} is served on {gpus} ({_engines(proven)}), not on {gpu}"
+        raise NotServed(f"{cache} is served on {gpus} ({_engines(proven)}), not on {gpu}")
     fitting = [pair for pair in local if all(takes(pair.way, shape) for shape in shapes)]
-    return fitting or size_problem(cache, local, shapes, gpu)
+    if not fitting:
+        raise NotServed(size_problem(cache, local, shapes, gpu))
+    return fitting
 
 
 def takes(way: CacheSupport, shape: Shape) -> bool:

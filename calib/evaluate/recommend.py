@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from calib.caches.types import ALL_CACHES, UNSIMULATED, cache_type
 from calib.choices import KL_BUDGET, REFERENCE
-from calib.engines.cache_support import check_place
+from calib.engines.cache_support import NotServed, check_place
 from calib.engines.tokens_that_fit import USUAL_GPU
 from calib.errors import InputError
 from calib.evaluate.report import Alternative, CacheFigures, Recommendation, ServedCache
@@ -102,9 +102,10 @@ def _served_caches(
     for name, row in judgement.rows.items():
         if row.kind not in ("cache", REFERENCE) and name not in SERVED:
             continue
-        offer = offers.find(judgement.measured[name].variant, wish.engine, wish.gpu)
-        if isinstance(offer, str):
-            refusals[name] = offer
+        try:
+            offer = offers.find(judgement.measured[name].variant, wish.engine, wish.gpu)
+        except NotServed as error:
+            refusals[name] = str(error)
             continue
         effort = 2 if row.is_baked else int(row.kind == "fp8" and name != "none")
         size, full = row.bytes_per_token, judgement.rows[REFERENCE].bytes_per_token

@@ -17,6 +17,7 @@ from calib.capture.directory_scales import weight_warnings
 from calib.capture.resume import THREADS, check_resumed, package_versions, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader, resolve_batch_size
+from calib.engines.cache_support import NotServed
 from calib.errors import InputError
 from calib.evaluate import inputs
 from calib.evaluate.attention_modes import check_model
@@ -296,9 +297,11 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
         evaluation.layers, recipe.trust_remote_code,
     )  # fmt: skip
     if wish is not None:
-        caches = [variant for variant in variants if variant.kind != "control"]
-        answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
-        evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}
+        for variant in [variant for variant in variants if variant.kind != "control"]:
+            try:
+                offers.find(variant, wish.engine, wish.gpu)
+            except NotServed as error:
+                evaluation.refused[variant.name] = str(error)
         evaluation.refused |= offers.refuse_unsimulated(wish.engine, wish.gpu)
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from calib.caches.types import UNSIMULATED, Layers, cache_type
 from calib.choices import REFERENCE, FormatName, Strategy
-from calib.engines.cache_support import Offer, find_offer
+from calib.engines.cache_support import NotServed, Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
 from calib.engines.model_classes import architecture
 from calib.engines.quantization_config import names_fp8_cache
@@ -52,18 +52,16 @@ class Offers:
     layers: Layers
     trust_remote_code: bool = False
 
-    def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
-        """Find how the first engine serves a variant there, or say in a sentence why none does."""
+    def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer:
+        """Find how the first engine serves a variant there, or raise `NotServed`."""
         if variant.kind == REFERENCE:
             return self._find_16_bits(Offer(engine or "vllm", "", (gpu,) if gpu else ()))
         if variant.scales is not None and variant.is_calibrated:
             return self._find_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
         if cache_type(cache).is_static and self._has_scales:
-            return _OWN_SCALES
+            raise NotServed(_OWN_SCALES)
         offer = self._find_offer(cache, engine, gpu)
-        if isinstance(offer, str):
-            return offer
         if not variant.is_baked:
             return self.serve(offer, self.model)
         purpose = "fp8" if cache == "fp8" else "int8"
@@ -73,11 +71,13 @@ class Offers:
 
     def refuse_unsimulated(self, engine: str | None, gpu: str | None) -> dict[str, str]:
         """Say of each type that is not simulated why no engine serves it there, or why it is not."""
-        answers = {name: self._find_offer(name, engine, gpu) for name in UNSIMULATED}
-        return {
-            name: answer if isinstance(answer, str) else cache_type(name).simulated
-            for name, answer in answers.items()
-        }
+        reasons = {name: cache_type(name).simulated for name in UNSIMULATED}
+        for name in reasons:
+            try:
+                self._find_offer(name, engine, gpu)
+            except NotServed as error:
+                reasons[name] = str(error)
+        return reasons
 
     def _find_16_bits(self, offer: Offer) -> Offer:
         """Take out what makes engines hold the cache in FP8, where the config does."""
@@ -87,40 +87,33 @@ class Offers:
         strip = shlex.join(["fp8kv", "strip", self.model, "-o", output])
         return replace(offer, commands=(strip, *self.serve(offer, output).commands))
 
-    def _find_calibrated(
-        self, name: str, scales: KVScales, engine: str | None, gpu: str | None
-    ) -> Offer | str:
+    def _find_calibrated(self, name: str, scales: KVScales, engine: str | None, gpu: str | None) -> Offer:
         """Find the first engine that serves calibrated scales, in a format that it loads."""
         if scales.latent:
-            return _LATENT_SCALES
+            raise NotServed(_LATENT_SCALES)
         reason = f"{engine or 'no engine'} reads no such scales"
         for engine_name in _LOADING:
             if engine not in (None, engine_name):
                 continue
-            offer = self._find_offer("fp8", engine_name, gpu, scales.strategy)
-            if isinstance(offer, str):
-                reason = offer
-                continue
             format_name = format_for(engine_name, gpu)
-            if problem := self._format_problem(scales, format_name):
-                reason = problem
+            try:
+                offer = self._find_offer("fp8", engine_name, gpu, scales.strategy)
+                self._check_format(scales, format_name)
+            except (NotServed, UnsupportedExportError, InputError) as error:
+                reason = str(error)
                 continue
             output = f"{short_name(self.model)}-fp8kv-{name}"
             observer = " --observer mse" if name == "mse" else ""
             flags = f"--strategy {scales.strategy}{observer} --format {format_name}"
             return self.serve(offer, output, self._calibration(flags, output))
-        return reason
+        raise NotServed(reason)
 
-    def _format_problem(self, scales: KVScales, name: FormatName) -> str | None:
-        """Return why a format cannot hold scales of K and V for this model."""
+    def _check_format(self, scales: KVScales, name: FormatName) -> None:
+        """Refuse a format that cannot hold scales of K and V for this model."""
         if scales.strategy not in FORMATS[name].strategies:
-            return f"{FORMATS[name].engine} reads one scale per layer"
+            raise NotServed(f"{FORMATS[name].engine} reads one scale per layer")
         layers = {key: replace(layer, q=None) for key, layer in scales.layers.items()}
-        try:
-            export(replace(scales, layers=layers), self.checkpoint, name)
-        except (UnsupportedExportError, InputError) as error:
-            return str(error)
-        return None
+        export(replace(scales, layers=layers), self.checkpoint, name)
 
     def serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
         """Add the command that serves `path`, after those that make it."""
@@ -158,6 +151,6 @@ class Offers:
 
     def _find_offer(
         self, cache: str, engine: str | None, gpu: str | None, strategy: Strategy | None = None
-    ) -> Offer | str:
+    ) -> Offer:
         model_type = self.checkpoint.text_config.get("model_type")
         return find_offer(cache, self.layers.shapes.values(), engine, gpu, model_type, strategy=strategy)

@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
-from calib.engines.cache_support import Offer, find_offer
+from calib.engines.cache_support import NotServed, Offer, find_offer
 
 # NVIDIA's compute capability, or AMD's architecture
 GPUS = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "mi300x": "gfx942"}
@@ -108,7 +108,10 @@ def names(kind: CacheType) -> set[str]:
 
 def ours(kind: CacheType, gpu: str, shape: Shape) -> Offer | str:
     """What we say of a type on a GPU; of FP8 with scales, as that can be served where 1.0 clips."""
-    return find_offer(kind.name, [shape], "vllm", gpu, strategy="tensor")
+    try:
+        return find_offer(kind.name, [shape], "vllm", gpu, strategy="tensor")
+    except NotServed as refusal:
+        return str(refusal)
 
 
 def backends(platform, name: str, head_dim: int) -> list[type]:
