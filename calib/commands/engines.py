@@ -224,7 +224,8 @@ def _report_blocks(report: "Verification", place: "Place") -> Iterator[Block]:
     simulations = report.simulations
     directory = report.scales.directory
     model = report.architecture or ("no architecture named" if directory.has_config else "no config.json")
-    model += ", baked for int8" * (report.baked == "int8")
+    if report.baked == "int8":
+        model += ", baked for int8"
     headings = (*_HEADINGS, f"{'NVFP4' if report.nvfp4 else (report.baked or 'fp8').upper()} cache")
     rows = [
         (
@@ -308,8 +309,8 @@ def _reason_lines(simulation: "Simulation") -> Iterator[str]:
 
 def _fit_row(fit: "Fit") -> tuple[str, ...]:
     return (
-        f"{fit.layer}{' (draft)' * fit.is_draft}",
-        *("about " * (x in fit.estimated) + _show_share(fit, x) if x in fit.used else "-" for x in "kv"),
+        f"{fit.layer} (draft)" if fit.is_draft else str(fit.layer),
+        *(_show_share(fit, x) if x in fit.used else "-" for x in "kv"),
         " and ".join(x.upper() for x in fit.clipped) or "-",
     )
 
@@ -318,7 +319,8 @@ def _show_share(fit: "Fit", letter: str) -> str:
     """Format the share that is used, or the least and the largest of several scales."""
     least, most = fit.least[letter], fit.used[letter]
     low, high = (f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most))
-    return high if least >= most * 0.99 or low == high else f"{low} to {high}"
+    share = high if least >= most * 0.99 or low == high else f"{low} to {high}"
+    return f"about {share}" if letter in fit.estimated else share
 
 
 @job_command
@@ -371,7 +373,7 @@ def watch(
             if server is None or server.is_local:
                 return report_on(watched, condition, *read_expected(beside, watched))
         except (Fp8kvError, OSError) as error:
-            refusal = str(error) * (beside / STATS_FILE).is_file()
+            refusal = str(error) if (beside / STATS_FILE).is_file() else ""
         return report_on(watched, condition, None, refusal=refusal)
 
     report = _follow(look, every) if follow else look()
@@ -379,10 +381,10 @@ def watch(
     if report.alarms:
         model_path = quote(report.watched.model)
         command = f"fp8kv repair {model_path} --stats {'DIR' if is_address else quote(source)} -o NEW"
-        failures[-1] += f"; scales for this traffic: {command}"
-        failures[-1] += ", where DIR is what FP8KV_WATCH names at the server" * is_address
+        where = ", where DIR is what FP8KV_WATCH names at the server" if is_address else ""
+        failures[-1] += f"; scales for this traffic: {command}{where}"
     is_old = report.watched.age >= _OLD and not is_address
-    return Answer(report.to_json(), chain(_watch_blocks(report), [_REFRESH] * is_old), failures)
+    return Answer(report.to_json(), chain(_watch_blocks(report), [_REFRESH] if is_old else []), failures)
 
 
 def _follow(look: "Callable[[], WatchReport]", every: float) -> "WatchReport":

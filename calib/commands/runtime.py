@@ -82,10 +82,11 @@ def _generation_lines(result: "GenerationResult") -> Iterator[str]:
     tokens, size, size_16bit = len(fp8.token_ids), result.bytes_per_token, result.bytes_per_token_16bit
     own, full = (f"{count / 2**20:.2f} MiB" for count in (result.cache_bytes, result.cache_bytes_16bit))
     speed = f"{fp8.tokens_per_second:.1f} tokens/s, prompt included"
-    yield from ("", f"{tokens} token{'s' * (tokens != 1)} in {fp8.seconds:.1f} s ({speed})")
+    yield from ("", f"{tokens} token{'' if tokens == 1 else 's'} in {fp8.seconds:.1f} s ({speed})")
     ratio = f"{size / size_16bit:.2f}x"
     yield f"KV cache: {size:,} bytes a token in {name}, {size_16bit:,} in 16 bits ({ratio})"
-    own += " (without the float32 copy that a CPU keeps beside it)" * result.keeps_decoded
+    if result.keeps_decoded:
+        own += " (without the float32 copy that a CPU keeps beside it)"
     yield f"{result.cached_tokens} tokens{blocks}: {own}; {full} in 16 bits"
     if result.simulated:
         yield f"simulated, so the speed is not an engine's; known from {result.simulated}"

@@ -71,7 +71,8 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe, takes_media: 
     """Return one line for everything the user should know before trusting the scales."""
     warnings = [LATENT_NOTE] if stats.latent else []
     warnings += text_warnings(stats.text, stats.tokens)
-    warnings += [TEXT_ALONE] * (bool(stats.places()) and not stats.amax_by_modality() and takes_media)
+    if takes_media and stats.places() and not stats.amax_by_modality():
+        warnings.append(TEXT_ALONE)
     if few := {x.layer_idx: x.tokens for x in stats.layers.values() if x.tokens < stats.tokens}:
         warnings.append(
             f"only {min(few.values()):,} of {stats.tokens:,} tokens were counted in "
@@ -162,7 +163,8 @@ def modality_line(stats: KVStats, strategy: Strategy, name: str) -> str | None:
         factors[row["tensor"]] = max(factors.get(row["tensor"], (0.0, "")), (factor, place))
     places = [place for factor, place in sorted(factors.values(), reverse=True) if factor >= _RAISED]
     raised = f"{'raises' if name == 'audio' else 'raise'} {' and '.join(places) or 'K and V of no layer'}"
-    return f"{name} {raised} beyond text{' in a head' * (strategy != 'tensor')}" if factors else None
+    where = "" if strategy == "tensor" else " in a head"
+    return f"{name} {raised} beyond text{where}" if factors else None
 
 
 def name_layers(indices: Sequence[int]) -> str:

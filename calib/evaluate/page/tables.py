@@ -55,7 +55,7 @@ def printed_tables(report: Report) -> list[Table]:
 def summary_lines(report: Report) -> list[str]:
     """Return verdict, advice, warnings, and the conditions of the measurement."""
     data, size = report.data, report.bytes_per_token
-    scales = f"scales from {data.calibration_tokens:,} others; " * report.has_own_scales
+    scales = f"scales from {data.calibration_tokens:,} others; " if report.has_own_scales else ""
     return [
         report.verdict,
         *(f"advice: {line}" for line in report.advice),
