@@ -107,8 +107,8 @@ class _Search(NamedTuple):
                 f"'{data.source}' has {count} sample{'' if count == 1 else 's'}, and {own + needed} are "
                 f"needed{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        others = self.left_out.items()
-        reasons = [f"{name} read {count} other{'' if count == 1 else 's'}" for name, count in others]
+        readers = self.left_out.items()
+        reasons = [f"{name} read {count} other{'' if count == 1 else 's'}" for name, count in readers]
         if self.short:
             reasons.append(f"{self.short} {_verb(self.short)} too short to tell")
         new = len(self.documents)

@@ -169,9 +169,8 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     notes = [*record.notes, *drafts]
     notes += filter(None, (modality_line(stats, scales.strategy, name) for name in MODALITIES[1:]))
     if expected := clipped_tokens(stats, scales):
-        skipped = recipe.data.skip_first
-        counted = f" (of those after the first {skipped} of a sample)" if skipped else ""
-        notes.append(expected.line + counted)
+        first = recipe.data.skip_first
+        notes.append(expected.line + (f" (of those after the first {first} of a sample)" if first else ""))
     report = _report(record, rows) | {
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,

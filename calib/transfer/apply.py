@@ -81,9 +81,7 @@ def apply(
     likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
     origin = _origin(source, name, marks, likeness)
     notes, doubts = _notes(origin, checkpoint, likeness, unmarked)
-    warnings = [*data_warnings_of(source), *doubts]
-    if report.get("drafts"):
-        warnings.append(DRAFT_LEFT_OUT)
+    warnings = [*data_warnings_of(source), *doubts, *([DRAFT_LEFT_OUT] if report.get("drafts") else [])]
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         record = CalibrationRecord(
