@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Convention
@@ -50,6 +51,8 @@ class MeasuredAmax(NamedTuple):
     warnings: list[str]  # that too little text was read
     thresholds: Amax  # where an observer other than absmax clips, on purpose
     estimated: frozenset[Scale] = frozenset()  # absmax of what a watched cache clipped
+    # by layer: its absmax may be this share larger than what was seen
+    rounding: Mapping[int, float] = MappingProxyType({})
 
 
 class Limits(NamedTuple):
@@ -69,11 +72,13 @@ class Fit:
     zero: list[str]  # which of K, V and Q become all zeros at one of the scales
     is_draft: bool = False  # of a layer that drafts tokens (MTP)
     estimated: Sequence[str] = ()  # of K and V those whose absmax is an estimate
+    rounding: float = 0.0  # of the absmax that is not
 
     @property
     def clipped(self) -> list[str]:
-        """Letters of K, V and Q that are cut off."""
-        return [letter for letter, used in self.used.items() if used > _ROUNDING]
+        """Letters of K, V and Q that are cut off for sure."""
+        limits = {x: _ROUNDING * (1 if x in self.estimated else 1 + self.rounding) for x in self.used}
+        return [letter for letter, used in self.used.items() if used > limits[letter]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> Me
             f"the cache that was watched clipped {show_layers(sorted({i for i, _ in estimated}))}: what is "
             "beyond its range is estimated; watch the new scales too"
         )
-    return MeasuredAmax(amax, headroom, warnings, thresholds, frozenset(estimated))
+    rounding = {layer.layer_idx: layer.rounding for layer in stats.layers.values()}
+    return MeasuredAmax(amax, headroom, warnings, thresholds, frozenset(estimated), rounding)
 
 
 def measured_convention(
@@ -166,7 +172,11 @@ def judge(
     """Return how each layer's scales fit measured absmax, and how that contradicts them."""
     amax, largest, indices = measured.amax, limits.largest, [layer.layer for layer in layers]
     fits = [
-        replace(fit, estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated])
+        replace(
+            fit,
+            estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated],
+            rounding=measured.rounding.get(fit.layer, 0.0),
+        )
         for fit in compare(layers, amax, limits)
     ]
     findings = _compare_head_counts(layers, amax)

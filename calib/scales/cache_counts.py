@@ -199,5 +199,7 @@ def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:
             k, v = (TensorStats(part) for part in watched.amax)
             is_beyond = dict(zip("kv", watched.is_beyond.any(-1).tolist(), strict=True))
             estimated = tuple(letter for letter in "kv" if is_beyond[letter])
-            stats[name] = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
+            width = torch.finfo(watched.dtype).eps if watched.dtype else 0.0  # of the widest intervals
+            layer = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
+            stats[name] = replace(layer, rounding=width)
     return KVStats(stats)

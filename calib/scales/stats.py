@@ -81,6 +81,7 @@ class LayerStats:
     latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
     read: int | None = None  # tokens, with those that no statistic counts; None: `tokens`
     estimated: tuple[str, ...] = ()  # of k and v those whose amax was beyond the cache that it was read from
+    rounding: float = 0.0  # of FP8 codes: amax, the end of an interval, may be this share too large
 
     @property
     def tokens_read(self) -> int:
@@ -255,7 +256,11 @@ class KVStats:
         text = self.text.join(stats.text) if self.text and stats.text else None
         result = self.replace_tensors(merged, counts)
         layers = {
-            name: replace(layer, estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})))
+            name: replace(
+                layer,
+                estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})),
+                rounding=max(layer.rounding, stats.layers[name].rounding),
+            )
             for name, layer in result.layers.items()
         }
         return replace(result, layers=layers, text=text)
