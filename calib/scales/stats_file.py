@@ -183,10 +183,11 @@ def changed_scales(calibration: Calibration) -> list[tuple[int, str]]:
     for layer in stored.layers:
         derived = layers.get(layer.layer, {})
         error = max([1e-4, *(_ROUNDING.get(tensor.dtype, 0.0) for tensor in layer.tensors)])
+        is_one = layer.values("k") == layer.values("v")  # one scale for K and V
         for letter, own in derived.items():
             values = factor * torch.tensor(layer.values(letter))
-            both = torch.stack([derived["k"].max(), derived["v"].max()]).max()  # one scale for K and V
-            forms = [x for x in (own.flatten(), own.max(), both) if x.numel() in (1, len(values))]
+            largest = torch.maximum(derived["k"].max(), derived["v"].max()) if is_one else own.max()
+            forms = [x for x in (own.flatten(), own.max(), largest) if x.numel() in (1, len(values))]
             if len(values) and not any(torch.allclose(values, x, rtol=error, atol=0) for x in forms):
                 changed.append((layer.layer, letter))
     return changed

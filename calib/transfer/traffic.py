@@ -8,14 +8,20 @@ from statistics import median
 import torch
 
 from calib.errors import Fp8kvError, InputError
-from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
+from calib.evaluate.served.watch_report import (
+    METRICS,
+    check_served,
+    read_expected,
+    read_watched,
+    report_on,
+)
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
 from calib.files.model_directory import open_model_directory
 from calib.files.names import WATCH_FILE
 from calib.files.stored_scales import StoredScales, is_usable
 from calib.files.text import parse_condition
-from calib.same_model.check import ModelFacts, check_same_model, compare_weights, model_facts
+from calib.same_model.check import ModelFacts, model_facts
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import Calibration, load_stats, open_calibration
 
@@ -47,21 +53,10 @@ def open_measured(path: Path, directory: Path) -> tuple[Calibration, list[str]]:
 
 def _check_served(traffic: Calibration, model: ModelFacts) -> None:
     """Refuse traffic of an engine that serves another model, if that is here and its weights can be read."""
-    if not (traffic.directory / WATCH_FILE).is_file():
-        return
-    served = Path(read_watched(traffic.directory).model)
-    if not served.is_absolute():
-        return
-    try:
-        facts = model_facts(open_model_directory(served, needs_scales=False), traffic.stats.layers)
-        for marks in filter(None, (facts.marks, model.marks)):
-            marks()
-    except (Fp8kvError, OSError):
-        return
-    problem = f"'{traffic.path}' is traffic of '{served}'"
-    if compare_weights(facts, model):
-        raise InputError(f"{problem}, whose weights are others; give that of this model")
-    check_same_model(facts, model, f"{problem}: give that of this model")
+    if (traffic.directory / WATCH_FILE).is_file():
+        served = read_watched(traffic.directory).model
+        problem = f"'{traffic.path}' is traffic of '{served}'"
+        check_served(served, model, traffic.stats.layers, problem, "give that of this model")
 
 
 def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:

@@ -1,6 +1,6 @@
 """What an engine's cache held, as the plugin wrote it: which layers clip, beside what was expected."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,13 +9,21 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from calib.errors import InputError, first_problem
+from calib.errors import Fp8kvError, InputError, first_problem
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
+from calib.files.model_directory import open_model_directory
 from calib.files.names import WATCH_FILE
 from calib.files.strict_json import read_object
 from calib.files.text import Condition, show_layers
-from calib.same_model.check import LayerFacts, ModelFacts, check_same_model
+from calib.same_model.check import (
+    LayerFacts,
+    ModelFacts,
+    check_same_model,
+    compare_weights,
+    directory_facts,
+    model_facts,
+)
 from calib.scales.cache_counts import code_table
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, derive_scales
@@ -258,6 +266,9 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
         ModelFacts(str(model), layers=layers, shared_layers=shared),
         "give --model its own calibration",
     )
+    if Path(watched.model) != model:
+        facts, problem = directory_facts(model), f"the engine serves '{watched.model}'"
+        check_served(watched.model, facts, stats.layers, problem, "give --model its own calibration")
     limits = {
         (layer.layer, letter): torch.tensor(counts.limit)
         for layer in watched.layers
@@ -267,6 +278,21 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
     scales = derive_scales(stats, calibration.recipe())
     edges = {layer.layer: layer.edge for layer in watched.layers if layer.edge}
     return expected_shares(stats, scales, limits), _compare_limits(model, limits, edges, scales)
+
+
+def check_served(served: str, model: ModelFacts, modules: Iterable[str], problem: str, advice: str) -> None:
+    """Refuse another model than an engine has `served`, if that is here and its weights can be read."""
+    if not Path(served).is_absolute():
+        return
+    try:
+        facts = model_facts(open_model_directory(Path(served), needs_scales=False), modules)
+        for marks in filter(None, (facts.marks, model.marks)):
+            marks()
+    except (Fp8kvError, OSError):
+        return
+    if compare_weights(facts, model):
+        raise InputError(f"{problem}, whose weights are others; {advice}")
+    check_same_model(facts, model, f"{problem}: {advice}")
 
 
 def _compare_limits(

@@ -284,6 +284,19 @@ def test_traffic_of_another_model_of_the_same_shapes_is_refused(model, measured,
         ):
             refusal = f"'{here}' is traffic of '{taken}', whose weights are others; give that of this"
             one_line_error(fp8kv(*command, here), refusal)
+    part = next(iter(load_stats(taken).layers.values())).k.amax
+    head = {
+        x: len(part) * y
+        for x, y in json.loads((here / "fp8kv_watch.json").read_text())["layers"][0]["k"].items()
+    }
+    rows = [
+        {"layer": i, "tokens": 500, "channels": part.shape[1], "edge": 432.0, "k": head, "v": head}
+        for i in LAYERS
+    ]
+    edit_json(here / "fp8kv_watch.json", layers=rows)
+    refusal = f"the engine serves '{taken}', whose weights are others; give --model its own calibration"
+    one_line_error(fp8kv("watch", here, "--model", measured), refusal)
+    assert "the limit alone" not in ran("watch", here, "--model", taken).stdout
     away = traffic_of(taken, tmp_path / "away", "not/here")
     for statistics in (away, away / STATS_FILE):
         done = fp8kv("repair", measured, "--stats", statistics, "-o", tmp_path / "out")

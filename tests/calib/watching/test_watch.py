@@ -18,14 +18,25 @@ from families import edit_json
 from torch import nn
 
 from calib import load_stats, save_stats
+from calib.commands.engines import _show_share
+from calib.engines.scale_fit import Limits, judge, measured_amax
 from calib.errors import InputError
 from calib.evaluate.served import client, watch_report
 from calib.evaluate.served.watch_report import METRICS, read_expected, read_watched, report_on
+from calib.files.stored_scales import StoredLayer
 from calib.files.text import parse_condition
-from calib.scales.cache_counts import CacheCounts, WatchedLayer, code_table, join_heads, join_watched
+from calib.scales.cache_counts import (
+    CacheCounts,
+    WatchedLayer,
+    code_table,
+    join_heads,
+    join_watched,
+    watched_stats,
+)
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats_file import open_calibration
 from calib.scales.tail import TAIL
 from calib.serving import plugin
 from calib.watching import harvest
@@ -413,6 +424,23 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
     zeros = WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero")
     assert zeros.tolist() == [[24] * HEADS] * 2
     assert (watched(x * 1e6, 1.0).amax.amax(-1) == 4 * 448).all()
+
+
+def test_codes_of_other_scales_refute_none_that_may_fit(tmp_path):
+    """A code is of an interval, here of a scale for two heads: the smaller head's own may be in it."""
+    torch.manual_seed(0)
+    x = torch.randn(4000, 2, HEADS, SIZE) * torch.tensor([1.0, 0.29])[:, None]
+    stats = watched_stats({"model.layers.0.self_attn": watched(x, float(x.abs().max()) / 448)})
+    save_stats(stats.merge(stats), tmp_path / "fp8kv_stats.safetensors")
+    traffic = open_calibration(tmp_path, needs_report=False)
+    for factor, is_wrong in ((1.0, False), (1.2, True)):
+        k, v = (tuple((amax / 448 / factor).tolist()) for amax in x.abs().amax((0, 3)))
+        layers = [StoredLayer(0, k, v)]
+        (fit,), findings = judge(layers, measured_amax(traffic, layers), Limits(448.0, 2**-9))
+        assert (fit.rounding, fit.estimated) == (0.125, [])
+        assert max(fit.used.values()) > 1.005
+        assert (bool(findings), bool(fit.clipped)) == (is_wrong, is_wrong)
+        assert _show_share(fit, "k").startswith("up to ")
 
 
 def write(directory, *layers):
