@@ -171,6 +171,12 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
     problems = " ".join(fp8kv("verify", broken, "--engine", "vllm").stdout.split())
     assert "problem: V scales are NaN in layer 0" in problems
     assert "scales were changed (v_scale of layer 0, k_scale of layer 1)" in problems
+    # the larger of K's and V's is one scale for both, and no excuse for a swap
+    k, v = (f"model.layers.1.self_attn.{letter}_scale" for letter in "kv")
+    stored = load_file(own / "model-fp8kv-scales.safetensors")
+    swapped = {k: stored[v].item(), v: stored[k].item()}
+    printed = fp8kv("verify", apply_cases.damage(own, tmp_path / "swapped", swapped)).stdout
+    assert "scales were changed (k_scale of layer 1, v_scale of layer 1)" in " ".join(printed.split())
     rounded = shutil.copytree(own, tmp_path / "rounded")
     bits = {name: x.bfloat16() for name, x in load_file(rounded / "model-fp8kv-scales.safetensors").items()}
     edit_tensors(rounded, lambda tensors: tensors.update(bits), "model-fp8kv-scales.safetensors")
