@@ -281,10 +281,10 @@ def _baked_lines(baked: "Baked", purpose: choices.Purpose) -> Iterator[str]:
     if baked.latent:
         yield f"one factor for the latent and one for k_pe in each of {layers} layers"
     else:
-        yield (
-            f"heads have factors of their own in {k} of {layers} layers for K and {v} for V; in the others "
-            "they need the same powers of two, or the weights hold no more"
-        )
+        line = f"heads have factors of their own in {k} of {layers} layers for K and {v} for V"
+        if min(k, v) < layers:
+            line += "; in the others they need the same powers of two, or the weights hold no more"
+        yield line
         if plan.layers_without_v:
             yield f"V of {plan.layers_without_v} of {layers} layers stays as it is"
     yield f"written to {baked.output}; its README.md says how to serve it"

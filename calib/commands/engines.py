@@ -17,6 +17,7 @@ from calib.commands.running import Answer, Block, TextTable, job_command, table_
 from calib.errors import Fp8kvError, InputError, NoModelError, NoScalesError
 from calib.files.names import JSON_FILE, STATS_FILE
 from calib.files.text import parse_condition, show_duration, show_layers
+from calib.progress import Progress
 
 if TYPE_CHECKING:
     from calib.engines.catalogue import Backend, Engine
@@ -75,6 +76,8 @@ def verify(
         "With --served, run our own model on this device. Default: cpu, as the server may fill the GPU."
     ),
     trust_remote_code: bool = flags.TRUST_REMOTE_CODE,
+    *,
+    progress: Progress,
 ) -> Answer:
     """Show which engine loads which scale, without running the engine.
 
@@ -85,7 +88,7 @@ def verify(
         return _compare_servers(served, directory)
     if served:
         keys = flags.recipe_keys(context.params)
-        return _compare_server(served[0], directory, model or str(directory), served_name, keys)
+        return _compare_server(served[0], directory, model or str(directory), served_name, keys, progress)
     from calib.engines.catalogue import choose_engines
     from calib.engines.outcome import Place
     from calib.engines.verification import backend_problems, verify_directory
@@ -129,11 +132,16 @@ def _check_flags(context: typer.Context) -> None:
 
 
 def _compare_server(
-    url: str, directory: Path, weights: str, served_name: str | None, keys: dict[str, Any]
+    url: str,
+    directory: Path,
+    weights: str,
+    served_name: str | None,
+    keys: dict[str, Any],
+    progress: Progress,
 ) -> Answer:
     from calib.evaluate.served.logprobs import compare_served, describe_comparison
 
-    comparison = compare_served(url, directory, weights, served_name, keys)
+    comparison = compare_served(url, directory, weights, served_name, keys, progress)
     is_other = comparison.is_other_model(directory, weights)
     plugin, is_compared = _ask_plugin(url, None if is_other else directory)
     has_problems = bool(plugin and plugin.problems)

@@ -247,8 +247,8 @@ class TextSummary:
             return
         causes = self._causes("")
         raise InputError(
-            f"{self.tokens:,} tokens, {self.distinct_tokens:,} of them different, are too few to "
-            f"calibrate on: {LEAST_TOKENS} and {LEAST_DISTINCT} are the least"
+            f"{self.tokens:,} token{'' if self.tokens == 1 else 's'}, {self.distinct_tokens:,} of them "
+            f"different, are too few to calibrate on: {LEAST_TOKENS} and {LEAST_DISTINCT} are the least"
             f"{f' ({causes[0]})' if causes else ''}; use more text, or give --allow-few-tokens "
             "(data.allow_few_tokens of a recipe)"
         )

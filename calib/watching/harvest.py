@@ -219,7 +219,7 @@ def _fp8_type(module: Any) -> torch.dtype | None:
 
 def watch_engine(core: Any, directory: str) -> None:
     """Let all workers of an engine count, and its core write what they have counted."""
-    with errors_to(partial(_warn, "the cache is not watched")):
+    with errors_to(partial(_warn, f"the cache is not watched (FP8KV_WATCH={directory})")):
         files = core.fp8kv_watch = WatchFiles(core, Path(directory))
         answers = core.model_executor.collective_rpc(watch)
         if None not in answers:

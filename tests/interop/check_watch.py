@@ -74,7 +74,7 @@ def check_codes(directory: Path, fp8kv: Path) -> Iterator[Check]:
     out = Path(tempfile.mkdtemp(), "watch")
     out.write_text("in the way")
     engine = Engine(directory, out)
-    text, start = engine.text(), "fp8kv: the cache is not watched: "
+    text, start = engine.text(), "fp8kv: the cache is not watched ("
     named = [line for line in LOG if line.startswith(start)]
     yield "a file in the way: named once, and the text is written", len(named) == 1 and bool(text), named
     out.unlink()

@@ -158,7 +158,8 @@ def report_place(directory: Path | None, *, overwrite: bool) -> Iterator[Callabl
         if strange := next((name for name in names if name not in _FORMS), None):
             raise InputError(f"'{directory}' holds '{strange}', which is not a report; give another --output")
         if names and not overwrite:
-            raise InputError(f"the report '{directory}' exists; add --overwrite, or choose another -o")
+            advice = "add --overwrite to measure again, or choose another -o"
+            raise InputError(f"the report '{directory}' is finished; {advice}")
         if directory.exists() and not os.access(directory, os.W_OK):
             raise InputError(f"cannot write '{directory}': Permission denied; choose another output")
         yield partial(write_report, directory=directory)

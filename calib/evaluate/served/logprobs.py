@@ -25,6 +25,7 @@ from calib.files.fingerprint import baked_for
 from calib.models.config import load_config, model_positions
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.sources import find_model
+from calib.progress import SILENT, Progress
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
@@ -81,7 +82,12 @@ class ServerComparison:
 
 
 def compare_served(
-    url: str, directory: Path, model_name: str, served_name: str | None, overrides: dict[str, Any]
+    url: str,
+    directory: Path,
+    model_name: str,
+    served_name: str | None,
+    overrides: dict[str, Any],
+    progress: Progress = SILENT,
 ) -> ServerComparison:
     """Compare the server at `url` with the model and the scales in `directory`.
 
@@ -107,16 +113,19 @@ def compare_served(
     length = max(2, min([_TOKENS, *(limit - 1 for limit in limits if limit)]))
     data = DataRecipe(dataset="builtin:python-docs", samples=_TEXTS, seq_len=length)
     texts = [piece.ids for piece in tokenize_rows(open_source(data).rows, tokenizer, data).pieces]
+    progress.stage("ask the server")
     answers = server.ask(served.id, texts, model_name)
+    progress.stage("run the model", 3 * len(answers.prompts), "texts")
     start = time.monotonic()
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
     scales, is_exact = fit_scales(model), model.dtype == torch.float32
-    scaled, ones = (_run(model, factors, answers) for factors in (scales, _unit_scales(model)))
+    scaled, ones = (_run(model, factors, answers, progress) for factors in (scales, _unit_scales(model)))
     del model  # there may be memory for one
     dtype: DType = "bfloat16" if is_exact else "float32"
     rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
-    runs = (scaled, ones, _run(rounded, scales, answers))
+    runs = (scaled, ones, _run(rounded, scales, answers, progress))
+    progress.end()
     return compare(served, answers, *runs, time.monotonic() - start, is_baked=is_baked)
 
 
@@ -206,7 +215,7 @@ def are_apart(apart: float, noise: float, rounding: float) -> bool:
 
 
 @torch.inference_mode()
-def _run(model: PreTrainedModel, scales: KVScales, answers: Answers) -> Tensor:
+def _run(model: PreTrainedModel, scales: KVScales, answers: Answers, progress: Progress) -> Tensor:
     """Return the logprobs that the server was asked for, of our own runtime."""
     results = []
     try:
@@ -216,6 +225,7 @@ def _run(model: PreTrainedModel, scales: KVScales, answers: Answers) -> Tensor:
                 logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1).cpu()
                 of_prompt = logprobs[:-1].gather(-1, ids[0, 1:, None].cpu())[:, 0]
                 results.append(of_prompt if answers.of_prompt else logprobs[-1].amax()[None])
+                progress.advance(1)
     except AttentionError as error:
         raise InputError(str(error)) from error
     return torch.cat(results)

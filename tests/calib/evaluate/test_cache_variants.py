@@ -503,7 +503,7 @@ def test_the_command_line_of_recommend(tmp_path, monkeypatch):
     serve, report = done.stdout.splitlines()[-2:]
     assert serve.startswith(f"  vllm serve {tmp_path / 'out'} --kv-cache-dtype int4")
     assert report == f"report written to {tmp_path / 'page' / 'report.html'}"
-    one_line_error(fp8kv("recommend", directory, *flags), "exists; add --overwrite")
+    one_line_error(fp8kv("recommend", directory, *flags), "add --overwrite")
     first, *further = [line for line in done.stdout.splitlines() if " not offered (" in line]
     types = [f"lmdeploy_{bits}{baked}" for bits in ("int8", "int4") for baked in ("", ", baked")]
     assert first.startswith("; ".join(types))
@@ -584,7 +584,7 @@ def test_what_is_recommended_is_written_and_measured_again(wish, prepared, tmp_p
 
     monkeypatch.setattr("calib.recommendation.calibrate", spoil)
     again = fp8kv("recommend", directory, *wish, *FLAGS, "--write", out / "a", "-o", page)
-    one_line_error(again, "report' exists; add -")
+    one_line_error(again, "report' is finished; add -")
     (page / ".report.md").mkdir()  # in the way of the report, and the answer is not lost
     content = saved.read_bytes()
     fp8kv("recommend", directory, *flags, "--resume")

@@ -239,7 +239,7 @@ def test_a_model_whose_logits_are_no_numbers_has_a_report_and_no_recommendation(
     assert not any(" on builtin:code: " in line for line in document["warnings"])  # said of the model
     one_line_error(fp8kv("recommend", broken, *few), f"{said}: the KL of ", "before a cache is chosen")
     assert (document["recommended"], document["advised"]) == (None, None)
-    one_line_error(fp8kv("eval", broken, *few, "-o", out), f"the report '{out}' exists; add --overwrite, or")
+    one_line_error(fp8kv("eval", broken, *few, "-o", out), f"the report '{out}' is finished; add --overw")
 
 
 def figure(value, spread=0.1):

@@ -310,7 +310,8 @@ def test_each_engine_has_a_directory_of_its_own_without_what_was_there(tmp_path,
     harvest.watch_engine(first, str(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
     harvest.watch_engine(second, str(tmp_path))
-    assert f"another engine writes to {tmp_path}; give each a directory of its own" in caplog.text
+    said = f"another engine writes to {tmp_path}; give each a directory of its own"
+    assert f"the cache is not watched (FP8KV_WATCH={tmp_path}): ValueError: {said}" in caplog.text
     assert not hasattr(second, "fp8kv_watch")
     for text in ("often", "nan", "-1"):
         monkeypatch.setenv("FP8KV_WATCH_SECONDS", text)

@@ -73,6 +73,9 @@ def test_a_twin_tells(served, prompt_logprobs, made, directory):
     assert found["logprobs"] == (686 if found["of_prompt"] else 6 * 3)
     assert found["requests"] == len(twin.requests) - 1 <= 40  # and one to our plugin
     assert found["seconds"] > 0.01 * found["requests"]
+    told = verify(twin, directory, "--progress", "json").stderr.splitlines()
+    stages = [(x["stage"], x["total"]) for x in map(json.loads, told) if x["event"] == "end"]
+    assert stages == [("ask the server", None), ("run the model", 3 * (6 if found["of_prompt"] else 18))]
     assert 0 < found["own_seconds"] < time.monotonic() - start - found["seconds"]
 
 
