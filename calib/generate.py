@@ -14,7 +14,7 @@ from calib.caches.rounding import rounded_attention, rounding
 from calib.caches.types import CacheType, Layers, cache_type
 from calib.capture.attention import cached_layers, map_attention
 from calib.capture.capabilities import check_backend, check_fp8_cache
-from calib.capture.directory_scales import ScalesForModel, check_weights, open_scales
+from calib.capture.directory_scales import ScalesForModel, open_scales
 from calib.errors import InputError
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory
@@ -25,6 +25,7 @@ from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
+from calib.same_model.check import check_weights
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend, cache_of, fp8_attention, paged_cache, values_per_token

@@ -14,6 +14,7 @@ from calib.capture.directory_scales import open_scales
 from calib.capture.processes import World
 from calib.capture.resume import START_AGAIN, check_same_run, compared_inputs, progress_file
 from calib.choices import REFERENCE, FormatName, Purpose
+from calib.engines.cache_support import format_for
 from calib.engines.catalogue import GPUS, choose_engines
 from calib.engines.outcome import Place
 from calib.engines.quantization_config import names_fp8_cache
@@ -25,7 +26,6 @@ from calib.evaluate.measure import compare_variants
 from calib.evaluate.recommend import Wish, advised_cache
 from calib.evaluate.report import Figure, Recommendation, Report, ServedCache, Written
 from calib.evaluate.run import evaluate, saved_report
-from calib.evaluate.serve_commands import format_for
 from calib.evaluate.statistics import estimate, to_numpy
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.variants import Setup, Variant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from calib.scales.stats_file import load_scales, load_stats
+from calib.scales.stats_file import load_scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,23 +56,6 @@ def open_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> Sc
     if checkpoint:
         check_same_model(_stored_facts(directory, stored), model_facts(checkpoint))
     return partial(_fit, stored.directory.path, calibration, stored)
-
-
-def check_weights(directory: Path, checkpoint: ModelDirectory) -> None:
-    """Refuse a calibration in `directory` of other weights than those of `checkpoint`."""
-    if (directory / CALIBRATION_FILE).exists():
-        check_same_model(scales_facts(directory), model_facts(checkpoint, load_stats(directory).layers))
-
-
-def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
-    """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
-    warnings = []
-    for directory in directories:
-        try:
-            check_weights(directory, checkpoint)
-        except InputError as error:
-            warnings.append(str(error))
-    return warnings
 
 
 def attention_facts(

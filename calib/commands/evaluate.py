@@ -92,10 +92,10 @@ def evaluate(
     progress: Progress,
 ) -> Answer:
     """Measure how an FP8 KV cache changes a model's output, on text that was not used for calibration."""
-    from calib.capture.directory_scales import weight_warnings
     from calib.evaluate.run import run_evaluation
     from calib.models.sources import find_model
     from calib.recipe import load_recipe
+    from calib.same_model.check import weight_warnings
 
     flags.check_assignments(context.params, ("data", "evaluation"))
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))

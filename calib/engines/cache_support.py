@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from calib.caches.types import ALL_CACHES, Layer, Shape, cache_type
-from calib.choices import Strategy
+from calib.choices import FormatName, Strategy
 from calib.engines.catalogue import GPUS, CacheSupport, Engine, choose_engines
 from calib.errors import Fp8kvError, InputError
 
@@ -90,6 +90,13 @@ def find_offer(
             raise NotServed(f"{owner.name} has no scales per head on {gpu or 'the GPUs that serve FP8'}")
     notes = dict.fromkeys(way.note for way in ways if way.note and {*way.gpus} & {*gpus})
     return Offer(owner.name, owner.caches.version, tuple(gpus), tuple(notes), flag)
+
+
+def format_for(engine: str, gpu: str | None) -> FormatName:
+    """Return the format of scales that an engine which loads them reads right on a GPU."""
+    if engine == "vllm" and gpu is not None and GPUS[gpu].is_fnuz:
+        return "modelopt"
+    return "sglang" if engine == "sglang" else "vllm"
 
 
 def _fitting_support(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from calib.capture.attention import cached_layers
 from calib.capture.capabilities import check_backend, check_fp8_cache
-from calib.capture.directory_scales import weight_warnings
 from calib.capture.resume import THREADS, check_resumed, package_versions, remove_progress
 from calib.choices import CONTROLS, REFERENCE, VARIANTS
 from calib.data import MediaReader, resolve_batch_size
@@ -59,6 +58,7 @@ from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model, served_name
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
+from calib.same_model.check import weight_warnings
 from calib.scales.scales import LATENT_NOTE, SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.summary import TEXT_ALONE

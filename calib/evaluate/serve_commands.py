@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from calib.caches.types import UNSIMULATED, Layers, cache_type
 from calib.choices import REFERENCE, FormatName, Strategy
-from calib.engines.cache_support import NotServed, Offer, find_offer
-from calib.engines.catalogue import GPUS, find_engine
+from calib.engines.cache_support import NotServed, Offer, find_offer, format_for
+from calib.engines.catalogue import find_engine
 from calib.engines.model_classes import architecture
 from calib.engines.quantization_config import names_fp8_cache
 from calib.engines.tokens_that_fit import REQUEST_TOKENS, Pool, vllm_pool
@@ -32,13 +32,6 @@ _LATENT_SCALES = (
     "needs --format modelopt and --model-impl transformers, which was not run on a GPU; bake the model, "
     "which makes scale 1.0 right"
 )
-
-
-def format_for(engine: str, gpu: str | None) -> FormatName:
-    """Return the format of scales that an engine of _LOADING reads right on a GPU."""
-    if engine == "vllm" and gpu is not None and GPUS[gpu].is_fnuz:
-        return "modelopt"
-    return "sglang" if engine == "sglang" else "vllm"
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,25 @@ def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None
     return replace(facts, settings=settings, marks=cache(partial(take_marks, checkpoint, modules)))
 
 
+def check_weights(directory: Path, checkpoint: ModelDirectory) -> None:
+    """Refuse a calibration in `directory` of other weights than those of `checkpoint`."""
+    from calib.scales.stats_file import load_stats  # with torch
+
+    if (directory / CALIBRATION_FILE).exists():
+        check_same_model(scales_facts(directory), model_facts(checkpoint, load_stats(directory).layers))
+
+
+def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
+    """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
+    warnings = []
+    for directory in directories:
+        try:
+            check_weights(directory, checkpoint)
+        except InputError as error:
+            warnings.append(str(error))
+    return warnings
+
+
 def directory_facts(path: Path) -> ModelFacts:
     """Read what a directory that may lack weights says of its model, by files alone."""
     from calib.same_model.marks import settings_of

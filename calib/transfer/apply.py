@@ -104,8 +104,7 @@ def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:
 def _origin(source: Calibration, name: str, marks: Marks, likeness: Likeness) -> dict[str, Any]:
     """Return the report's facts about the model that was measured, the first one where there was a chain."""
     report = source.report
-    facts = {key: report[key] for key in ("model", "checkpoint", "weights")}
-    model = report.get("measured_on") or facts
+    model = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint", "weights")}
     pack = {"name": name, "sha256": source.pack.sha256} if source.pack else report.get("pack")
     origin = {"marks": marks.model_dump(), "measured_on": {**model, "compared": asdict(likeness)}}
     return origin | ({"pack": pack} if pack else {})

@@ -5,16 +5,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
 from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, judge, measured_amax
 from calib.engines.verification import verify_directory
-from calib.errors import InputError, NoScalesError, UnsupportedExportError
+from calib.errors import Fp8kvError, InputError, NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import SCALES_SHARD
+from calib.files.names import SCALES_SHARD, WATCH_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
 from calib.formats import FORMATS
@@ -29,10 +31,11 @@ from calib.scales.stats_file import (
     changed_scales,
     has_calibration,
     load_records,
+    load_stats,
     open_calibration,
 )
 from calib.transfer.convert import Conversion, write_scales
-from calib.transfer.traffic import check_traffic, join_calibration, settle_estimates
+from calib.transfer.traffic import check_traffic, settle_estimates
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
@@ -82,7 +85,7 @@ def repair(
         stored = StoredScales(checkpoint, [])
     checkpoint, misnamed = _remove_misnamed(checkpoint)
     stored, name_changes = _remove_strays(stored, checkpoint)
-    stats = join_calibration(calibration, directory)
+    stats = _join_calibration(calibration, directory)
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
@@ -106,6 +109,31 @@ def repair(
     if not (verification.problems or verification.is_good):
         notes += ("fp8kv verify knows of no engine that loads all of these scales",)
     return Repair(scales, notes, replacements, verification.problems, [*misnamed, *name_changes])
+
+
+def _join_calibration(traffic: Calibration, directory: Path) -> KVStats:
+    """Return the statistics of `traffic` with the larger values of the calibration in `directory`, if any.
+
+    New scales have to hold both: a head that an engine's traffic asks little of may be asked more again.
+    Other statistics than an engine's stay as they are.
+    """
+    stats = traffic.stats
+    if not (traffic.directory / WATCH_FILE).is_file():
+        return stats
+    try:
+        own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
+    except (Fp8kvError, OSError):  # without, or damaged
+        return stats
+    layers = {}
+    for name, layer in stats.layers.items():
+        pairs = {x: (getattr(layer, x), getattr(own.get(layer.layer_idx, layer), x)) for x in "kv"}
+        parts = {
+            letter: replace(part, amax=torch.maximum(part.amax, calibrated.amax))
+            for letter, (part, calibrated) in pairs.items()
+            if part.amax.shape == calibrated.amax.shape
+        }
+        layers[name] = replace(layer, **parts)
+    return replace(stats, layers=layers)
 
 
 def _remove_misnamed(checkpoint: ModelDirectory) -> tuple[ModelDirectory, list[str]]:

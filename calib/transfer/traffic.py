@@ -122,31 +122,6 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
     return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
 
 
-def join_calibration(traffic: Calibration, directory: Path) -> KVStats:
-    """Return the statistics of `traffic` with the larger values of the calibration in `directory`, if any.
-
-    New scales have to hold both: a head that an engine's traffic asks little of may be asked more again.
-    Other statistics than an engine's stay as they are.
-    """
-    stats = traffic.stats
-    if not (traffic.directory / WATCH_FILE).is_file():
-        return stats
-    try:
-        own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
-    except (Fp8kvError, OSError):  # without, or damaged
-        return stats
-    layers = {}
-    for name, layer in stats.layers.items():
-        pairs = {x: (getattr(layer, x), getattr(own.get(layer.layer_idx, layer), x)) for x in "kv"}
-        parts = {
-            letter: replace(part, amax=torch.maximum(part.amax, calibrated.amax))
-            for letter, (part, calibrated) in pairs.items()
-            if part.amax.shape == calibrated.amax.shape
-        }
-        layers[name] = replace(layer, **parts)
-    return replace(stats, layers=layers)
-
-
 def _exact_amax(stats: KVStats) -> Amax:
     """Return the absmax of layers that no cache has clipped: that of others is capped."""
     layers = {name: layer for name, layer in stats.layers.items() if not layer.estimated}
