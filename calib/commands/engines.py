@@ -328,9 +328,7 @@ def _show_share(fit: "Fit", letter: str) -> str:
     least, most = fit.least[letter], fit.used[letter]
     low, high = (f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most))
     share = high if least >= most * 0.99 or low == high else f"{low} to {high}"
-    if letter in fit.estimated:
-        return f"about {share}"
-    return f"up to {share}" if fit.rounding else share
+    return f"about {share}" if letter in fit.estimated or fit.rounding else share
 
 
 @job_command

@@ -28,7 +28,7 @@ from calib.scales.cache_counts import code_table
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import open_calibration
-from calib.scales.tail import TAIL, poisson_interval
+from calib.scales.tail import ROUNDING, TAIL, poisson_interval
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 METRICS = ("clipped", "zero")
@@ -361,7 +361,7 @@ def expected_shares(
                 continue
             own = scale * table.edge
             engines = (limits or {}).get((layer.layer_idx, letter), own)
-            counts = (part.tail >= torch.maximum(own, engines).view(-1, 1)).sum(-1)
+            counts = (part.tail * ROUNDING >= torch.maximum(own, engines).view(-1, 1)).sum(-1)
             if part.ties is not None:
                 counts = torch.where(counts == TAIL, counts.maximum(part.ties[:, 1]), counts)
             shares[layer.layer_idx, letter] = int(counts.max()) / layer.tokens
