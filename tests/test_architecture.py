@@ -106,7 +106,7 @@ def test_only_one_place_writes_json():
 
 def test_no_text_or_list_is_multiplied_by_a_condition():
     """`"text" if condition else ""` is read aloud; `"text" * condition` is a riddle."""
-    texts, conditions = (ast.JoinedStr, ast.List, ast.Tuple), (ast.Compare, ast.BoolOp)
+    texts, conditions = (ast.JoinedStr, ast.List, ast.Tuple), (ast.Compare, ast.BoolOp, ast.UnaryOp)
     for file in [*sources(), *(ROOT / "tools").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -117,7 +117,6 @@ def test_no_text_or_list_is_multiplied_by_a_condition():
                 )
                 names = [ast.unparse(x).partition("(")[0].rpartition(".")[2] for x in sides]
                 is_condition = any(isinstance(x, conditions) for x in sides) or any(
-                    name.startswith(("is_", "has_")) or name in ("bool", "any", "all", "not")
-                    for name in names
+                    name.startswith(("is_", "has_")) or name in ("bool", "any", "all") for name in names
                 )
                 assert not (is_text and is_condition), f"{file}:{node.lineno}: {ast.unparse(node)}"

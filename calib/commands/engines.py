@@ -328,7 +328,8 @@ def _show_share(fit: "Fit", letter: str) -> str:
     least, most = fit.least[letter], fit.used[letter]
     low, high = (f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most))
     share = high if least >= most * 0.99 or low == high else f"{low} to {high}"
-    return f"about {share}" if letter in fit.estimated or fit.rounding else share
+    is_known = letter not in fit.estimated and fit.sure[letter] == most
+    return share if is_known else f"about {share}"
 
 
 @job_command
@@ -364,7 +365,7 @@ def watch(
     condition = parse_condition(fail_if[-1], METRICS)
     if len(fail_if) > 1 or condition.variant is not None or not condition.compare(2, 1):
         raise InputError(f"--fail-if '{' '.join(fail_if)}': give one condition, clipped>SHARE or zero>SHARE")
-    if condition.limit >= 1:
+    if not condition.compare(1, condition.limit):
         raise InputError(f"--fail-if '{condition.text}': no share is above 1; write 0.01 for 1 %")
     is_address = source.lower().startswith(("http://", "https://"))
 

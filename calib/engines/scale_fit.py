@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Convention
@@ -51,8 +50,7 @@ class MeasuredAmax(NamedTuple):
     warnings: list[str]  # that too little text was read
     thresholds: Amax  # where an observer other than absmax clips, on purpose
     estimated: frozenset[Scale] = frozenset()  # absmax of what a watched cache clipped
-    # by layer: its absmax may be this share larger than what was seen
-    rounding: Mapping[int, float] = MappingProxyType({})
+    least: Amax | None = None  # what was seen at least, of absmax that was read from FP8 codes
 
 
 class Limits(NamedTuple):
@@ -72,13 +70,12 @@ class Fit:
     zero: list[str]  # which of K, V and Q become all zeros at one of the scales
     is_draft: bool = False  # of a layer that drafts tokens (MTP)
     estimated: Sequence[str] = ()  # of K and V those whose absmax is an estimate
-    rounding: float = 0.0  # of the absmax that is not
+    sure: dict[str, float] = field(default_factory=dict)  # `used`, of what was seen at least
 
     @property
     def clipped(self) -> list[str]:
-        """Letters of K, V and Q that are cut off for sure."""
-        limits = {x: _ROUNDING * (1 if x in self.estimated else 1 + self.rounding) for x in self.used}
-        return [letter for letter, used in self.used.items() if used > limits[letter]]
+        """Letters of K, V and Q that are cut off."""
+        return [letter for letter, used in (self.used | self.sure).items() if used > _ROUNDING]
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,9 @@ def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> Me
             f"the cache that was watched clipped {show_layers(sorted({i for i, _ in estimated}))}: what is "
             "beyond its range is estimated; watch the new scales too"
         )
-    rounding = {layer.layer_idx: layer.rounding for layer in stats.layers.values()}
-    return MeasuredAmax(amax, headroom, warnings, thresholds, frozenset(estimated), rounding)
+    return MeasuredAmax(
+        amax, headroom, warnings, thresholds, frozenset(estimated), stats.least_by_head() or None
+    )
 
 
 def measured_convention(
@@ -172,12 +170,10 @@ def judge(
     """Return how each layer's scales fit measured absmax, and how that contradicts them."""
     amax, largest, indices = measured.amax, limits.largest, [layer.layer for layer in layers]
     fits = [
-        replace(
-            fit,
-            estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated],
-            rounding=measured.rounding.get(fit.layer, 0.0),
+        replace(fit, estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated], sure=sure.used)
+        for fit, sure in zip(
+            compare(layers, amax, limits), compare(layers, amax | (measured.least or {}), limits), strict=True
         )
-        for fit in compare(layers, amax, limits)
     ]
     findings = _compare_head_counts(layers, amax)
     mistake = _find_mistake(layers, amax, largest)
@@ -214,7 +210,7 @@ def judge_mtp(
     if not layers or not amax or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
         return [], [Finding(text, is_problem=False)] if drafts else []
-    fits, findings = judge(layers, measured._replace(amax=amax), limits)
+    fits, findings = judge(layers, measured._replace(amax=amax, least=None), limits)
     findings = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
     return [replace(fit, is_draft=True) for fit in fits], findings
 
@@ -280,7 +276,7 @@ def _judge_clipping(
     """
     by_layer = {layer.layer: layer for layer in layers}
     shares = {
-        (fit.layer, letter): fit.used[letter]
+        (fit.layer, letter): fit.sure[letter]
         for fit in fits
         for letter in fit.clipped
         if is_usable(by_layer[fit.layer].values(letter))
@@ -295,10 +291,12 @@ def _judge_clipping(
     shown = wrong or shares
     layer, letter = worst = max(shown, key=lambda key: shown[key])
     count = len({index for index, _ in shown})
-    estimate = ", by an estimate" if worst in measured.estimated else ""
+    ending = ", at least" if worst in (measured.least or ()) else ""
+    if worst in measured.estimated:
+        ending = ", by an estimate"
     text = (
         f"{count} layer{'s clip' if count > 1 else ' clips'} what was measured, layer {layer} the most: "
-        f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold{estimate}"
+        f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold{ending}"
     )
     if wrong:
         return [Finding(text, frozenset(wrong))]

@@ -178,7 +178,7 @@ def _loaded_tensors(
     if (engine.unknown == "refused") != is_exception:
         if directory.misnamed:
             raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
-        if directory.index is None and (directory.path / STATS_FILE).is_file():
+        if not is_exception and directory.index is None and (directory.path / STATS_FILE).is_file():
             raise Refused(f"without {INDEX_FILE} it takes {STATS_FILE} for weights; move that file elsewhere")
     simulation.ignored += [(name, f"'{name}' is not the name of a scale") for name in directory.misnamed]
     if directory.json and not tensors:

@@ -297,9 +297,10 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
         evaluation.layers, recipe.trust_remote_code,
     )  # fmt: skip
     if wish is not None:
-        for variant in [variant for variant in variants if variant.kind != "control"]:
+        for variant in variants:
             try:
-                offers.find(variant, wish.engine, wish.gpu)
+                if variant.kind != "control":
+                    offers.find(variant, wish.engine, wish.gpu)
             except NotServed as error:
                 evaluation.refused[variant.name] = str(error)
         evaluation.refused |= offers.refuse_unsimulated(wish.engine, wish.gpu)

@@ -92,7 +92,7 @@ class Offers:
             try:
                 offer = self._find_offer("fp8", engine_name, gpu, scales.strategy)
                 self._check_format(scales, format_name)
-            except (NotServed, UnsupportedExportError, InputError) as error:
+            except NotServed as error:
                 reason = str(error)
                 continue
             output = f"{short_name(self.model)}-fp8kv-{name}"
@@ -106,7 +106,10 @@ class Offers:
         if scales.strategy not in FORMATS[name].strategies:
             raise NotServed(f"{FORMATS[name].engine} reads one scale per layer")
         layers = {key: replace(layer, q=None) for key, layer in scales.layers.items()}
-        export(replace(scales, layers=layers), self.checkpoint, name)
+        try:
+            export(replace(scales, layers=layers), self.checkpoint, name)
+        except (UnsupportedExportError, InputError) as error:
+            raise NotServed(str(error)) from error
 
     def serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
         """Add the command that serves `path`, after those that make it."""

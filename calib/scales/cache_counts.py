@@ -130,6 +130,17 @@ class WatchedLayer:
             amax[part, head, codes[part, head] >= table.top] = self._estimate(part, head)
         return amax * self.scales[..., None]
 
+    @property
+    def least(self) -> Tensor:
+        """The magnitude from which each head's largest code begins, [2, K, 1] float32; of 16 bits amax."""
+        amax = self.amax.amax(-1, keepdim=True)
+        if self.dtype is None or self.scales is None:
+            return amax
+        table = code_table(self.dtype, self.cuts_off)
+        codes = self.counts.amax.long().amax(-1, keepdim=True).clamp(max=table.top)
+        begin = torch.where(codes > 0, table.upper[(codes - 1).clamp(min=0)], 0.0) * self.scales[..., None]
+        return torch.where(self.is_beyond[..., None], amax, begin)
+
     def _estimate(self, part: int, head: int) -> float:
         """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
         assert self.dtype is not None
@@ -196,10 +207,8 @@ def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:
     stats = {}
     for name, watched in layers.items():
         if watched.counts.tokens:
-            k, v = (TensorStats(part) for part in watched.amax)
+            k, v = (TensorStats(x, least=y) for x, y in zip(watched.amax, watched.least, strict=True))
             is_beyond = dict(zip("kv", watched.is_beyond.any(-1).tolist(), strict=True))
             estimated = tuple(letter for letter in "kv" if is_beyond[letter])
-            width = torch.finfo(watched.dtype).eps if watched.dtype else 0.0  # of the widest intervals
-            layer = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
-            stats[name] = replace(layer, rounding=width)
+            stats[name] = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
     return KVStats(stats)

@@ -48,7 +48,6 @@ class ModuleFacts(BaseModel):
     tokens: int = Field(ge=1, lt=_MOST_TOKENS)
     read: int = Field(lt=_MOST_TOKENS)
     estimated: list[Literal["k", "v"]] = []
-    rounding: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_tokens(self) -> "ModuleFacts":

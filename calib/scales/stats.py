@@ -47,6 +47,7 @@ STATISTICS = {
     "tail": Statistic(torch.float32, largest, TAIL),
     "ties": Statistic(torch.int64, add_ties, 2),
     "modalities": Statistic(torch.float32, torch.maximum, len(MODALITIES)),
+    "least": Statistic(torch.float32, torch.maximum, 1),
 }
 # made of every token's largest; of K and V alone, and not of an engine's cache
 PER_TOKEN = ("curve", "positions", "tail", "ties")
@@ -67,6 +68,7 @@ class TensorStats:
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
     ties: Tensor | None = None  # [H, 2] int64, see `calib.scales.tail.count_ties`
     modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: text alone was read
+    least: Tensor | None = None  # [H, 1] float32: amax, the end of an FP8 code's interval, is more than this
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ class LayerStats:
     latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
     read: int | None = None  # tokens, with those that no statistic counts; None: `tokens`
     estimated: tuple[str, ...] = ()  # of k and v those whose amax was beyond the cache that it was read from
-    rounding: float = 0.0  # of FP8 codes: amax, the end of an interval, may be this share too large
 
     @property
     def tokens_read(self) -> int:
@@ -159,6 +160,15 @@ class KVStats:
             if field == "amax"
         }
         return layers_html(f"Statistics of {self.tokens:,} tokens", indices, amax)
+
+    def least_by_head(self) -> Amax:
+        """Return the absmax that heads had at least, by layer and letter, of an engine's cache."""
+        return {
+            (layer.layer_idx, letter): tuple(least.flatten().tolist())
+            for layer in self.layers.values()
+            for letter, part in (("k", layer.k), ("v", layer.v))
+            if (least := part.least) is not None
+        }
 
     def amax_by_head(self) -> Amax:
         """Return the absmax of heads, by layer and letter (k, v, q); of a latent and its k_pe the larger."""
@@ -256,11 +266,7 @@ class KVStats:
         text = self.text.join(stats.text) if self.text and stats.text else None
         result = self.replace_tensors(merged, counts)
         layers = {
-            name: replace(
-                layer,
-                estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})),
-                rounding=max(layer.rounding, stats.layers[name].rounding),
-            )
+            name: replace(layer, estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})))
             for name, layer in result.layers.items()
         }
         return replace(result, layers=layers, text=text)

@@ -63,7 +63,6 @@ def save_stats(
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens, "read": layer.tokens_read}
         | ({"estimated": [*layer.estimated]} if layer.estimated else {})
-        | ({"rounding": layer.rounding} if layer.rounding else {})
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -276,7 +275,6 @@ def _take_layer(tensors: dict[str, Tensor], name: str, facts: ModuleFacts) -> La
     k, v = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kv")
     q = _take_part(tensors, f"{name}.q") if f"{name}.q.amax" in tensors else None
     layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, tuple(facts.estimated))
-    layer = replace(layer, rounding=facts.rounding)
     for part in (layer.k, layer.v):
         if part.ties is not None and not are_ties(part.ties, part.amax.amax(1), layer.tokens):
             raise ValueError(f"{name}: the ties are not of its largest tokens")
@@ -301,7 +299,7 @@ def _take_part(tensors: dict[str, Tensor], name: str) -> TensorStats:
         if (tensor.dtype, tensor.shape) != (statistic.dtype, shape):
             actual = f"{tensor.dtype} {[*tensor.shape]}"
             raise ValueError(f"{name}.{field} is {actual}, not {statistic.dtype} {[*shape]}")
-        if field in ("amax", "modalities", *PER_TOKEN) and (tensor < 0).any():
+        if field in ("amax", "least", "modalities", *PER_TOKEN) and (tensor < 0).any():
             raise ValueError(f"{name}.{field} is below zero")
         if (
             field in ("modalities", *PER_TOKEN)

@@ -11,12 +11,12 @@ from typing import Any
 from calib.data import MEDIA_COUNTS
 from calib.data.generated import GENERATED
 from calib.errors import InputError
-from calib.evaluate.served.watch_report import read_watched
+from calib.evaluate.served.watch_report import join_watched, read_watched
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.fingerprint import fingerprints
 from calib.files.names import STATS_FILE, WATCH_FILE
 from calib.formats import DRAFT_LEFT_OUT
-from calib.formats.directory import check_output
+from calib.formats.directory import check_output, write_json
 from calib.formats.output import CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
@@ -84,7 +84,8 @@ def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bo
     """
     if len({path.resolve() for path in directories}) < max(2, len(directories)):
         raise InputError("merge takes two or more directories with statistics, each of them once")
-    models = {read_watched(path).model for path in directories if (path / WATCH_FILE).is_file()}
+    watched = [read_watched(path) for path in directories if (path / WATCH_FILE).is_file()]
+    models = {document.model for document in watched}
     if len(models) > 1:
         raise InputError(f"these statistics are of different models: {', '.join(sorted(models))}")
     for path in directories:
@@ -96,6 +97,8 @@ def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bo
     stats = reduce(KVStats.join, runs.values())
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)
+        if len(watched) == len(directories):
+            write_json(scratch / WATCH_FILE, join_watched(watched).model_dump(exclude_none=True))
     return stats
 
 

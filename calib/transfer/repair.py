@@ -118,7 +118,9 @@ def _join_calibration(traffic: Calibration, directory: Path) -> KVStats:
     Other statistics than an engine's stay as they are.
     """
     stats = traffic.stats
-    if not (traffic.directory / WATCH_FILE).is_file():
+    # also a copy of an engine's statistics, without its counts
+    is_of_engine = any(layer.k.least is not None for layer in stats.layers.values())
+    if not (is_of_engine or (traffic.directory / WATCH_FILE).is_file()):
         return stats
     try:
         own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}

@@ -112,7 +112,7 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
         for letter in layer.estimated:
             if row := usual.get((layer.layer_idx, letter)):
                 part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
-                part = replace(part, amax=torch.minimum(part.amax, largest))
+                part = replace(part, amax=torch.minimum(part.amax, largest), least=None)
                 estimates = tuple(x for x in layers[name].estimated if x != letter)
                 layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
                 notes.append(

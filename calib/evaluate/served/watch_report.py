@@ -1,8 +1,10 @@
 """What an engine's cache held, as the plugin wrote it: which layers clip, beside what was expected."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,8 +82,6 @@ class _Layer(_Part):
     @model_validator(mode="after")
     def _check_values(self) -> "_Layer":
         for counts in filter(None, (self.k, self.v)):
-            if self.edge is None:
-                raise ValueError("an FP8 cache without the end of its range")
             for values in (counts.zero, counts.saturated):
                 if any(x > n * self.channels for x, n in zip(values, counts.tokens, strict=True)):
                     raise ValueError("more values are zero or saturated than were counted")
@@ -173,7 +173,7 @@ class WatchReport:
         """Say which layers meet the condition as was expected, and that it is not known what was."""
         lines = [
             f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%}: no alarm, as {row.expected:.2%} was "
-            f"expected, and up to {_TIMES * row.expected:.2%} is allowed"
+            f"expected, and up to {min(1, _TIMES * row.expected):.2%} is allowed"
             for row in sorted(self.rows, key=lambda row: -row.clipped)
             if row.expected is not None and row not in self.alarms and _is_beyond(self.condition, row)
         ][:_SHOWN]
@@ -210,6 +210,38 @@ def read_watched(directory: Path) -> Watched:
         return Watched.model_validate(read_object(file))
     except ValidationError as error:
         raise InputError(f"'{file}' is not what the plugin writes ({first_problem(error)})") from None
+
+
+def join_watched(documents: Sequence[Watched]) -> Watched:
+    """Add up what several engines of one model counted; ends of the range that differ are not kept."""
+    rows: dict[int, list[_Layer]] = {}
+    for layer in chain.from_iterable(document.layers for document in documents):
+        rows.setdefault(layer.layer, []).append(layer)
+    facts = {
+        "tokens": sum(document.tokens for document in documents),
+        "since": min(document.since for document in documents),
+        "written": min(document.written for document in documents),
+        "layers": [_join_layers(parts) for parts in rows.values() if len(parts) == len(documents)],
+    }
+    return documents[0].model_copy(update=facts)
+
+
+def _join_layers(parts: Sequence[_Layer]) -> _Layer:
+    def join(counts: Sequence[_Counts | None]) -> _Counts | None:
+        coded = [x for x in counts if x is not None]
+        if len(coded) < len(counts):  # one of 16 bits
+            return None
+        sums = {
+            name: [sum(heads) for heads in zip(*(getattr(x, name) for x in coded), strict=True)]
+            for name in ("tokens", "clipped", "saturated", "zero")
+        }
+        limits = [x.limit for x in coded]
+        return _Counts(**sums, limit=limits[0] if all(x == limits[0] for x in limits) else None)
+
+    k, v = join([x.k for x in parts]), join([x.v for x in parts])
+    edge = parts[0].edge if all(x.edge == parts[0].edge for x in parts) else None
+    tokens = sum(x.tokens for x in parts)
+    return parts[0].model_copy(update={"tokens": tokens, "edge": edge, "k": k, "v": v})
 
 
 def report_on(
@@ -266,9 +298,8 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
         ModelFacts(str(model), layers=layers, shared_layers=shared),
         "give --model its own calibration",
     )
-    if Path(watched.model) != model:
-        facts, problem = directory_facts(model), f"the engine serves '{watched.model}'"
-        check_served(watched.model, facts, stats.layers, problem, "give --model its own calibration")
+    if Path(watched.model).resolve() != model.resolve():
+        _check_weights(watched.model, model, tuple(stats.layers))
     limits = {
         (layer.layer, letter): torch.tensor(counts.limit)
         for layer in watched.layers
@@ -278,6 +309,12 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
     scales = derive_scales(stats, calibration.recipe())
     edges = {layer.layer: layer.edge for layer in watched.layers if layer.edge}
     return expected_shares(stats, scales, limits), _compare_limits(model, limits, edges, scales)
+
+
+@cache  # `watch --follow` asks again and again
+def _check_weights(served: str, model: Path, modules: tuple[str, ...]) -> None:
+    problem, advice = f"the engine serves '{served}'", "give --model its own calibration"
+    check_served(served, directory_facts(model), modules, problem, advice)
 
 
 def check_served(served: str, model: ModelFacts, modules: Iterable[str], problem: str, advice: str) -> None:
@@ -309,7 +346,7 @@ def _compare_limits(
             # engines double scales for an FP8 type that ends at 240
             factor = 2 if edge <= FP8_MAX["e4m3fnuz"] and scales.fp8_dtype == "e4m3fn" else 1
             end = scale * edge * factor
-            if place in limits and scale.dim() == 1 and not _is_limit(limits[place], end):
+            if place in limits and edge and scale.dim() == 1 and not _is_limit(limits[place], end):
                 wrong[place] = end
     if not wrong:
         return ""

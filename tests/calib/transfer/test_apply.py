@@ -177,6 +177,8 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
     swapped = {k: stored[v].item(), v: stored[k].item()}
     printed = fp8kv("verify", apply_cases.damage(own, tmp_path / "swapped", swapped)).stdout
     assert "scales were changed (k_scale of layer 1, v_scale of layer 1)" in " ".join(printed.split())
+    one_number = calibrated(model, tmp_path / "one number", "--format", "json")
+    assert "scales were changed" not in fp8kv("verify", one_number).stdout
     rounded = shutil.copytree(own, tmp_path / "rounded")
     bits = {name: x.bfloat16() for name, x in load_file(rounded / "model-fp8kv-scales.safetensors").items()}
     edit_tensors(rounded, lambda tensors: tensors.update(bits), "model-fp8kv-scales.safetensors")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from calib.files.names import INDEX_FILE, STATS_FILE
 from calib.scales.observers import AbsMax
-from calib.scales.stats import PER_TOKEN, TensorStats, shift_curve
+from calib.scales.stats import PER_TOKEN, KVStats, TensorStats, shift_curve
 from calib.scales.stats_file import load_stats, save_stats
 
 LAYERS, SCALES, NAN = range(3), "model-fp8kv-scales.safetensors", float("nan")
@@ -348,8 +348,9 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
             f"layer 0's V: {share * expected / layer.tokens:.2%} of the tokens are at the end of the range"
         )
         assert (f"note: {taken}" in done.stdout) != is_clipped
-        told = json_of("verify", measured, "--against", traffic, status=is_clipped)["notes"]
-        assert [x.startswith(taken) for x in told] == [True] * (not is_clipped)
+        told = json_of("verify", measured, "--against", traffic, status=is_clipped)
+        assert [x.startswith(taken) for x in told["notes"]] == ([] if is_clipped else [True])
+        assert told["against"][0]["estimated"] == (["v"] if is_clipped else [])
         done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / f"out-{share}")
         assert (taken in done.stdout + done.stderr) != is_clipped
         assert ("replaced: model.layers.0.self_attn v" in done.stdout) == is_clipped
@@ -365,6 +366,17 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
     small = damage(measured, tmp_path / "small", {"model.layers.0.self_attn.v_scale": 1e-5})
     ran("repair", small, "--stats", traffic, "-o", tmp_path / "mended")
     assert scales(tmp_path / "mended") == scales(measured)
+    # the traffic of several engines is traffic
+    second = shutil.copytree(traffic, tmp_path / "second")
+    for path, factor in ((traffic, 1), (second, 0.5)):
+        lower = replace(larger, k=TensorStats(layer.k.amax * factor), v=v)
+        save_stats(KVStats(layers | {name: lower}, stats.shared), path / STATS_FILE)
+    ran("merge", traffic, second, "-o", tmp_path / "all")
+    watched = json_of("watch", tmp_path / "all", status=1)
+    assert [watched["tokens"], watched["layers"][0]["tokens"]] == [1000, 2 * layer.tokens]
+    assert watched["layers"][1]["clipped"] == pytest.approx(min(1, 20 * expected / layer.tokens))
+    ran("repair", small, "--stats", tmp_path / "all", "-o", tmp_path / "mended all")
+    assert scales(tmp_path / "mended all") == scales(measured)
 
 
 @pytest.mark.parametrize("clipped", [2, 3])

@@ -210,6 +210,7 @@ def test_the_largest_values_of_16_bits_of_all_ranks_are_exact(engine, tmp_path):
         part = stats.layers[f"model.layers.{layer}.self_attn"]
         assert torch.equal(torch.stack([part.k.amax, part.v.amax]), largest)
         assert (part.tokens, part.q, part.estimated) == (len(tensors[0]), None, ())
+        assert all(torch.equal(x.least, x.amax.amax(1, keepdim=True)) for x in (part.k, part.v))
     assert read_watched(tmp_path / "watch").layers[0].k is None
     with pytest.raises(InputError, match="which holds no queries"):
         stats.scales(strategy="tensor", observer=AbsMax(), targets="qkv")
@@ -434,13 +435,15 @@ def test_codes_of_other_scales_refute_none_that_may_fit(tmp_path):
     stats = watched_stats({"model.layers.0.self_attn": watched(x, float(x.abs().max()) / 448)})
     save_stats(stats.merge(stats), tmp_path / "fp8kv_stats.safetensors")
     traffic = open_calibration(tmp_path, needs_report=False)
-    for factor, is_wrong in ((1.0, False), (1.2, True)):
+    for factor, is_wrong in ((1.0, False), (1.13, True)):  # the widest interval is 1.118
         k, v = (tuple((amax / 448 / factor).tolist()) for amax in x.abs().amax((0, 3)))
         layers = [StoredLayer(0, k, v)]
         (fit,), findings = judge(layers, measured_amax(traffic, layers), Limits(448.0, 2**-9))
-        assert (fit.rounding, fit.estimated) == (0.125, [])
-        assert max(fit.used.values()) > 1.005
+        assert fit.estimated == []
+        assert max(fit.used.values()) > 1.005 * factor
+        assert all(fit.sure[letter] <= factor * 1.001 < 1.13 * fit.sure[letter] for letter in "kv")
         assert (bool(findings), bool(fit.clipped)) == (is_wrong, is_wrong)
+        assert all(x.text.endswith("times what its scale can hold, at least") for x in findings)
         assert _show_share(fit, "k").startswith("about ")
 
 
@@ -627,9 +630,6 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
         document["layers"][0]["k"] |= change
         path.write_text(json.dumps(document))
         one_line_error(fp8kv("watch", tmp_path / "few"), words)
-    document["layers"][0] |= {"edge": None, "k": document["layers"][0]["v"]}
-    path.write_text(json.dumps(document))
-    one_line_error(fp8kv("watch", tmp_path / "few"), "an FP8 cache without the end of its range")
     one_line_error(fp8kv("watch", tmp_path / "no"), "has no fp8kv_watch.json: give the directory")
     done = fp8kv("watch", tmp_path, "--model", tmp_path / "no")
     one_line_error(done, f"'{tmp_path / 'no'}' does not exist")
