@@ -128,16 +128,14 @@ class Offers:
 
     def pool(self, variant: Variant, engine: str, gpu: str, tokens: int) -> Pool | None:
         """Return how an engine allocates a request of `tokens`; None where the rule is not known."""
-        classes = find_engine(engine).caches.pages
-        if architecture(self.checkpoint.config) not in classes:
+        if architecture(self.checkpoint.config) not in find_engine(engine).caches.pages:
             return None
         cache = None if variant.kind == REFERENCE else cache_type(variant.cache or "fp8")
         in_16_bits = variant.layers_in_16_bits(self.layers)
         text = self.config.get_text_config(decoder=True)
+        has_media = text is not self.config
         try:
-            return vllm_pool(
-                text, self.layers, cache, in_16_bits, tokens, gpu, has_media=text is not self.config
-            )
+            return vllm_pool(text, self.layers, cache, in_16_bits, tokens, gpu, has_media=has_media)
         except InputError:
             return None
 

@@ -339,7 +339,8 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         counts = {x: counts | {"clipped": [n] * heads} for x, n in (("k", 0), ("v", share * expected))}
         row = {"tokens": layer.tokens, "channels": layer.v.amax.shape[1], "edge": 432.0, **counts}
         edit_json(traffic / "fp8kv_watch.json", layers=[{"layer": i, **row} for i in LAYERS])
-        k, v = TensorStats(layer.k.amax), TensorStats(layer.v.amax * 2)
+        least = layer.v.amax.amax(1, keepdim=True) * (2 if is_clipped else 0.25)
+        k, v = TensorStats(layer.k.amax), TensorStats(layer.v.amax * 2, least=least)
         larger = replace(layer, k=k, v=v, q=None, latent=None, estimated=("v",))
         save_stats(replace(stats, layers=stats.layers | {name: larger}), traffic / STATS_FILE)
         done = fp8kv("verify", measured, "--against", traffic)
@@ -349,6 +350,7 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
         )
         assert (f"note: {taken}" in done.stdout) != is_clipped
         told = json_of("verify", measured, "--against", traffic, status=is_clipped)
+        assert told["against"][0]["sure"] == told["against"][0]["used"]
         assert [x.startswith(taken) for x in told["notes"]] == ([] if is_clipped else [True])
         assert told["against"][0]["estimated"] == (["v"] if is_clipped else [])
         done = ran("repair", measured, "--stats", traffic, "-o", tmp_path / f"out-{share}")
