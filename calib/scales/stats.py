@@ -68,7 +68,7 @@ class TensorStats:
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
     ties: Tensor | None = None  # [H, 2] int64, see `calib.scales.tail.count_ties`
     modalities: Tensor | None = None  # [H, len(MODALITIES)] float32; None: text alone was read
-    least: Tensor | None = None  # [H, 1] float32: amax, the end of an FP8 code's interval, is more than this
+    least: Tensor | None = None  # [H, 1] float32, of an engine's cache: amax, or an FP8 code less
 
 
 @dataclass(frozen=True)

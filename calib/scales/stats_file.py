@@ -39,8 +39,9 @@ from calib.scales.text_summary import Records, TextSummary, read_records
 
 _VERSIONS = (2, 3)
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
+_OF_TOKENS = ("curve", "positions", "tail")  # whose largest is amax
 # fields that a tensor has together, or not at all
-_TOGETHER = (("total", "low", "high"), ("curve", "positions", "tail"))
+_TOGETHER = (("total", "low", "high"), _OF_TOKENS)
 # relative error of a stored scale
 _ROUNDING = {"BF16": 2**-8, "F16": 2**-10}
 
@@ -301,12 +302,12 @@ def _take_part(tensors: dict[str, Tensor], name: str) -> TensorStats:
             raise ValueError(f"{name}.{field} is {actual}, not {statistic.dtype} {[*shape]}")
         if field in ("amax", "least", "modalities", *PER_TOKEN) and (tensor < 0).any():
             raise ValueError(f"{name}.{field} is below zero")
-        if (
-            field in ("modalities", *PER_TOKEN)
-            and field != "ties"
-            and not torch.allclose(tensor.amax(1), amax.amax(1), rtol=0, atol=0, equal_nan=True)
+        if field in ("modalities", *_OF_TOKENS) and not torch.allclose(
+            tensor.amax(1), amax.amax(1), rtol=0, atol=0, equal_nan=True
         ):
             raise ValueError(f"{name}: the largest of {field} is not the amax of its head")
+        if field == "least" and (tensor > amax.amax(1, keepdim=True)).any():
+            raise ValueError(f"{name}.least is above the amax of its head")
         if field == "tail" and (tensor.diff(dim=1) > 0).any():
             raise ValueError(f"{name}.tail is not in descending order")
     for group in _TOGETHER:

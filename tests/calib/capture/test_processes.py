@@ -234,6 +234,11 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_no_other_does(number, model, 
     one_line_error(
         done, f"the calibration in '{out}' is finished, and nothing is left to resume; add --overwr"
     )
+    ran("calibrate", model, "-o", out, *command, "--overwrite")
+    saved.touch()  # of a run with --overwrite that was stopped
+    done = fp8kv("calibrate", model, "-o", out, *command)
+    one_line_error(done, f"output '{out}' exists; add --overwrite")
+    saved.unlink()
     over = ran("calibrate", model, "-o", tmp_path / "over", *command)
     assert "--resume found no saved progress, and began at the start" in " ".join(over.stdout.split())
     assert_same(statistics(out), statistics(whole))

@@ -141,6 +141,8 @@ TENSORS = {
     "no positions": {"a.v.positions": None},
     "a tail below amax": {"a.k.tail": in_bucket(0, TAIL, 0.5)},
     "a tail in ascending order": {"a.k.tail": in_bucket(TAIL - 1, TAIL)},
+    "least above amax": {"a.k.least": torch.full((2, 1), 1.5)},
+    "least below zero": {"a.v.least": -torch.ones(2, 1)},
     "ties of another value": {"a.k.ties": ONE_EACH + torch.tensor([1, 0])},
     "ties of no token": {"a.k.ties": ONE_EACH - torch.tensor([0, 1])},
     "ties of more tokens than were counted": {"a.v.ties": ONE_EACH + torch.tensor([0, 10])},

@@ -296,7 +296,8 @@ def test_traffic_of_another_model_of_the_same_shapes_is_refused(model, measured,
     edit_json(here / "fp8kv_watch.json", layers=rows)
     refusal = f"the engine serves '{taken}', whose weights are others; give --model its own calibration"
     one_line_error(fp8kv("watch", here, "--model", measured), refusal)
-    assert "the limit alone" not in ran("watch", here, "--model", taken).stdout
+    for own in (taken, shutil.copytree(taken, tmp_path / "copy of it")):
+        assert "the limit alone" not in ran("watch", here, "--model", own).stdout
     away = traffic_of(taken, tmp_path / "away", "not/here")
     for statistics in (away, away / STATS_FILE):
         done = fp8kv("repair", measured, "--stats", statistics, "-o", tmp_path / "out")
