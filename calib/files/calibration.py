@@ -80,7 +80,7 @@ def statistics_file(path: Path) -> Path:
     """Return the statistics file `path`, or the one in the directory `path`; refuse a path without."""
     file = path / STATS_FILE if path.is_dir() else path
     if not path.exists():
-        raise InputError(f"cannot read statistics: '{path}' does not exist")
+        raise InputError(f"cannot read statistics: '{path}' does not exist; give a calibration's output")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
         raise InputError(_own_contents(path) or problem)
@@ -90,9 +90,7 @@ def statistics_file(path: Path) -> Path:
 def missing_model_error(path: Path, problem: str) -> NoModelError:
     """Return an error for a directory without a model: `problem`, or what the directory holds instead."""
     report = path / CALIBRATION_FILE
-    if not path.exists():
-        problem = f"'{path}' does not exist; give a model's directory"
-    elif (path / PACK_FILE).is_file():
+    if (path / PACK_FILE).is_file():
         problem = f"'{path}' is a pack and not a model; fp8kv apply puts its scales beside one"
     elif report.is_file():
         problem = (

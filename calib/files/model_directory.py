@@ -252,8 +252,9 @@ def open_model_directory(
     safetensors file is read, whatever the index says. An empty directory is a NoModelError; with
     `or_statistics`, statistics of a calibration alone will do.
     """
-    if not weights and not path.is_dir():
-        raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
+    if not path.is_dir():
+        contents = "a model" if weights else "a model or its scales"
+        raise InputError(f"'{path}' is not a directory; give one that holds {contents}")
     if not weights and read_pack(path):
         # weights in a pack: its manifest knows nothing of them, or of scales in them
         names = {file.name for file in path.glob("*.safetensors")} - {STATS_FILE}

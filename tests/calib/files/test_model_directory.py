@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,8 @@ def test_an_index_that_lies_and_files_that_are_damaged_or_no_weights(directory, 
         refuse(directory, "has no weight_map")
     other = tmp_path_factory.mktemp("other")
     refuse(other, "has no config.json: it is not a model directory")
+    for path in (Path("builtin:smollm2"), other / "gone"):
+        refuse(path, f"^'{path}' is not a directory; give one that holds a model$")
     for text, message in (
         ("{", "config.json' is not JSON"),
         ("[]", "must hold a JSON object, got list"),

@@ -85,6 +85,8 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
 def test_a_file_that_holds_no_statistics_is_refused(tmp_path):
     with pytest.raises(InputError, match="cannot read statistics"):
         load_stats(tmp_path)
+    with pytest.raises(InputError, match="does not exist; give a calibration's output$"):
+        load_stats(tmp_path / "gone")
     stats, _ = load(tmp_path)
     file, whole = tmp_path / STATS, (tmp_path / STATS).read_bytes()
     for content, said in (
