@@ -60,7 +60,8 @@ def extend_attention(
         query: [T, H, D], the new tokens of all sequences, one sequence after the other.
         blocks: the layer's cache, K and V of these tokens included.
         sequences: where the S sequences lie.
-        cu_seqlens: [S + 1] int32, where each sequence's new tokens start in `query`.
+        cu_seqlens: [S + 1] int32, where each sequence's new tokens start in `query`, and T. Rows beyond
+            the last, which a recorded graph or `num_splits` may have, get zeros.
         max_query_len: the most new tokens of any sequence.
         options: softmax scale, window, softcap, sinks, FP8 queries.
         num_splits: parts of a head's KV that kernels take in parallel; no difference here.
@@ -86,6 +87,14 @@ def extend_attention(
     return out.to(query.dtype)
 
 
+def gather(
+    blocks: KVBlocks, sequences: PagedSequences, seq: int, heads: slice, tokens: slice, dtype: torch.dtype
+) -> Tensor:
+    """Return K and V of some heads and tokens of a sequence as `dtype`, without scales: [2, heads, N, D]."""
+    codes = blocks.codes.float()[:, sequences.block_tables[seq].long()]  # [2, n, K, block_size, D]
+    return codes.transpose(1, 2).flatten(2, 3)[:, heads, tokens].to(dtype)
+
+
 def _visible(query_len: int, length: int, first: int, window: int | None) -> Tensor:
     """Return whether each of the last `query_len` tokens sees each of `length`: [T, N] bool."""
     rows = torch.arange(length - query_len, length)[:, None]
@@ -95,7 +104,7 @@ def _visible(query_len: int, length: int, first: int, window: int | None) -> Ten
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
-    """[T, H, D] against [K, N, D] under [T, N]: [T, H, D], all fp32."""
+    """Attend from [T, H, D] to [K, N, D] where `visible` [T, N]; return [T, H, D]; all float32."""
     group = query.shape[1] // key.shape[0]
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))
     scores = torch.einsum("thd,hnd->htn", query, key) * options.scale(query.shape[2])
@@ -113,7 +122,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options:
 
 
 def _count(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """[2, K, 3] int64, as `KVBlocks.counts`."""
+    """Return how many values saturate, underflow or are not finite: [2, K, 3] int64."""
     finite = x.isfinite()
     saturated = finite & ((x / scale).abs() > fp8_max(codes.dtype))
     underflowed = (x != 0) & (codes.float() == 0)

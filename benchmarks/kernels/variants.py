@@ -15,7 +15,7 @@ from calib.bench.kernels import Case
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.attention import decode_attention, extend_attention
-from fp8kv_runtime.kernels.dense import Prompt, gather
+from fp8kv_runtime.kernels.dense import gather
 from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
@@ -111,8 +111,8 @@ def _extend(variant: Variant, blocks: KVBlocks) -> None:
 
 
 def _gather(variant: Variant, blocks: KVBlocks) -> None:
-    prompt = Prompt(seq=0, start=0, stop=1, first=3, end=_MAX_BLOCKS)
-    gather(blocks, variant.sequences(), prompt, slice(0, _NUM_KV_HEADS), variant.dtype)
+    heads, tokens = slice(0, _NUM_KV_HEADS), slice(3, _MAX_BLOCKS)
+    gather(blocks, variant.sequences(), 0, heads, tokens, variant.dtype)
 
 
 def _split(variant: Variant, blocks: KVBlocks) -> None:

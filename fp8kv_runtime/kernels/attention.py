@@ -100,7 +100,7 @@ def extend_attention(
         if prompts:
             attend_densely(*batch, options, prompts, out)
             return out
-    out.zero_()  # rows that see nothing
+    out.zero_()  # rows of no sequence
     rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
     config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
     attend_in_parts(*batch, options, config, splits, out, cu_seqlens, max_query_len)

@@ -109,7 +109,7 @@ def attend_densely(
     v_scale = per_channel(blocks.v_scale).expand(blocks.num_kv_heads, 1, -1).repeat_interleave(group, 0)[None]
     by_head, rows = query.transpose(0, 1)[None], out.transpose(0, 1)[None]  # [1, H, T, D]
     for prompt in prompts:
-        tokens = slice(prompt.start, prompt.stop)
+        tokens, seen = slice(prompt.start, prompt.stop), slice(prompt.first, prompt.end)
         # as many KV heads at a time as fit the workspace, or one
         size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
         for first in range(0, blocks.num_kv_heads, size):
@@ -118,8 +118,8 @@ def attend_densely(
             # in one call, or in one for each KV head with a scale of its own
             of_calls = [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)]
             _attend_to_heads(
-                by_head[:, queries, tokens], gather(blocks, sequences, prompt, heads, query.dtype), of_calls,
-                v_scale[:, queries], rows[:, queries, tokens],
+                by_head[:, queries, tokens], gather(blocks, sequences, prompt.seq, heads, seen, query.dtype),
+                of_calls, v_scale[:, queries], rows[:, queries, tokens],
             )  # fmt: skip
 
 
@@ -226,10 +226,10 @@ def _streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.E
 
 
 def gather(
-    blocks: KVBlocks, sequences: PagedSequences, prompt: Prompt, heads: slice, dtype: torch.dtype
+    blocks: KVBlocks, sequences: PagedSequences, seq: int, heads: slice, tokens: slice, dtype: torch.dtype
 ) -> Tensor:
-    """Return codes of K and V of some heads as values of `dtype`, without scales: [2, heads, N, D]."""
-    first, end, tables = prompt.first, prompt.end, sequences.block_tables
+    """Return K and V of some heads and tokens of a sequence as `dtype`, without scales: [2, heads, N, D]."""
+    first, end, tables = tokens.start, tokens.stop, sequences.block_tables
     codes = blocks.codes if blocks.format == "float16" else blocks.codes.view(torch.int16)
     shape = (2, heads.stop - heads.start, end - first, blocks.head_dim)
     out = torch.empty(shape, dtype=dtype, device=codes.device)
@@ -238,7 +238,7 @@ def gather(
     tiles = triton.cdiv(end - first // tile * tile, tile)
     launcher(
         target, (tiles, shape[1], 2), blocks, (out, tables),
-        (codes, tables, out, blocks.num_blocks, prompt.seq, heads.start, first, end,
+        (codes, tables, out, blocks.num_blocks, seq, heads.start, first, end,
          tables.stride(0)),
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import torch
 from checks import assert_attention, assert_output, head_errors, tolerance
 from kernel_grid import KEPT, name_of, paired_cases
 from paged import RUNTIME, Case, build
+from torch.nn.functional import pad
 
 from fp8kv_runtime.options import AttentionOptions
 
@@ -122,6 +123,15 @@ def test_batches_without_sequences_and_sequences_without_tokens(implementation, 
             batch = build(Case((0, 0), query_lens=query_lens, sinks=sinks), device)
             assert batch.sequences.block_tables.shape == (2, 0)
             assert torch.equal(batch.attend(implementation), torch.zeros_like(batch.query))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_of_no_sequence_are_zero_and_harm_no_other(splits, device):
+    batch = build(Case((40, 17), query_lens=(9, 17), extend_splits=splits), device)
+    longer = replace(batch, query=pad(batch.query, (0, 0, 0, 0, 0, 3), value=torch.nan))
+    for implementation in IMPLEMENTATIONS:
+        out = longer.attend(implementation)
+        assert torch.equal(out, pad(batch.attend(implementation), (0, 0, 0, 0, 0, 3))), implementation
 
 
 META = torch.device("meta")  # another device, which every machine has

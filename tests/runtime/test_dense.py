@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from tune_kernels import pinned
 
+from fp8kv_runtime import reference
 from fp8kv_runtime.kernels import attention, dense
 from fp8kv_runtime.kernels.launch import Launcher
 from fp8kv_runtime.kernels.tuning import Config
@@ -64,11 +65,13 @@ def test_every_pair_of_codes_is_gathered_exactly(format, dtype, device):
 
 def test_later_heads_of_a_later_sequence_are_gathered(device):
     batch = build(replace(RAGGED, kv_heads=3), device)
-    prompt, table = dense.Prompt(1, 0, 1, 33, 133), batch.sequences.block_tables[1].tolist()
-    got = dense.gather(batch.blocks, batch.sequences, prompt, slice(1, 3), torch.float16)
-    for values, stored in zip(got, (batch.blocks.key, batch.blocks.value), strict=True):
-        want = oracle.dequantised(stored, torch.ones(3), table, 133)[33:, 1:].transpose(0, 1)
-        assert torch.equal(values.cpu().double(), want)
+    table = batch.sequences.block_tables[1].tolist()
+    for implementation in (dense, reference):
+        part = (batch.blocks, batch.sequences, 1, slice(1, 3), slice(33, 133))
+        got = implementation.gather(*part, torch.float16)
+        for values, stored in zip(got, (batch.blocks.key, batch.blocks.value), strict=True):
+            want = oracle.dequantised(stored, torch.ones(3), table, 133)[33:, 1:].transpose(0, 1)
+            assert torch.equal(values.cpu().double(), want)
 
 
 def test_what_torch_has_no_attention_for_is_ours(launched, device):
