@@ -122,4 +122,5 @@ def assert_gathered(format, dtype, device="cpu"):
     every = torch.arange(pairs.numel(), dtype=torch.int32, device=device)
     codes.view(torch.int16)[:, table] = every.to(torch.int16).view(pairs.shape)
     part = (batch.blocks, batch.sequences, 0, slice(0, 1), slice(3, 250), dtype)
-    assert torch.equal(*(implementation.gather(*part).nan_to_num(1e4) for implementation in (dense, reference)))
+    got, want = (implementation.gather(*part).nan_to_num(1e4) for implementation in (dense, reference))
+    assert torch.equal(got, want)
