@@ -104,12 +104,12 @@ def attend_densely(
     """Attend from `query` [T, H, D] with torch's attention and write `out` [T, H, D]: 0 beside prompts."""
     if sum(prompt.stop - prompt.start for prompt in prompts) < query.shape[0]:
         out.zero_()
-    group, scales = query.shape[1] // blocks.num_kv_heads, blocks.k_scale_values
+    group, scales, dtype = query.shape[1] // blocks.num_kv_heads, blocks.k_scale_values, query.dtype
     softmax_scale = options.scale(query.shape[2])
     v_scale = per_channel(blocks.v_scale).expand(blocks.num_kv_heads, 1, -1).repeat_interleave(group, 0)[None]
     by_head, rows = query.transpose(0, 1)[None], out.transpose(0, 1)[None]  # [1, H, T, D]
     for prompt in prompts:
-        tokens, seen = slice(prompt.start, prompt.stop), slice(prompt.first, prompt.end)
+        tokens, positions = slice(prompt.start, prompt.stop), slice(prompt.first, prompt.end)
         # as many KV heads at a time as fit the workspace, or one
         size = max(1, WORKSPACE // (4 * (prompt.end - prompt.first) * blocks.head_dim))
         for first in range(0, blocks.num_kv_heads, size):
@@ -118,7 +118,7 @@ def attend_densely(
             # in one call, or in one for each KV head with a scale of its own
             of_calls = [softmax_scale * scale for scale in (scales[heads] if len(scales) > 1 else scales)]
             _attend_to_heads(
-                by_head[:, queries, tokens], gather(blocks, sequences, prompt.seq, heads, seen, query.dtype),
+                by_head[:, queries, tokens], gather(blocks, sequences, prompt.seq, heads, positions, dtype),
                 of_calls, v_scale[:, queries], rows[:, queries, tokens],
             )  # fmt: skip
 
