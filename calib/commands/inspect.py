@@ -91,15 +91,18 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
 
 def _traffic_notes(directory: Path, stats: "KVStats") -> list[str]:
     """Say which scales are estimates, and what compares others with this traffic."""
+    from calib.engines.scale_fit import describe_unbounded
+
     notes = []
     for letter in "kv":
-        layers = [layer.layer_idx for layer in stats.layers.values() if letter in layer.estimated]
+        layers = [x for x in stats.layers.values() if letter in x.estimated and letter not in x.unbounded]
         if layers:
-            notes.append(
-                f"note: {letter.upper()} of {show_layers(layers)} is estimated, as its cache clipped it"
-            )
+            where = show_layers([layer.layer_idx for layer in layers])
+            notes.append(f"note: {letter.upper()} of {where} is estimated, as its cache clipped it")
+    unbounded = [(x.layer_idx, letter) for x in stats.layers.values() for letter in x.unbounded]
     return [
         *notes,
+        *([f"problem: {describe_unbounded(unbounded)}"] if unbounded else []),
         f"note: fp8kv verify DIR --against {quote(str(directory))} compares the scales in DIR with it",
     ]
 

@@ -50,6 +50,7 @@ class MeasuredAmax(NamedTuple):
     warnings: list[str]  # that too little text was read
     thresholds: Amax  # where an observer other than absmax clips, on purpose
     estimated: frozenset[Scale] = frozenset()  # absmax of what a watched cache clipped
+    unbounded: frozenset[Scale] = frozenset()  # of these those whose largest value nothing tells
     least: Amax | None = None  # what was seen at least, of absmax that was read from FP8 codes
 
 
@@ -118,14 +119,30 @@ def measured_amax(calibration: Calibration, layers: Sequence[StoredLayer]) -> Me
         }
     headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
     warnings = text_warnings(stats.text, stats.tokens)
-    estimated = {(layer.layer_idx, letter) for layer in stats.layers.values() for letter in layer.estimated}
-    if estimated:
+    estimated, unbounded = (
+        frozenset((x.layer_idx, letter) for x in stats.layers.values() for letter in getattr(x, name))
+        for name in ("estimated", "unbounded")
+    )
+    if clipped := sorted({layer for layer, _ in estimated - unbounded}):
         warnings.append(
-            f"the cache that was watched clipped {show_layers(sorted({i for i, _ in estimated}))}: what is "
+            f"the cache that was watched clipped {show_layers(clipped)}: what is "
             "beyond its range is estimated; watch the new scales too"
         )
     return MeasuredAmax(
-        amax, headroom, warnings, thresholds, frozenset(estimated), stats.least_by_head() or None
+        amax, headroom, warnings, thresholds, estimated, unbounded, stats.least_by_head() or None
+    )
+
+
+def describe_unbounded(unbounded: Iterable[Scale]) -> str:
+    """Say of which layers a watched cache clipped too much, and what tells more."""
+    layers = {
+        letter: sorted(layer for layer, other in unbounded if other == letter)
+        for letter in sorted({letter for _, letter in unbounded})
+    }
+    where = " and ".join(f"{x.upper()} of {show_layers(layers[x])}" for x in layers)
+    return (
+        f"the cache that was watched clipped so much of {where} that the largest values are not known: "
+        "calibrate the model, or watch a cache of 16 bits"
     )
 
 
@@ -168,7 +185,8 @@ def judge(
     layers: Sequence[StoredLayer], measured: MeasuredAmax, limits: Limits
 ) -> tuple[list[Fit], list[Finding]]:
     """Return how each layer's scales fit measured absmax, and how that contradicts them."""
-    amax, largest, indices = measured.amax, limits.largest, [layer.layer for layer in layers]
+    largest, indices = limits.largest, [layer.layer for layer in layers]
+    amax = {place: heads for place, heads in measured.amax.items() if place not in measured.unbounded}
     fits = [
         replace(fit, estimated=[x for x in "kv" if (fit.layer, x) in measured.estimated], sure=sure.used)
         for fit, sure in zip(
@@ -176,6 +194,8 @@ def judge(
         )
     ]
     findings = _compare_head_counts(layers, amax)
+    if measured.unbounded:
+        findings.append(Finding(describe_unbounded(measured.unbounded)))
     mistake = _find_mistake(layers, amax, largest)
     if mistake:
         findings.append(Finding(mistake, _keys(indices, "kv")))
@@ -194,7 +214,7 @@ def judge(
     for letter in "q" if mistake else "kvq":
         findings += _judge_range(letter, [share for share in shares if share.letter == letter], fits, largest)
     stored = {fit.layer for fit in fits}
-    if unpaired := stored ^ {layer for layer, _ in amax}:
+    if unpaired := stored ^ {layer for layer, _ in measured.amax}:
         has = "scales, and no statistics" if min(unpaired) in stored else "statistics, and no scales"
         findings.append(Finding(f"layer {min(unpaired)} has {has}"))
     return fits, findings
@@ -210,7 +230,7 @@ def judge_mtp(
     if not layers or not amax or measured.thresholds:
         text = "draft: not compared, as its absmax is not in the report, or an observer chose its scales"
         return [], [Finding(text, is_problem=False)] if drafts else []
-    fits, findings = judge(layers, measured._replace(amax=amax, least=None), limits)
+    fits, findings = judge(layers, measured._replace(amax=amax, unbounded=frozenset(), least=None), limits)
     findings = [replace(finding, text=f"draft: {finding.text}") for finding in findings]
     return [replace(fit, is_draft=True) for fit in fits], findings
 
@@ -292,7 +312,7 @@ def _judge_clipping(
     layer, letter = worst = max(shown, key=lambda key: shown[key])
     count = len({index for index, _ in shown})
     ending = ", at least" if worst in (measured.least or ()) else ""
-    if worst in measured.estimated:
+    if worst in measured.estimated - measured.unbounded:
         ending = ", by an estimate"
     text = (
         f"{count} layer{'s clip' if count > 1 else ' clips'} what was measured, layer {layer} the most: "

@@ -18,7 +18,7 @@ from calib.scales.stats import KVStats, LayerStats, TensorStats
 
 _CHANCE = 0.025
 _RARE = 1e-3  # of the tokens: so many are expected beyond what a calibration has seen
-_MOST_BEYOND = 4.0  # an estimate is this many times the end of the range at most
+_MOST_BEYOND = 4.0  # times the end of the range: what is estimated to be further is not known
 _MAGNITUDES = 128  # codes without their sign
 
 
@@ -119,15 +119,27 @@ class WatchedLayer:
         return (clipped > rare) & (chance < _CHANCE)
 
     @property
+    def is_unbounded(self) -> Tensor:
+        """Heads that clip so much that nothing tells their largest value: [2, K] bool."""
+        is_unbounded = torch.zeros_like(self.is_beyond)
+        for part, head in self.is_beyond.nonzero().tolist():
+            is_unbounded[part, head] = self._estimate(part, head) is None
+        return is_unbounded
+
+    @property
     def amax(self) -> Tensor:
-        """The largest magnitude per channel, [2, K, D] float32; estimated of heads beyond the range."""
+        """The largest magnitude per channel, [2, K, D] float32.
+
+        It is estimated of heads beyond the range, and the end of the range of unbounded ones.
+        """
         if self.dtype is None or self.scales is None:
             return self.counts.amax
         table = code_table(self.dtype, self.cuts_off)
         codes = self.counts.amax.long()
         amax = table.upper[codes.clamp(max=table.top)]
         for part, head in self.is_beyond.nonzero().tolist():
-            amax[part, head, codes[part, head] >= table.top] = self._estimate(part, head)
+            if estimate := self._estimate(part, head):
+                amax[part, head, codes[part, head] >= table.top] = estimate
         return amax * self.scales[..., None]
 
     @property
@@ -141,8 +153,8 @@ class WatchedLayer:
         begin = torch.where(codes > 0, table.upper[(codes - 1).clamp(min=0)], 0.0) * self.scales[..., None]
         return torch.where(self.is_beyond[..., None], amax, begin)
 
-    def _estimate(self, part: int, head: int) -> float:
-        """Return what the largest of the clipped tokens had, over the scale; where most are, a step up."""
+    def _estimate(self, part: int, head: int) -> float | None:
+        """Return what the largest of the clipped tokens had, over the scale; None where that is not known."""
         assert self.dtype is not None
         table, tokens = code_table(self.dtype, self.cuts_off), self.counts.largest[part, head].double()
         end, edge = float(table.values[table.top]), table.edge
@@ -150,11 +162,11 @@ class WatchedLayer:
         below = (values >= edge / 2) & (torch.arange(_MAGNITUDES) < table.top)
         clipped, inside = int(tokens[table.top :].sum()), float(tokens[below].sum())
         if inside < clipped:  # no tail
-            return _MOST_BEYOND * end
+            return None
         excess = float((tokens[below] * (values[below] - edge / 2)).sum()) + clipped * edge / 2
         # the largest of n exponential values is expected at their mean times 1 + 1/2 + ... + 1/n
         largest = excess / inside * float((1 / torch.arange(1, clipped + 1)).sum())
-        return min(max(end, edge + largest), _MOST_BEYOND * end)
+        return max(end, edge + largest) if edge + largest <= _MOST_BEYOND * end else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts by head of K and V, a few numbers each: plain data for a report."""
@@ -208,7 +220,10 @@ def watched_stats(layers: Mapping[str, WatchedLayer]) -> KVStats:
     for name, watched in layers.items():
         if watched.counts.tokens:
             k, v = (TensorStats(x, least=y) for x, y in zip(watched.amax, watched.least, strict=True))
-            is_beyond = dict(zip("kv", watched.is_beyond.any(-1).tolist(), strict=True))
-            estimated = tuple(letter for letter in "kv" if is_beyond[letter])
-            stats[name] = LayerStats(watched.layer, watched.counts.tokens, k, v, estimated=estimated)
+            estimated, unbounded = (
+                tuple(letter for letter, heads in zip("kv", flags, strict=True) if heads.any())
+                for flags in (watched.is_beyond, watched.is_unbounded)
+            )
+            tokens = watched.counts.tokens
+            stats[name] = LayerStats(watched.layer, tokens, k, v, estimated=estimated, unbounded=unbounded)
     return KVStats(stats)

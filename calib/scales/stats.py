@@ -83,11 +83,20 @@ class LayerStats:
     latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
     read: int | None = None  # tokens, with those that no statistic counts; None: `tokens`
     estimated: tuple[str, ...] = ()  # of k and v those whose amax was beyond the cache that it was read from
+    unbounded: tuple[str, ...] = ()  # those of them of which amax is the end of that cache's range
 
     @property
     def tokens_read(self) -> int:
         """The tokens of the run that the curve's buckets divide."""
         return self.tokens if self.read is None else self.read
+
+    def settle(self, letter: str, part: TensorStats) -> "LayerStats":
+        """Return the statistics with a `part` for `letter`, k or v, whose largest value is known."""
+        estimated, unbounded = (
+            tuple(x for x in letters if x != letter) for letters in (self.estimated, self.unbounded)
+        )
+        k, v = (part if x == letter else own for x, own in (("k", self.k), ("v", self.v)))
+        return replace(self, k=k, v=v, estimated=estimated, unbounded=unbounded)
 
     def scaled_parts(self) -> dict[str, TensorStats]:
         """Return the tensors that have a scale of their own, by name: K and V, or one of a latent."""
@@ -265,10 +274,12 @@ class KVStats:
         counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in pairs]
         text = self.text.join(stats.text) if self.text and stats.text else None
         result = self.replace_tensors(merged, counts)
-        layers = {
-            name: replace(layer, estimated=tuple(sorted({*layer.estimated, *stats.layers[name].estimated})))
-            for name, layer in result.layers.items()
-        }
+        layers = {}
+        for name, layer in result.layers.items():
+            second = stats.layers[name]
+            marks = (layer.estimated, second.estimated), (layer.unbounded, second.unbounded)
+            estimated, unbounded = (tuple(sorted({*a, *b})) for a, b in marks)
+            layers[name] = replace(layer, estimated=estimated, unbounded=unbounded)
         return replace(result, layers=layers, text=text)
 
     @check_arguments

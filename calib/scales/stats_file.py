@@ -63,7 +63,7 @@ def save_stats(
         tensors[f"{name}.{part}.{field}"] = tensor
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens, "read": layer.tokens_read}
-        | ({"estimated": [*layer.estimated]} if layer.estimated else {})
+        | {x: [*letters] for x in ("estimated", "unbounded") if (letters := getattr(layer, x))}
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -201,10 +201,16 @@ def load_records(directory: Path) -> Records:
 
 
 def smallest_scales(stats: KVStats) -> list[StoredLayer]:
-    """Return scales per head that hold the largest values in E4M3, unrounded and without headroom."""
+    """Return scales per head that hold the largest values in E4M3, unrounded and without headroom.
+
+    Where an engine's cache does not tell these, there are none.
+    """
     layers = []
     for layer in stats.layers.values():
-        k, v = (tuple((x.amax.amax(1) / FP8_MAX["e4m3fn"]).tolist()) for x in (layer.k, layer.v))
+        k, v = (
+            () if letter in layer.unbounded else tuple((part.amax.amax(1) / FP8_MAX["e4m3fn"]).tolist())
+            for letter, part in (("k", layer.k), ("v", layer.v))
+        )
         layers.append(StoredLayer(layer.layer_idx, k, v))
     return layers
 
@@ -275,7 +281,8 @@ def _take_layer(tensors: dict[str, Tensor], name: str, facts: ModuleFacts) -> La
     latent = f"{name}.latent.amax" in tensors
     k, v = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kv")
     q = _take_part(tensors, f"{name}.q") if f"{name}.q.amax" in tensors else None
-    layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, tuple(facts.estimated))
+    marks = tuple(facts.estimated), tuple(facts.unbounded)
+    layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, *marks)
     for part in (layer.k, layer.v):
         if part.ties is not None and not are_ties(part.ties, part.amax.amax(1), layer.tokens):
             raise ValueError(f"{name}: the ties are not of its largest tokens")

@@ -10,7 +10,7 @@ import torch
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
-from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, judge, measured_amax
+from calib.engines.scale_fit import Limits, MeasuredAmax, Scale, describe_unbounded, judge, measured_amax
 from calib.engines.verification import verify_directory
 from calib.errors import Fp8kvError, InputError, NoScalesError, UnsupportedExportError
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
@@ -90,7 +90,10 @@ def repair(
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
     doubts = _check_model(calibration, checkpoint, stored, layer_stats)
-    replacements = _replace_wrong(stored, layers, measured_amax(calibration, [*layers.values()]), layer_stats)
+    measured = measured_amax(calibration, [*layers.values()])
+    if measured.unbounded:
+        raise InputError(f"cannot repair with '{statistics}': {describe_unbounded(measured.unbounded)}")
+    replacements = _replace_wrong(stored, layers, measured, layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)

@@ -25,9 +25,10 @@ from calib.same_model.check import ModelFacts, model_facts
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import Calibration, load_stats, open_calibration
 
-# random tokens beside prose change most absmax by a sixth (SmolLM2), and of what a cache clipped at most
-# 4 times its range is taken
+# random tokens beside prose change most absmax by a sixth (SmolLM2), and estimates of what a cache clipped
+# are at most 4 times its range
 _LARGE_FACTOR = 4.0
+_BEYOND = 1.1  # times where the last code begins: no magnitude of that code, however it is rounded
 _CLIPPED = parse_condition("clipped>0", METRICS)
 
 
@@ -93,8 +94,9 @@ def _check_range(traffic: Calibration, stored: StoredScales) -> list[str]:
 def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration, list[str]]:
     """Return `traffic` without estimates that the calibration in `directory` makes superfluous, and notes.
 
-    Where that expects as many tokens in the last code, its own largest value is taken instead: tokens that
-    return again and again have it. The traffic of others, or without such a calibration, stays as it is.
+    Its own largest value is taken where it expects as many tokens in the last code, as tokens that return
+    again and again have it, and where the cache's range ends below it: it was measured, beyond that end.
+    The traffic of others, or without such a calibration, stays as it is.
     """
     is_estimate = any(layer.estimated for layer in traffic.stats.layers.values())
     if not (is_estimate and (traffic.directory / WATCH_FILE).is_file()):
@@ -105,20 +107,28 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
         own = {layer.layer_idx: layer for layer in load_stats(directory).layers.values()}
     except (Fp8kvError, OSError):
         return traffic, []
-    rows = report_on(watched, _CLIPPED, expected).rows
-    usual = {(row.layer, row.letter.lower()): row for row in rows if row.is_expected}
+    rows = {(row.layer, row.letter): row for row in report_on(watched, _CLIPPED, expected).rows}
     layers, notes = dict(traffic.stats.layers), list[str]()
     for name, layer in traffic.stats.layers.items():
-        for letter in layer.estimated:
-            if row := usual.get((layer.layer_idx, letter)):
-                part, largest = getattr(layer, letter), getattr(own[layer.layer_idx], letter).amax
-                part = replace(part, amax=torch.minimum(part.amax, largest), least=None)
-                estimates = tuple(x for x in layers[name].estimated if x != letter)
-                layers[name] = replace(layers[name], **{letter: part}, estimated=estimates)
-                notes.append(
-                    f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the"
-                    f" range, {row.expected:.2%} were expected; its largest value in the calibration is taken"
-                )
+        for letter in layer.estimated if layer.layer_idx in own else ():
+            place, part = (layer.layer_idx, letter.upper()), getattr(layer, letter)
+            row, largest = rows.get(place), getattr(own[layer.layer_idx], letter).amax
+            if row is None:  # of other counts
+                continue
+            ends = watched.limits.get(place, part.amax.amax(1))[:, None]
+            at_end = (part.amax >= ends).any(1)
+            if row.is_expected:
+                amax, why = torch.minimum(part.amax, largest), f"{row.expected:.2%} were expected"
+            elif (largest > _BEYOND * ends).any(1)[at_end].all():
+                amax, why = torch.where(at_end[:, None], largest, part.amax), "which the calibration exceeds"
+            else:
+                continue
+            part = replace(part, amax=amax, least=None)
+            layers[name] = layers[name].settle(letter, part)
+            notes.append(
+                f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the "
+                f"range, {why}; its largest value in the calibration is taken"
+            )
     return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
 
 

@@ -114,6 +114,16 @@ class Watched(_Part):
         age = datetime.now(timezone.utc) - datetime.fromisoformat(self.written)
         return max(0.0, age.total_seconds())
 
+    @property
+    def limits(self) -> dict[tuple[int, str], torch.Tensor]:
+        """The magnitudes from which values have the last code, [K] float32, by layer and letter."""
+        return {
+            (layer.layer, letter): torch.tensor(counts.limit)
+            for layer in self.layers
+            for letter, counts in (("K", layer.k), ("V", layer.v))
+            if counts and counts.limit
+        }
+
     def facts(self) -> ModelFacts:
         """Return what the counts say of the model: of a cache in 16 bits its layers alone."""
         layers = {x.layer: _layer_facts(len(x.k.tokens), x.channels) if x.k else {} for x in self.layers}
@@ -300,15 +310,10 @@ def read_expected(model: Path, watched: Watched) -> tuple[Expected, str]:
     )
     if Path(watched.model).resolve() != model.resolve():
         _check_weights(watched.model, model, tuple(stats.layers))
-    limits = {
-        (layer.layer, letter): torch.tensor(counts.limit)
-        for layer in watched.layers
-        for letter, counts in (("K", layer.k), ("V", layer.v))
-        if counts and counts.limit
-    }
     scales = derive_scales(stats, calibration.recipe())
     edges = {layer.layer: layer.edge for layer in watched.layers if layer.edge}
-    return expected_shares(stats, scales, limits), _compare_limits(model, limits, edges, scales)
+    different = _compare_limits(model, watched.limits, edges, scales)
+    return expected_shares(stats, scales, watched.limits), different
 
 
 @cache  # `watch --follow` asks again and again

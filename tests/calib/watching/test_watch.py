@@ -36,7 +36,7 @@ from calib.scales.cache_counts import (
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats, TensorStats
-from calib.scales.stats_file import open_calibration
+from calib.scales.stats_file import open_calibration, smallest_scales
 from calib.scales.tail import TAIL
 from calib.serving import plugin
 from calib.watching import harvest
@@ -425,7 +425,19 @@ def test_amax_holds_what_was_seen_and_estimates_what_was_clipped():
     assert half.add(half).codes[0, 0, 0] == 6 * SIZE
     zeros = WatchedLayer(0, half, torch.float8_e4m3fn, clips.scales).values("zero")
     assert zeros.tolist() == [[24] * HEADS] * 2
-    assert (watched(x * 1e6, 1.0).amax.amax(-1) == 4 * 448).all()
+    # nothing is left that tells how far they are
+    unknown = watched(x * 1e6, 1.0)
+    assert unknown.is_unbounded.all()
+    assert (torch.equal(unknown.least, unknown.amax.amax(-1, keepdim=True)), unknown.amax.max()) == (
+        True,
+        448,
+    )
+    assert not clips.is_unbounded.any()
+    stats = watched_stats({"model.layers.0.self_attn": unknown, "model.layers.1.self_attn": clips})
+    marks = [(layer.estimated, layer.unbounded) for layer in stats.layers.values()]
+    assert marks == [(("k", "v"), ("k", "v")), (("k", "v"), ())]
+    assert smallest_scales(stats)[0].k == ()
+    assert stats.merge(stats).layers["model.layers.0.self_attn"].unbounded == ("k", "v")
 
 
 def test_codes_of_other_scales_refute_none_that_may_fit(tmp_path):
