@@ -90,14 +90,6 @@ class LayerStats:
         """The tokens of the run that the curve's buckets divide."""
         return self.tokens if self.read is None else self.read
 
-    def settle(self, letter: str, part: TensorStats) -> "LayerStats":
-        """Return the statistics with a `part` for `letter`, k or v, whose largest value is known."""
-        estimated, unbounded = (
-            tuple(x for x in letters if x != letter) for letters in (self.estimated, self.unbounded)
-        )
-        k, v = (part if x == letter else own for x, own in (("k", self.k), ("v", self.v)))
-        return replace(self, k=k, v=v, estimated=estimated, unbounded=unbounded)
-
     def scaled_parts(self) -> dict[str, TensorStats]:
         """Return the tensors that have a scale of their own, by name: K and V, or one of a latent."""
         return {"latent and k_pe": self.join_latent()} if self.latent else {"K": self.k, "V": self.v}

@@ -124,7 +124,9 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
             else:
                 continue
             part = replace(part, amax=amax, least=None)
-            layers[name] = layers[name].settle(letter, part)
+            marks = layers[name].estimated, layers[name].unbounded
+            estimated, unbounded = (tuple(x for x in mark if x != letter) for mark in marks)
+            layers[name] = replace(layers[name], **{letter: part}, estimated=estimated, unbounded=unbounded)
             notes.append(
                 f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the "
                 f"range, {why}; its largest value in the calibration is taken"

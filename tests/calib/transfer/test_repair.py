@@ -416,6 +416,8 @@ def test_what_a_cache_clipped_too_much_to_tell_is_not_made_a_scale(measured, tmp
     # the calibration's own values do
     note = "layer 0's V: 100.00% of the tokens are at the end of the range, which the calibration exceeds"
     assert f"note: {note}" in ran("verify", measured, "--against", traffic).stdout
+    fit = json_of("verify", measured, "--against", traffic)["against"][0]
+    assert (fit["used"]["v"], fit["estimated"]) == (pytest.approx(1), [])
     halved = damage(measured, tmp_path / "halved", {"model.layers.0.self_attn.v_scale": 1e-5})
     done = ran("repair", halved, "--stats", traffic, "-o", tmp_path / "mended")
     assert note in done.stdout + done.stderr
