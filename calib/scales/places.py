@@ -48,7 +48,7 @@ class ModuleFacts(BaseModel):
     tokens: int = Field(ge=1, lt=_MOST_TOKENS)
     read: int = Field(lt=_MOST_TOKENS)
     estimated: list[Literal["k", "v"]] = []
-    unbounded: list[Literal["k", "v"]] = []
+    unbounded: list[Literal["k", "v"]] | None = None
 
     @model_validator(mode="after")
     def _check_tokens(self) -> "ModuleFacts":

@@ -63,7 +63,7 @@ def save_stats(
         tensors[f"{name}.{part}.{field}"] = tensor
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens, "read": layer.tokens_read}
-        | {x: [*letters] for x in ("estimated", "unbounded") if (letters := getattr(layer, x))}
+        | {x: [*getattr(layer, x)] for x in ("estimated", "unbounded") if layer.estimated}
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -281,7 +281,8 @@ def _take_layer(tensors: dict[str, Tensor], name: str, facts: ModuleFacts) -> La
     latent = f"{name}.latent.amax" in tensors
     k, v = (_take_part(tensors, f"{name}.{_LATENT_NAMES[x] if latent else x}") for x in "kv")
     q = _take_part(tensors, f"{name}.q") if f"{name}.q.amax" in tensors else None
-    marks = tuple(facts.estimated), tuple(facts.unbounded)
+    # an earlier plugin did not tell which are unbounded
+    marks = tuple(facts.estimated), tuple(facts.estimated if facts.unbounded is None else facts.unbounded)
     layer = LayerStats(facts.layer_idx, facts.tokens, k, v, q, latent, facts.read, *marks)
     for part in (layer.k, layer.v):
         if part.ties is not None and not are_ties(part.ties, part.amax.amax(1), layer.tokens):

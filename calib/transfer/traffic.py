@@ -1,5 +1,6 @@
 """Is an engine's traffic of this model? Its statistics have no marks of weights, by which others are told."""
 
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +9,13 @@ from statistics import median
 import torch
 
 from calib.errors import Fp8kvError, InputError
-from calib.evaluate.served.watch_report import (
-    METRICS,
-    check_served,
-    read_expected,
-    read_watched,
-    report_on,
-)
+from calib.evaluate.served.watch_report import METRICS, check_served, read_expected, read_watched, report_on
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
 from calib.files.model_directory import open_model_directory
 from calib.files.names import WATCH_FILE
 from calib.files.stored_scales import StoredScales, is_usable
-from calib.files.text import parse_condition
+from calib.files.text import parse_condition, show_layers
 from calib.same_model.check import ModelFacts, model_facts
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import Calibration, load_stats, open_calibration
@@ -108,29 +103,32 @@ def settle_estimates(traffic: Calibration, directory: Path) -> tuple[Calibration
     except (Fp8kvError, OSError):
         return traffic, []
     rows = {(row.layer, row.letter): row for row in report_on(watched, _CLIPPED, expected).rows}
-    layers, notes = dict(traffic.stats.layers), list[str]()
+    layers, notes, exceeded = dict(traffic.stats.layers), list[str](), defaultdict[str, list[int]](list)
     for name, layer in traffic.stats.layers.items():
-        for letter in layer.estimated if layer.layer_idx in own else ():
+        for letter in layer.estimated:
             place, part = (layer.layer_idx, letter.upper()), getattr(layer, letter)
-            row, largest = rows.get(place), getattr(own[layer.layer_idx], letter).amax
-            if row is None:  # of other counts
+            if place not in rows or layer.layer_idx not in own:
                 continue
+            row, largest = rows[place], getattr(own[layer.layer_idx], letter).amax
             ends = watched.limits.get(place, part.amax.amax(1))[:, None]
             at_end = (part.amax >= ends).any(1)
             if row.is_expected:
-                amax, why = torch.minimum(part.amax, largest), f"{row.expected:.2%} were expected"
+                amax = torch.minimum(part.amax, largest)
+                notes.append(
+                    f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the"
+                    f" range, {row.expected:.2%} were expected; its largest value in the calibration is taken"
+                )
             elif (largest > _BEYOND * ends).any(1)[at_end].all():
-                amax, why = torch.where(at_end[:, None], largest, part.amax), "which the calibration exceeds"
+                amax = torch.where(at_end[:, None], largest, part.amax)
+                exceeded[row.letter].append(row.layer)
             else:
                 continue
             part = replace(part, amax=amax, least=None)
             marks = layers[name].estimated, layers[name].unbounded
             estimated, unbounded = (tuple(x for x in mark if x != letter) for mark in marks)
             layers[name] = replace(layers[name], **{letter: part}, estimated=estimated, unbounded=unbounded)
-            notes.append(
-                f"layer {row.layer}'s {row.letter}: {row.clipped:.2%} of the tokens are at the end of the "
-                f"range, {why}; its largest value in the calibration is taken"
-            )
+    why = "the calibration's largest values, beyond the range of the watched cache, are taken"
+    notes += [f"{letter} of {show_layers(indices)}: {why}" for letter, indices in exceeded.items()]
     return traffic.replace_stats(replace(traffic.stats, layers=layers)), notes
 
 

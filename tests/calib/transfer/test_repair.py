@@ -414,7 +414,7 @@ def test_what_a_cache_clipped_too_much_to_tell_is_not_made_a_scale(measured, tmp
     done = fp8kv("inspect", traffic)
     assert f"problem: {said}" in done.stdout
     # the calibration's own values do
-    note = "layer 0's V: 100.00% of the tokens are at the end of the range, which the calibration exceeds"
+    note = "V of layer 0: the calibration's largest values, beyond the range of the watched cache, are taken"
     assert f"note: {note}" in ran("verify", measured, "--against", traffic).stdout
     fit = json_of("verify", measured, "--against", traffic)["against"][0]
     assert (fit["used"]["v"], fit["estimated"]) == (pytest.approx(1), [])
