@@ -35,7 +35,8 @@ from calib.scales.stats_file import (
     open_calibration,
 )
 from calib.transfer.convert import Conversion, write_scales
-from calib.transfer.traffic import check_traffic, settle_estimates
+from calib.transfer.estimates import settle_estimates
+from calib.transfer.traffic import check_traffic
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
