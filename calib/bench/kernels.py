@@ -64,7 +64,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """Leave to time it as a CUDA graph, in which prompts never go to torch's attention."""
+        """Whether a CUDA graph may time it: recorded, a prompt would not go to torch's attention."""
         return self.kernel != "extend_attention"
 
     @property

@@ -201,7 +201,7 @@ def blame(place: str | None, batch: Batch) -> CalibrationError:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside the block every module of `model` is in eval mode."""
+    """Keep every module of `model` in eval mode inside the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -105,7 +105,8 @@ def evaluate(
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
         print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
     report, failures = run_evaluation(
-        *(model, resolved),
+        model,
+        resolved,
         scales=scales or [],
         output=output,
         overwrite=overwrite,

@@ -41,7 +41,7 @@ def _page(generator: Generator, width: int, height: int, passage: str) -> Pictur
 
 
 def _noise(generator: Generator, width: int, height: int, passage: str) -> Picture:
-    """Add noise of halved sizes and strengths: large shapes and fine grain, as in photos."""
+    """Draw noise of halved sizes and strengths: large shapes and fine grain, as in photos."""
     total = np.zeros((height, width, 3))
     for octave in range(6):
         coarse = generator.uniform(0, 255, (3 * 2**octave, 3 * 2**octave, 3)).astype(np.uint8)

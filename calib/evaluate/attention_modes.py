@@ -39,11 +39,11 @@ def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Sh
 
 def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shape]) -> str | None:
     """Return why the kernel cannot be simulated for the model."""
-    if any(Shape(*shape).attention != "heads" for shape in shapes):
+    if any(shape.attention != "heads" for shape in shapes):
         return "this model caches latents (MLA), whose kernels are not simulated"
-    sizes = {size for shape in shapes for size in (shape[1], shape[2])}
+    sizes = {size for shape in shapes for size in (shape.k, shape.v)}
     wrong = sorted(size for size in sizes if size not in kernel.head_sizes)
-    if wrong or any(shape[1] != shape[2] for shape in shapes):
+    if wrong or any(shape.k != shape.v for shape in shapes):
         words = f"head size {wrong[0]}" if wrong else f"K and V of sizes {sorted(sizes)}"
         allowed = f"K and V of one head size, {kernel.head_sizes}"
         return f"{kernel.name} is simulated for {allowed}; this model has {words}"

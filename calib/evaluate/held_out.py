@@ -16,7 +16,7 @@ from calib.scales.text_summary import Records, TextRecord, read_records
 
 Readers = Mapping[str, Records]  # the text that each has read, by its name in messages
 OWN = "this evaluation"
-_MORE_LOADS = 3  # each of more than twice as many samples as the one before
+_MORE_LOADS = 3  # each loads more than twice as many samples as the load before
 
 
 class HeldOut(NamedTuple):

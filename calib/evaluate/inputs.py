@@ -30,8 +30,28 @@ from calib.scales.stats import KVStats
 from calib.scales.text_summary import FEW_TOKENS
 
 SUITES = {
-    "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
-    "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 4096, 2),
+    "quick": Suite(
+        calibration_samples=12,
+        documents=8,
+        seq_len=256,
+        prompts=4,
+        new_tokens=24,
+        passkey_tokens=(256,),
+        passkey_depths=(0.0, 0.5, 1.0),
+        layer_documents=2,
+    ),
+    "full": Suite(
+        calibration_samples=24,
+        documents=12,
+        seq_len=1024,
+        prompts=8,
+        new_tokens=48,
+        passkey_tokens=(256, 1024),
+        passkey_depths=(0.0, 0.5, 1.0),
+        layer_documents=4,
+        long_tokens=4096,
+        long_documents=2,
+    ),
 }
 RANDOM_SAMPLES = 4
 ENOUGH = 8  # documents; of 2 an interval holds the mean in half of all cases, of 8 in 87 %

@@ -240,10 +240,11 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
             )
         places = modality_places(report.other_texts, name)
         figures = {"": figure} | {f" {x}": getattr(row, condition.metric, None) for x, row in places}
-        for place, each in ((place, each) for place, each in figures.items() if each):
+        values = {place: measured.value for place, measured in figures.items() if measured}
+        for place, value in values.items():
             # a figure that is not finite meets every condition
-            is_finite = math.isfinite(each.value)
-            if not is_finite or condition.compare(each.value, condition.limit):
-                value = f"{each.value:.4g}" if is_finite else "not a finite number"
-                lines.append(f"{name}: {condition.metric}{place} is {value} ({condition.text})")
+            is_finite = math.isfinite(value)
+            if not is_finite or condition.compare(value, condition.limit):
+                shown = f"{value:.4g}" if is_finite else "not a finite number"
+                lines.append(f"{name}: {condition.metric}{place} is {shown} ({condition.text})")
     return lines

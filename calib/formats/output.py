@@ -181,9 +181,9 @@ def write_output(record: CalibrationRecord, destination: Destination) -> Result:
     output, strategy = destination.path, written_strategy(recipe.strategy, recipe.export.reduce)
     directories = _places(exports, output)
     cards = {}
-    for name, each in exports.items():
-        own = [*dict.fromkeys([*common, *each.notes, *each.doubts])]
-        cards[name] = format_card(record.model, name, directories[name], strategy, each.flags, own, report)
+    for name, part in exports.items():
+        own = [*dict.fromkeys([*common, *part.notes, *part.doubts])]
+        cards[name] = format_card(record.model, name, directories[name], strategy, part.flags, own, report)
 
     def add_files(directory: Path) -> None:
         save_stats(stats, directory / STATS_FILE)

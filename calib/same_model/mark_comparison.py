@@ -85,11 +85,11 @@ def compare_marks(base: Marks, target: Marks) -> Likeness:
 
 def _check_shapes(base: Mapping[str, Mark], target: Mapping[str, Mark]) -> None:
     """Refuse tensors that only one side has, or that have another shape there."""
-    for mine, theirs, side in ((base, target, "model that was measured"), (target, base, "second")):
-        for name, mark in mine.items():
+    for marks, partner, side in ((base, target, "model that was measured"), (target, base, "second")):
+        for name, mark in marks.items():
             is_needed = len(mark.shape) == 1 or is_cached(name) or is_embedding(name)
             # a bias of zeros is none
-            if name not in theirs and is_needed and mark.values.any():
+            if name not in partner and is_needed and mark.values.any():
                 raise OtherWeightsError(f"'{name}' is only in the {side}")
     for name in base.keys() & target.keys():
         one, two = base[name], target[name]

@@ -191,7 +191,7 @@ class ClippedTokens(NamedTuple):
             if _one_in(usual) == _one_in(self.by_layer[worst]):
                 parts.append(f"{_one_in(usual)} in each{scope}, at most")
             else:
-                of_worst = f"{_one_in(self.by_layer[worst])} in layer {worst}"
+                of_worst = f"{_one_in(self.by_layer[worst])} in the worst, layer {worst}"
                 parts.append(f"{_one_in(usual)} in the median{scope}, {of_worst}")
         if self.unknown:
             names = name_layers(self.unknown)

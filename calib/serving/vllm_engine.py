@@ -181,7 +181,7 @@ def watch_reload(module: ModuleType) -> None:
 
 
 def watch_block_hashes(module: ModuleType) -> None:
-    """Block hashes: Mooncake's store, offloading, and every other connector that looks blocks up by them."""
+    """Name the scales in block hashes, by which Mooncake's store, offloading and others find blocks."""
 
     @wrap(module, "generate_block_hash_extra_keys")
     def add_scales(extra_keys: Any, request: Any, start_token_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def watch_block_hashes(module: ModuleType) -> None:
 
 
 def watch_example_connector(module: ModuleType) -> None:
-    """vLLM's example of a connector, which knows blocks by tokens and pictures."""
+    """Name the scales in the folders of vLLM's example connector, which are of tokens and pictures."""
 
     @wrap(module.ExampleConnector, "_generate_foldername_debug")
     def add_scales(
@@ -203,7 +203,7 @@ def watch_example_connector(module: ModuleType) -> None:
 
 
 def watch_nixl(module: ModuleType) -> None:
-    """NIXL: engines whose hashes differ refuse each other."""
+    """Name the scales in NIXL's hash: engines whose hashes differ refuse each other."""
 
     @wrap(module, "compute_nixl_compatibility_hash")
     def add_scales(compatibility_hash: Any, *args: Any, **kwargs: Any) -> str:
@@ -214,7 +214,7 @@ def watch_nixl(module: ModuleType) -> None:
 
 
 def watch_lmcache(module: ModuleType) -> None:
-    """LMCache: the name of the model is in all of its keys, which `@` takes apart."""
+    """Name the scales in LMCache's name of the model, which is in all of its keys; `@` takes them apart."""
 
     def add_scales(start: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature(start).bind(*args, **kwargs)

@@ -134,9 +134,9 @@ def _text_rows(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
         other_row = text.variants[name]
         counts = (Cell(str(text.documents)), Cell(f"{text.tokens:,}"))
         yield (Cell(text.dataset), *counts, *_text_figures(other_row, other_row.differs))
-        for modality, each in other_row.modalities.items():
-            counts = counts[0], Cell(f"{each.tokens:,}")
-            yield (Cell(f"its {modality}"), *counts, figure_cell(each.kl), Cell(), Cell(), Cell())
+        for modality, part in other_row.modalities.items():
+            counts = counts[0], Cell(f"{part.tokens:,}")
+            yield (Cell(f"its {modality}"), *counts, figure_cell(part.kl), Cell(), Cell(), Cell())
 
 
 def _text_figures(row: Row | OtherRow, differs: str) -> tuple[Cell, ...]:

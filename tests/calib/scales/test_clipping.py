@@ -146,7 +146,7 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats, fi
         assert (" of the other layers" in found.line) == (many < len(own))
     assert ClippedTokens({0: 1e-3, 1: 1e-4, 4: 0.0}).line == (
         "expected clipping in new text like this: 1 token in 10,000 in the median layer, "
-        "1 token in 1,000 in layer 0"
+        "1 token in 1,000 in the worst, layer 0"
     )
     assert "less than 1 token in 10^12" in ClippedTokens({0: 0.0}).line
     few = "1 token in 1,300 in each"
