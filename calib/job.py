@@ -165,8 +165,7 @@ def _prepare(checkpoints: list[ModelDirectory], recipe: Recipe, processes: int, 
         return load(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
 
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
-    is_changed = seq_len != recipe.data.seq_len
-    data_recipe = recipe.data.model_copy(update={"seq_len": seq_len} if is_changed else {})
+    data_recipe = recipe.data.model_copy(update={"seq_len": seq_len})
     data = load_data(data_recipe, tokenizer, model, MediaReader(checkpoint, config, recipe.trust_remote_code))
     _check_data(data, recipe, needs_whole=by_layer and bool(drafters or data.media))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph may time it: recorded, a prompt would not go to torch's attention."""
+        """Permission to time it as a CUDA graph: a recorded prompt would not go to torch's attention."""
         return self.kernel != "extend_attention"
 
     @property
