@@ -388,10 +388,13 @@ def watch(
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        model_path = quote(report.watched.model)
-        command = f"fp8kv repair {model_path} --stats {'DIR' if is_address else quote(source)} -o NEW"
+        directory = Path(source).parent if Path(source).is_file() else source
+        model_path, traffic = quote(report.watched.model), "DIR" if is_address else quote(str(directory))
+        hint = f"scales for this traffic: fp8kv repair {model_path} --stats {traffic} -o NEW"
+        if condition.metric == "zero":
+            hint = f"fp8kv verify {model_path} --against {traffic}"
         where = ", where DIR is what FP8KV_WATCH names at the server" if is_address else ""
-        failures[-1] += f"; scales for this traffic: {command}{where}"
+        failures[-1] += f"; {hint}{where}"
     is_old = report.watched.age >= _OLD and not is_address
     return Answer(report.to_json(), chain(_watch_blocks(report), [_REFRESH] if is_old else []), failures)
 
@@ -424,7 +427,7 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
     age = show_duration(watched.age)
     yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}, {age} ago"
     if report.rows:
-        ordered = sorted(report.rows, key=lambda row: (-row.clipped, row.layer, row.letter))
+        ordered = sorted(report.rows, key=lambda x: (-getattr(x, report.condition.metric), x.layer, x.letter))
         cells = [
             (
                 f"{row.layer} {row.letter}",
@@ -438,7 +441,7 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
         ]
         yield TextTable(f"fingerprint {watched.fingerprint}", _WATCH_HEADINGS, cells)
         if (hidden := len(report.rows) - _SHOWN) > 0:
-            yield f"and {hidden} more rows, of which none clips more"
+            yield f"and {hidden} more rows, of which none has a larger share"
         yield from report.notes
     else:
         yield "the cache is in 16 bits: nothing is clipped, and the statistics have the largest values"

@@ -25,7 +25,7 @@ from calib.errors import InputError, NoModelError, NoScalesError, first_problem,
 from calib.files.atomic import save_tensors
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, nvfp4_convention
 from calib.files.calibration import parse_report, statistics_file
-from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
+from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE, WATCH_FILE
 from calib.files.pack import Pack, read_pack
 from calib.files.safetensors_header import read_header
 from calib.files.stored_scales import StoredLayer, read_scales
@@ -119,7 +119,8 @@ class Calibration:
     def stats(self) -> KVStats:
         """The statistics, read when they are first asked for; an InputError as by `load_stats`."""
         file = statistics_file(self.path)
-        stats, _ = load_progress(file)
+        is_traffic = (file.parent / WATCH_FILE).exists()
+        stats, _ = load_progress(file, "watch the engine again" if is_traffic else "calibrate again")
         for (name, letter, field), tensor in stats.tensors().items():
             if field == "amax" and not tensor.isfinite().all():
                 raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")

@@ -36,7 +36,7 @@ from calib.files.strict_json import json_text, read_object
 
 LEAST_TOKENS, LEAST_DISTINCT = 64, 16  # fewer are refused
 FEW_TOKENS = 1024  # from here on the growth of amax is looked at
-_MORE_TEXT = f"calibrate on {FEW_TOKENS:,} or more"
+_MORE_TEXT = f"read {FEW_TOKENS:,} or more"
 FEW_DISTINCT = 32  # a thousand bytes of prose have more
 FEW_UNREPEATED = 0.5  # share of the tokens that repeat no other sample
 FEW_PER_WORD = 0.5  # tokens; tokenizers whose tokens span words need more than this

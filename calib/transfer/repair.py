@@ -52,7 +52,8 @@ class Replacement:
     new: Values
 
     def __str__(self) -> str:
-        return f"{self.module} {self.letter}: {_show(self.old)}, now {_show(self.new)}"
+        digits = 4 if _show(self.old) != _show(self.new) else 9  # which tell all float32 apart
+        return f"{self.module} {self.letter}: {_show(self.old, digits)}, now {_show(self.new, digits)}"
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ def _replace_wrong(
             )
             new = tuple(getattr(scales.layers[module], letter).tolist())
             old = before.get(layer.layer, layer).values(letter)
-            replacements.append(Replacement(module, letter, old, new))
+            if new != old:
+                replacements.append(Replacement(module, letter, old, new))
             setattr(layer, letter, new)
     return replacements
 
@@ -285,9 +287,9 @@ def _find_wrong(
     return wrong & scales.keys()
 
 
-def _show(values: Values) -> str:
+def _show(values: Values, digits: int = 4) -> str:
     if not values:
         return "missing"
-    shown = ", ".join(f"{value:.4g}" for value in values[:8])
+    shown = ", ".join(f"{value:.{digits}g}" for value in values[:8])
     shown += f" and {len(values) - 8} more" if len(values) > 8 else ""
     return shown if len(values) == 1 else f"[{shown}]"

@@ -304,7 +304,8 @@ class Server:
             return _UnknownPathError(f"{problem}; see the server's log, or {_EXAMPLE}")
         if status == 425 and url.endswith("/fp8kv/watch"):
             return InputError(
-                f"{self._url} has read no text yet; send it a request, or see in its log why not"
+                f"{self._url} has counted nothing: it has read no text yet, or does not watch such a cache, "
+                "as its log says then"
             )
         if status in (400, 422) and is_prompt:
             return _RefusedRequestError(

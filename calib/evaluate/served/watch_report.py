@@ -168,11 +168,13 @@ class WatchReport:
         lines = [
             f"layer {row.layer}'s {row.letter} clips {row.clipped:.2%} of {row.tokens:,} tokens"
             if self.condition.metric == "clipped"
-            else f"layer {row.layer}'s {row.letter} is 0 in {row.zero:.1%} of its values: too large a scale"
+            else f"layer {row.layer}'s {row.letter} is 0 in {100 * row.zero:.2g}% of its values"
             for row in sorted(self.alarms, key=lambda row: -getattr(row, self.condition.metric))[:_SHOWN]
         ]
         if self.alarms:
-            lines.append(f"recalibrate {show_layers(self.alarm_layers)}")
+            are_small = self.condition.metric == "clipped"
+            layers = show_layers(self.alarm_layers)
+            lines.append(f"{'recalibrate' if are_small else 'see whether scales are too large in'} {layers}")
         elif few := [row for row in self.rows if row.tokens < FEW]:
             layers = show_layers(sorted({row.layer for row in few}))
             lines.append(f"cannot judge {layers}: {few[0].tokens} tokens were counted, {FEW} are needed")
@@ -210,7 +212,7 @@ class WatchReport:
 
 def read_watched(directory: Path) -> Watched:
     """Read the document in `directory`; an InputError where there is none, or it is damaged."""
-    file = directory / WATCH_FILE
+    file = directory if directory.name == WATCH_FILE else directory / WATCH_FILE
     if not file.is_file():
         raise InputError(
             f"'{directory}' has no {WATCH_FILE}: give the directory that FP8KV_WATCH names, after the engine "

@@ -615,6 +615,19 @@ def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     done = fp8kv("watch", tmp_path, "--fail-if", "clipped>0.99")
     assert done.stdout.splitlines()[1] == f"999 tokens from 7 to {written}, 7 min ago"
     assert "note: if the engine still runs, ask it at its address (fp8kv watch http://HOST" in done.stdout
+    # zeros: those that fail are shown, with digits, and what tells whether scales are too large
+    zeros = write(tmp_path / "zeros", *(watched(x, 1.0 if i == 3 else 1 / 64, i) for i in range(8)))
+    done = fp8kv("watch", zeros / "fp8kv_watch.json", "--fail-if", "zero>0.0001")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[6].startswith("│   3 ")
+    assert "of which none has a larger share" in done.stdout
+    failed = [line for line in done.stderr.splitlines() if line.startswith("failed: layer 3's ")]
+    assert all(" is 0 in 0.0" in line and line.endswith("% of its values") for line in failed)
+    assert failed
+    assert (
+        f"see whether scales are too large in layer 3; fp8kv verify '{zeros}' --against '{zeros}'\n"
+        in done.stderr
+    )
     document = (tmp_path / "fp8kv_watch.json").read_bytes()
     with web_server(lambda request, _: request.answer(200, document)) as url:
         asked = fp8kv("watch", url, "--fail-if", "clipped>0.99").stdout

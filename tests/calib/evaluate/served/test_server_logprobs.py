@@ -113,7 +113,7 @@ def test_a_server_with_the_largest_of_the_heads_is_said_to_have_that(made, twin,
 
 
 def test_a_server_says_whether_its_cache_is_not_watched_or_has_read_nothing(fake, directory, monkeypatch):
-    for status, said in (404, "does not watch its cache; serve with"), (425, "has read no text yet; send it"):
+    for status, said in (404, "does not watch its cache; serve with"), (425, "has counted nothing: it"):
         monkeypatch.setattr(fake, "answer", lambda path, body, status=status: (status, b""))
         with running(fake) as url:
             one_line_error(fp8kv("watch", f"{url}/v1"), f"fp8kv: {url} {said}")
