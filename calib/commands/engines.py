@@ -388,13 +388,7 @@ def watch(
     report = _follow(look, every) if follow else look()
     failures = report.failures
     if report.alarms:
-        directory = Path(source).parent if Path(source).is_file() else source
-        model_path, traffic = quote(report.watched.model), "DIR" if is_address else quote(str(directory))
-        hint = f"scales for this traffic: fp8kv repair {model_path} --stats {traffic} -o NEW"
-        if condition.metric == "zero":
-            hint = f"fp8kv verify {model_path} --against {traffic}"
-        where = ", where DIR is what FP8KV_WATCH names at the server" if is_address else ""
-        failures[-1] += f"; {hint}{where}"
+        failures[-1] += f"; {report.advice(None if is_address else Path(source))}"
     is_old = report.watched.age >= _OLD and not is_address
     return Answer(report.to_json(), chain(_watch_blocks(report), [_REFRESH] if is_old else []), failures)
 

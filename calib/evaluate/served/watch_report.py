@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal
 
 import torch
@@ -198,6 +199,15 @@ class WatchReport:
                 f"with --model{refusal}"
             )
         return lines
+
+    def advice(self, source: Path | None) -> str:
+        """Say which command helps where layers are alarms; `source` is None where a server was asked."""
+        directory = source.parent if source and source.is_file() else source
+        model, traffic = quote(self.watched.model), quote(str(directory or "DIR"))
+        where = "" if source else ", where DIR is what FP8KV_WATCH names at the server"
+        if self.condition.metric == "zero":
+            return f"fp8kv verify {model} --against {traffic}{where}"
+        return f"scales for this traffic: fp8kv repair {model} --stats {traffic} -o NEW{where}"
 
     @property
     def alarm_layers(self) -> list[int]:
