@@ -26,11 +26,18 @@ from calib.files.cache_type import (
     nvfp4_convention,
 )
 from calib.files.fingerprint import read_bake
-from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import CALIBRATION_FILE
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.files.text import show_layers
-from calib.same_model.check import check_same_model, directory_facts, model_facts, scales_facts
+from calib.same_model.check import (
+    check_same_model,
+    directory_facts,
+    open_with_weights,
+    scales_facts,
+    weight_warnings,
+)
 
 if TYPE_CHECKING:
     from calib.scales.stats_file import Calibration
@@ -100,15 +107,17 @@ def verify_directory(
     directory, layers = scales.directory, scales.layers
     bake, nvfp4 = {} if layers else read_bake(directory), nvfp4_convention(directory)
     purpose: Purpose | None = bake.get("for")
-    problems, warnings, fits = [*scales.problems, *_own_problems(path)], list[str](), list[Fit]()
+    needs_weights = against or (path / CALIBRATION_FILE).exists()
+    checkpoint = open_with_weights(path) if needs_weights else None
+    problems = [*scales.problems, *find_own_problems(path, None if bake else checkpoint)]
+    warnings, fits = list[str](), list[Fit]()
     if purpose == "int8" and against:
         raise InputError(f"'{path}' is baked for int8, whose cache makes its own scales; leave --against out")
     if purpose == "fp8" and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problem = "K and V were baked for FP8 that ends at 448, so 1.0 clips them where it ends at 240"
         problems.append(f"{problem}; bake with scales of --fp8-dtype e4m3fnuz")
     if against:
-        modules = against.stats.layers
-        facts = model_facts(open_model_directory(path), modules) if bake else directory_facts(path)
+        facts = directory_facts(path, checkpoint, against.stats.layers)
         check_same_model(scales_facts(against.path, report=against.report), facts)
         measured = measured_amax(against, layers)
         if nvfp4:
@@ -163,16 +172,18 @@ def _unmeasured(layers: Sequence[StoredLayer]) -> list[str]:
     return [f"the scale of {x.upper()} in {show_layers(at_one[x])}" for x in letters]
 
 
-def _own_problems(path: Path) -> list[str]:
-    """Compare the scales with the statistics of their own calibration, if they lie beside them."""
+def find_own_problems(path: Path, checkpoint: ModelDirectory | None) -> list[str]:
+    """Compare the calibration in `path`, if any, with the scales there and the weights of `checkpoint`."""
     from calib.scales.stats_file import has_calibration, open_calibration  # imports torch
 
-    try:
-        if has_calibration(path):
+    problems = list[str]()
+    if has_calibration(path):
+        try:
             open_calibration(path)
-    except InputError as error:
-        return [str(error)]
-    return []
+        except InputError as error:
+            problems.append(str(error))
+        problems += weight_warnings([path], checkpoint) if checkpoint else []
+    return [*dict.fromkeys(problems)]  # damaged statistics are refused twice
 
 
 def _cache_limits(scales: StoredScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:

@@ -12,11 +12,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calib.errors import InputError
+from calib.errors import Fp8kvError, InputError
 from calib.files.calibration import read_report
 from calib.files.config import Config, text_config
 from calib.files.fingerprint import fingerprint, read_bake
-from calib.files.model_directory import ModelDirectory
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE, WATCH_FILE
 from calib.files.strict_json import read_object
 
@@ -51,7 +51,9 @@ def check_same_model(scales: ModelFacts, model: ModelFacts, advice: str = "calib
     """Refuse scales of another model; facts that one side does not know are not compared."""
     for compare, refusal in FACTS.items():
         if difference := compare(scales, model):
-            sentence = refusal.format(scales=scales.name, model=model.name, difference=difference)
+            weights = "the weights beside them" if scales.name == model.name else f"'{model.name}'"
+            names = {"scales": scales.name, "model": model.name, "weights": weights}
+            sentence = refusal.format(difference=difference, **names)
             raise InputError(f"{sentence}; {advice}")
 
 
@@ -108,6 +110,13 @@ def check_weights(directory: Path, checkpoint: ModelDirectory) -> None:
         check_same_model(scales_facts(directory), model_facts(checkpoint, load_stats(directory).layers))
 
 
+def open_with_weights(path: Path) -> ModelDirectory | None:
+    """Open a model directory; None where its weights are missing or cannot be read."""
+    with suppress(Fp8kvError, OSError):
+        return open_model_directory(path, needs_scales=False)
+    return None
+
+
 def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
     """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
     warnings = []
@@ -119,13 +128,22 @@ def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> 
     return warnings
 
 
-def directory_facts(path: Path) -> ModelFacts:
-    """Read what a directory that may lack weights says of its model, by files alone."""
+def directory_facts(
+    path: Path, checkpoint: ModelDirectory | None = None, modules: Iterable[str] = ()
+) -> ModelFacts:
+    """Read what a directory says of its model; without `checkpoint`, by its calibration's marks."""
     from calib.same_model.marks import settings_of
 
-    config, marks = known_config(path), scales_facts(path).marks
+    own_marks = scales_facts(path).marks
+    if checkpoint:
+        facts = model_facts(checkpoint, modules)
+        with suppress(Fp8kvError):
+            if facts.marks and facts.marks():
+                return facts
+        return replace(facts, marks=own_marks)  # weights that cannot be compared
+    config = known_config(path)
     settings = settings_of(path, dict(config)) if (path / CONFIG_FILE).exists() else None
-    return ModelFacts(str(path), config, settings, marks=marks)
+    return ModelFacts(str(path), config, settings, marks=own_marks)
 
 
 def statistics_layers(stats: KVStats) -> dict[int, LayerFacts]:
@@ -268,5 +286,5 @@ FACTS = {
     _compare_layers: _OTHER_MODEL,
     _compare_fingerprints: "'{scales}' is of another model or revision than '{model}'",
     _compare_settings: _OTHER_MODEL,
-    compare_weights: "the scales of '{scales}' do not fit '{model}': {difference}",
+    compare_weights: "the scales of '{scales}' do not fit {weights}: {difference}",
 }

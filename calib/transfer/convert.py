@@ -25,7 +25,7 @@ from calib.formats.directory import check_output
 from calib.formats.output import Destination, write_exports
 from calib.models.config import read_config
 from calib.progress import SILENT, Progress
-from calib.same_model.check import check_same_model, model_facts, scales_facts
+from calib.same_model.check import check_same_model, model_facts, scales_facts, weight_warnings
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import has_calibration, load_records, open_calibration
@@ -69,6 +69,7 @@ def convert(
         except InputError as error:
             way = f"to convert the scales as they are, delete {STATS_FILE} there"
             raise InputError(f"{error}; {way}") from None
+        notes += tuple(weight_warnings([directory], checkpoint))
     if without_q:
         scales = replace(scales, layers={name: replace(x, q=None) for name, x in scales.layers.items()})
     elif scales.has_q and not FORMATS[to].reads_q:

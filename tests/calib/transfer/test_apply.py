@@ -71,6 +71,7 @@ def test_a_quantised_version_also_in_place(model, measured, tmp_path):
     weights = (other / "model.safetensors").stat().st_ino
     ran("apply", measured, other, "--in-place")
     assert scales(other) == scales(out) == scales(measured)
+    ran("verify", other, "--engine", "vllm")  # which compares its weights with the marks of the first
     assert (other / "model-00001-of-00001.safetensors").stat().st_ino == weights
     assert (tmp_path / "other.before-fp8kv" / "config.json").exists()
     one_line_error(fp8kv("apply", measured, other, "--in-place", "-o", tmp_path / "o"), "leave -o")
@@ -165,6 +166,23 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         done = fp8kv("verify", directory, "--engine", "vllm")
         assert (done.exit_code, done.stdout.count("problem: ")) == (problems, problems)
         assert (" ".join(because.split()[1:]) in " ".join(done.stdout.split())) == bool(problems)
+    ours = shutil.copytree(own, tmp_path / "ours")  # its calibration is the other's, scales and all
+    for name in ("model-fp8kv-scales.safetensors", "fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+        (ours / name).unlink()
+        shutil.copy(other / name, ours)
+    for directory in (mixed, ours):
+        misfit = f"the scales of '{directory}' do not fit the weights beside them: a row of 'layers.0"
+        for flags in ((), ("--against", own if directory is ours else other)):
+            done = fp8kv("verify", directory, "--engine", "vllm", *flags)
+            printed = " ".join(done.stdout.split())
+            assert (done.exit_code, printed.count(f"problem: {misfit}")) == (1, 1), done.output
+        assert misfit in " ".join(
+            ran("convert", directory, "--to", "tgi", "-o", tmp_path / "tgi").output.split()
+        )
+        shutil.rmtree(tmp_path / "tgi")
+    one_line_error(
+        fp8kv("verify", mixed, "--against", own), f"the scales of '{own}' do not fit '{mixed}': a row"
+    )
     broken = apply_cases.damage(
         changed, tmp_path / "broken", {"model.layers.0.self_attn.v_scale": float("nan")}
     )
