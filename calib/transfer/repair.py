@@ -80,7 +80,8 @@ def repair(
         raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory, needs_scales=False)
     check_output(output, directory, overwrite=overwrite)
-    calibration, substitutions = settle_estimates(open_calibration(statistics, needs_report=False), directory)
+    measurement = open_calibration(statistics, needs_report=False)
+    calibration, substitutions = settle_estimates(measurement, directory)
     try:
         stored = read_scales(directory)
     except NoScalesError:  # all are missing
@@ -91,7 +92,7 @@ def repair(
     layers = stored.layers_by_module()
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
-    doubts = _check_model(calibration, checkpoint, stored, layer_stats)
+    doubts = _check_model(measurement, checkpoint, stored, layer_stats)
     measured = measured_amax(calibration, [*layers.values()])
     if measured.unbounded:
         raise InputError(f"cannot repair with '{statistics}': {describe_unbounded(measured.unbounded)}")

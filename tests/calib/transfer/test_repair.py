@@ -382,26 +382,36 @@ def test_clipped_tokens_that_the_calibration_expects_have_no_larger_values(measu
     assert scales(tmp_path / "mended all") == scales(measured)
 
 
-def test_what_a_cache_clipped_too_much_to_tell_is_not_made_a_scale(measured, tmp_path):
+@pytest.mark.parametrize("clipped", [1, 3])
+def test_what_a_cache_clipped_too_much_to_tell_is_not_made_a_scale(clipped, measured, tmp_path):
     """A cache for V that ends at a hundredth: right scales stay, and nothing is guessed."""
     stats, traffic = load_stats(measured), traffic_of(measured, tmp_path / "traffic", "not/here")
-    name, layer = next(iter(stats.layers.items()))
-    ends, tokens = (layer.v.amax.amax(1, keepdim=True) / 100), [layer.tokens] * len(layer.v.amax)
-    counts = {"tokens": tokens, "saturated": [0] * len(tokens), "zero": [0] * len(tokens)}
-    counts = {x: counts | {"clipped": n} for x, n in (("k", [0] * len(tokens)), ("v", tokens))}
-    counts["v"]["limit"] = (ends * 432 / 448).flatten().tolist()
-    row = {"tokens": layer.tokens, "channels": layer.v.amax.shape[1], "edge": 432.0, **counts}
-    edit_json(traffic / "fp8kv_watch.json", layers=[{"layer": i, **row} for i in LAYERS])
-    v = TensorStats(layer.v.amax.clamp(max=ends), least=ends)
-    clipped = replace(layer, k=TensorStats(layer.k.amax), v=v, q=None, estimated=("v",), unbounded=("v",))
-    save_stats(replace(stats, layers=stats.layers | {name: clipped}), traffic / STATS_FILE)
-    assert load_stats(traffic).layers[name].unbounded == ("v",)
+    layers, rows, low = dict(stats.layers), [], {}
+    for name in [*layers][:clipped]:
+        layer = layers[name]
+        ends, tokens = layer.v.amax.amax(1, keepdim=True) / 100, [layer.tokens] * len(layer.v.amax)
+        none = [0] * len(tokens)
+        counts = {x: {"tokens": tokens, "saturated": none, "zero": none, "clipped": none} for x in "kv"}
+        counts["v"] |= {"clipped": tokens, "limit": (ends * 432 / 448).flatten().tolist()}
+        facts = {"layer": layer.layer_idx, "tokens": layer.tokens, "channels": layer.v.amax.shape[1]}
+        rows.append(facts | counts | {"edge": 432.0})
+        v = TensorStats(layer.v.amax.clamp(max=ends), least=ends)
+        marks = {"estimated": ("v",), "unbounded": ("v",)}
+        layers[name] = replace(layer, k=TensorStats(layer.k.amax), v=v, q=None, **marks)
+        low[f"{name}.v_scale"] = float(ends.max() / 448)
+    rows += [rows[0] | {"layer": i} for i in LAYERS[clipped:]]
+    edit_json(traffic / "fp8kv_watch.json", layers=rows)
+    save_stats(replace(stats, layers=layers), traffic / STATS_FILE)
+    assert [x.unbounded for x in load_stats(traffic).layers.values()] == [("v",)] * clipped + [()] * (
+        3 - clipped
+    )
     # without a calibration beside the scales nothing tells more
     bare = shutil.copytree(measured, tmp_path / "bare")
     for file in (STATS_FILE, "fp8kv_calibration.json"):
         (bare / file).unlink()
-    small = damage(bare, tmp_path / "small", {"model.layers.0.self_attn.v_scale": float(ends.max() / 448)})
-    said = "the cache that was watched clipped so much of V of layer 0 that the largest values are not known"
+    small = damage(bare, tmp_path / "small", low)
+    where = "layer 0" if clipped == 1 else "layers 0, 1, 2"
+    said = f"the cache that was watched clipped so much of V of {where} that the largest values are not known"
     for directory in (bare, small):
         done = fp8kv("repair", directory, "--stats", traffic, "-o", tmp_path / "new")
         one_line_error(
@@ -410,17 +420,17 @@ def test_what_a_cache_clipped_too_much_to_tell_is_not_made_a_scale(measured, tmp
         assert not (tmp_path / "new").exists()
         told = json_of("verify", directory, "--against", traffic, status=1)
         assert [x.startswith(said) for x in told["problems"]] == [True]
-        assert ("v" in told["against"][0]["used"], "v" in told["against"][1]["used"]) == (False, True)
-    done = fp8kv("inspect", traffic)
-    assert f"problem: {said}" in done.stdout
+        assert ["v" in fit["used"] for fit in told["against"]] == [False] * clipped + [True] * (3 - clipped)
+    assert f"problem: {said}" in fp8kv("inspect", traffic).stdout
     # the calibration's own values do
-    note = "V of layer 0: the calibration's largest values, beyond the range of the watched cache, are taken"
+    note = f"V of {where}: the calibration's largest values, beyond the range of the watched cache, are taken"
     assert f"note: {note}" in ran("verify", measured, "--against", traffic).stdout
     fit = json_of("verify", measured, "--against", traffic)["against"][0]
     assert (fit["used"]["v"], fit["estimated"]) == (pytest.approx(1), [])
     halved = damage(measured, tmp_path / "halved", {"model.layers.0.self_attn.v_scale": 1e-5})
     done = ran("repair", halved, "--stats", traffic, "-o", tmp_path / "mended")
     assert note in done.stdout + done.stderr
+    assert ("as a cache clipped every layer; see that it is of this" in done.stderr) == (clipped == 3)
     assert scales(tmp_path / "mended") == scales(measured)
 
 
