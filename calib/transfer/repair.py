@@ -93,10 +93,7 @@ def repair(
     layer_stats = {layer.layer_idx: layer for layer in stats.layers.values()}
     layer_stats |= {module.layer_idx: stats.layers[module.owner] for module in stats.shared.values()}
     doubts = _check_model(measurement, checkpoint, stored, layer_stats)
-    measured = measured_amax(calibration, [*layers.values()])
-    if measured.unbounded:
-        raise InputError(f"cannot repair with '{statistics}': {describe_unbounded(measured.unbounded)}")
-    replacements = _replace_wrong(stored, layers, measured, layer_stats)
+    replacements = _replace_wrong(stored, layers, measured_amax(calibration, [*layers.values()]), layer_stats)
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)
@@ -220,6 +217,8 @@ def _replace_wrong(
     stored: StoredScales, layers: dict[str, StoredLayer], measured: MeasuredAmax, stats: dict[int, LayerStats]
 ) -> list[Replacement]:
     """Put scales of measured absmax into `layers` where theirs do not fit that, or their own statistics."""
+    if measured.unbounded:
+        raise InputError(f"cannot repair: {describe_unbounded(measured.unbounded)}")
     per_head, replacements = _letters_per_head(stored, [*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
     with suppress(InputError):  # without a recipe, what it makes of its statistics is not known
