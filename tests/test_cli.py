@@ -183,11 +183,13 @@ def test_git_lfs_pointers_in_place_of_text_and_scales_but_not_of_what_is_not_rea
     one_line_error(
         fp8kv("verify", out),
         "is damaged or incomplete: it has 7 bytes, too few",
-        "; put it back, or delete it and run",
+        f"; put '{SCALES_SHARD}' back, or delete it and run",
     )
     (out / SCALES_SHARD).unlink()
     one_line_error(fp8kv("verify", out), f"names '{SCALES_SHARD}' for KV-cache scales, and it is missing")
-    one_line_error(fp8kv("generate", out, "w3"), f"names '{SCALES_SHARD}', which is missing; put it back, or")
+    one_line_error(
+        fp8kv("generate", out, "w3"), f"names '{SCALES_SHARD}', which is missing; put '{SCALES_SHARD}' back"
+    )
 
 
 def test_recipes_facts_of_the_machine_and_versions_are_shown():

@@ -143,7 +143,7 @@ def _compare_server(
 
     comparison = compare_served(url, directory, weights, served_name, keys, progress)
     is_other = comparison.is_other_model(directory, weights)
-    plugin, is_compared = _ask_plugin(url, None if is_other else directory)
+    plugin, is_compared = _ask_plugin(url, directory)
     has_problems = bool(plugin and plugin.problems)
     # where scales move logprobs by little more than noise, only the engine can say that it uses them
     is_proven = is_compared and not has_problems and comparison.is_like_both
@@ -153,9 +153,10 @@ def _compare_server(
     root = comparison.root
     if root and comparison.nearer != "neither" and Path(root).resolve() != directory.resolve():
         lines.append(f"note: it says that it serves {root!r:.200}, and not '{directory}'")
+    lines += (f"problem: {problem}" for problem in comparison.problems)
     lines += _plugin_lines({url: plugin})
     answer = {**asdict(comparison), "plugin": plugin and plugin.model_dump()}
-    return Answer(answer, lines, is_good=is_good and not has_problems)
+    return Answer(answer, lines, is_good=is_good and not (has_problems or comparison.problems))
 
 
 def _compare_servers(urls: list[str], directory: Path) -> Answer:
@@ -182,14 +183,14 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
     return Answer(answer, lines, is_good=is_same and not has_problems)
 
 
-def _ask_plugin(url: str, directory: Path | None) -> "tuple[ServedScales | None, bool]":
+def _ask_plugin(url: str, directory: Path) -> "tuple[ServedScales | None, bool]":
     """Return what our plugin in a server says, None without one, and whether files were compared with all."""
     from calib.engines.loaded_scales import read_engine_scales
     from calib.evaluate.served.client import Server
 
     files = None
     with suppress(NoModelError, NoScalesError):  # a pack, or format fp8kv, which no engine loads
-        files = read_engine_scales(directory) if directory else None
+        files = read_engine_scales(directory)
     with suppress(InputError):  # without a plugin; a damaged answer is an error
         plugin = Server(url).scales(files)
         return plugin, bool(files and plugin.layers) and plugin.in_use == plugin.total

@@ -115,7 +115,7 @@ def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp
         ((model, PROMPT, "--cache", "fp8_e4m3"), "nvfp4_ds_mla (did you mean 'fp8'?)"),
         ((model, PROMPT, "--cache", "octave_k3v4"), "cache octave_k3v4 is not simulated: its writer is HIP"),
         ((model, PROMPT, "--cache", "fp8_ds_mla"), "fp8_ds_mla holds latents (MLA), and this model caches K"),
-        ((cut, PROMPT), f"says '{lost}' is in '{SCALES_SHARD}', but it is not; put it back, or delete"),
+        ((cut, PROMPT), f"says '{lost}' is in '{SCALES_SHARD}', but it is not; put '{SCALES_SHARD}' back"),
         ((model, PROMPT, *nvfp4, "--scales", "none"), "--scales is for --cache fp8, not for nvfp4; leave it"),
         ((model, PROMPT, *nvfp4, "--backend", "triton"), "--backend triton is for --cache fp8"),
         ((calibrated, "w3 " * 248), "prompt + --max-new-tokens 257 is longer than the model's 256 positions"),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
 from pathlib import Path
@@ -19,6 +19,7 @@ from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.engines.loaded_scales import read_engine_scales
+from calib.engines.verification import find_own_problems
 from calib.errors import InputError, NoScalesError
 from calib.evaluate.served.client import Answers, ServedModel, Server
 from calib.files.fingerprint import baked_for
@@ -57,6 +58,7 @@ class ServerComparison:
     seconds: float  # of asking
     own_seconds: float  # of our runs: loading the model twice, and computing
     is_baked: bool  # the directory needs no scales, and both runs are at 1.0
+    problems: tuple[str, ...] = ()  # of the directory's calibration, as `fp8kv verify` finds them
 
     @property
     def needs_scales(self) -> bool:
@@ -106,6 +108,7 @@ def compare_served(
             f"'{model_name}' is baked for int8, whose cache makes its own scales, so none can be compared; "
             "leave --served out, and see in the server's log which cache it has"
         ) from None
+    problems = find_own_problems(directory, None if is_baked else checkpoint)
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     served = server.choose_model(served_name)
@@ -126,7 +129,8 @@ def compare_served(
     rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
     runs = (scaled, ones, _run(rounded, scales, answers, progress))
     progress.end()
-    return compare(served, answers, *runs, time.monotonic() - start, is_baked=is_baked)
+    comparison = compare(served, answers, *runs, time.monotonic() - start, is_baked=is_baked)
+    return replace(comparison, problems=tuple(problems))
 
 
 def _unit_scales(model: PreTrainedModel) -> KVScales:

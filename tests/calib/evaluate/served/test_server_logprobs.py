@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import socket
 import ssl
 import threading
@@ -14,8 +15,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
+import apply_cases
 import pytest
-from command_line import calibrate, fp8kv, one_line_error, succeeded
+from command_line import SMALL, calibrate, fp8kv, one_line_error, ran, succeeded
 from fake_server import SECRET, FakeServer, facts, running, serving, verify
 from families import save_model, tiny_model
 
@@ -138,6 +140,24 @@ def test_weights_may_lie_beside_the_scales(twin, made, tmp_path):
         assert (found["nearer"], found["plugin"]["problems"], done.exit_code) == ("scales", problems, 1)
         plugin = found["plugin"]
         assert (plugin["in_use"], "layers" in plugin) == (6, False)
+
+
+def test_problems_of_the_calibration_itself_are_told_as_without_a_server(made, twin, directory, tmp_path):
+    half = apply_cases.damage(directory, tmp_path / "half", {"model.layers.1.self_attn.k_scale": 0.5})
+    mixed = shutil.copytree(made / "plain-fp8kv", tmp_path / "mixed")  # beside the twin's weights
+    weights = next(mixed.glob("model-0*.safetensors"))
+    weights.unlink()
+    shutil.copy(next(directory.glob("model-0*.safetensors")), weights)
+    model, own = ("--model", made / "twin"), tmp_path / "own"
+    ran("calibrate", made / "plain", "-o", own, "--format", "fp8kv", *SMALL)
+    for scales, flags, problem in (
+        (half, (), f"'{half}': scales were changed (k_scale of layer 1)"),
+        (mixed, (), f"the scales of '{mixed}' do not fit the weights beside them: a row of"),
+        (own, model, f"the scales of '{own}' do not fit '{made / 'twin'}': a row of"),
+    ):
+        done = verify(twin, scales, *flags)
+        assert (done.exit_code, done.stdout.count(f"problem: {problem}")) == (1, 1), done.output
+    assert facts(verify(twin, half, "--json"))["problems"][0].startswith(f"'{half}': scales were changed")
 
 
 def test_an_answer_of_a_plugin_that_lacks_a_part_is_refused(twin, directory):
@@ -288,12 +308,13 @@ def test_another_model_is_named_and_no_twin_is_advised(made, directory):
         lines = done.stdout.splitlines()
         assert (done.exit_code, len(lines), lines[0]) == (1, 4, first)
         assert lines[3].startswith(last)
-        # nothing that its plugin says of another model's scales is a problem of this directory
+        # what differs may be the scales alone
         fake.in_force = in_force(directory) | {
             "layers": [{"layer": 0, "cache": "fp8", "k": [9.0], "v": [9.0]}]
         }
         done = verify(fake, directory)
-        assert (done.exit_code, "does not use the scales of" in done.stdout) == (1, root != "/m")
+        assert (done.exit_code, "does not use the scales of" in done.stdout) == (1, True)
+        assert done.stdout.startswith(first)
 
 
 TEXTS = [[3 + i, *range(4, 11)] for i in range(3)]
