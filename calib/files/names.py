@@ -59,9 +59,8 @@ def way_back(file: str, *, is_missing: bool = False) -> str:
         return "put it back, or calibrate the model again"
     if file != SCALES_SHARD:
         return "download it again"
-    return (
-        f"put '{file}' back, or {'' if is_missing else 'delete it and '}run fp8kv repair, or calibrate again"
-    )
+    deletion = "" if is_missing else "delete it and "
+    return f"put '{file}' back, or {deletion}run fp8kv repair, or calibrate again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,7 @@ def compare(
     return ServerComparison(
         decide(**nats), served.id, served.root, **nats, logprobs=len(first), of_prompt=answers.of_prompt,
         requests=answers.requests, seconds=answers.seconds, own_seconds=own_seconds, is_baked=is_baked,
+        problems=(),
     )  # fmt: skip
 
 
