@@ -255,7 +255,7 @@ def _convention_problem(nvfp4: Convention, engine: Engine) -> str | None:
     if target is None or nvfp4.divisor == target.divisor:
         return None
     if nvfp4.divisor is None:
-        return f"it wants absmax / {target.divisor}, and whether these are that is {nvfp4.because}"
+        return f"it wants absmax / {target.divisor}, and whether these are that is {nvfp4.evidence}"
     size = "small" if nvfp4.divisor > target.divisor else "large"
     return (
         f"it wants absmax / {target.divisor}, and these are absmax / {nvfp4.divisor}, 6 times too "

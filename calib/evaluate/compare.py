@@ -150,9 +150,9 @@ def _doubts(a: Report, b: Report) -> Iterator[str]:
     tokens_a, tokens_b = a.data.calibration_tokens, b.data.calibration_tokens
     if tokens_a != tokens_b:
         yield f"A derived its scales from {tokens_a:,} tokens, B from {tokens_b:,}: they may differ by that"
-    for what, one, other in (("in", a.dtype, b.dtype), ("with the backend", a.backend, b.backend)):
-        if one != other:
-            yield f"A was computed {what} {one}, B {what} {other}: small differences may come from that"
+    for words, of_a, of_b in (("in", a.dtype, b.dtype), ("with the backend", a.backend, b.backend)):
+        if of_a != of_b:
+            yield f"A was computed {words} {of_a}, B {words} {of_b}: small differences may come from that"
     writing, passkeys = ([describe(x.suite) for x in (a, b)] for describe in (_show_writing, _show_passkeys))
     if a.suite.prompts and b.suite.prompts and writing[0] != writing[1]:
         yield f"A continued {writing[0]}, B {writing[1]}: 'same text' is not comparable"

@@ -428,9 +428,9 @@ def list_lost_figures(
         if row.not_finite not in (None, own):
             yield f"'{name}': {row.not_finite}"
     for text in texts:
-        for name, other in text.variants.items():
-            if other.not_finite and not own:
-                yield f"'{name}' on {text.dataset}: {other.not_finite}"
+        for name, row_of_text in text.variants.items():
+            if row_of_text.not_finite and not own:
+                yield f"'{name}' on {text.dataset}: {row_of_text.not_finite}"
     layers = [str(i) for i, kl in search.kl_alone.items() if not isfinite(kl)] if search else []
     if layers:
         yield f"search: layers {', '.join(layers)} alone have a KL that is not finite: {_WHY}"

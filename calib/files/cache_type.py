@@ -34,11 +34,11 @@ class Convention(NamedTuple):
     """The divisor of a directory's values for an NVFP4 cache, None if not known, and the evidence."""
 
     divisor: Divisor | None
-    because: str
+    evidence: str
 
     def __str__(self) -> str:
         values = f"absmax / {self.divisor}" if self.divisor else "absmax / 448 or absmax / 2688"
-        return f"{values} ({self.because})"
+        return f"{values} ({self.evidence})"
 
 
 def fp8_type(directory: ModelDirectory) -> FP8Name:

@@ -103,10 +103,10 @@ class Replay:
         self._index, self._previous, self._embedded = index, previous, embedded
         try:
             model_output = self._attention.read(self._model, batch.input_ids, batch.attention_mask)
-        except _LayerDone as done:
+        except _LayerDone as layer_done:
             # its frames hold activations, and cycles would keep those through the next batch
-            traceback.clear_frames(done.__traceback__)
-            output: Output = done.args[0]
+            traceback.clear_frames(layer_done.__traceback__)
+            output: Output = layer_done.args[0]
             return output
         finally:
             self._index, self._previous, self._embedded = None, None, []

@@ -71,15 +71,15 @@ def compare_marks(base: Marks, target: Marks) -> Likeness:
     # all must be the same, and those behind norms that differ make up for them
     for name in sorted(matrices, key=is_cached, reverse=True):
         is_behind = norm_before(name, base.tensors) in moved
-        because = "norms differ, and " if is_behind else ""
+        reason = "norms differ, and " if is_behind else ""
         if name in pairs:
-            error, factor, scaled_by = _compare_matrix(name, *pairs[name], because)
+            error, factor, scaled_by = _compare_matrix(name, *pairs[name], reason)
             scaled |= {name: scaled_by} if scaled_by is not None else {}
             if is_cached(name):
                 errors.append(error)
                 factors.append(factor)
         elif is_behind:
-            raise OtherWeightsError(f"{because}'{name}', which reads one, cannot be compared")
+            raise OtherWeightsError(f"{reason}'{name}', which reads one, cannot be compared")
     return Likeness(len({".".join(norm.split(".")[:2]) for norm in moved}), max(errors), max(factors), scaled)
 
 
@@ -114,12 +114,12 @@ def _moved_norms(base: Mapping[str, Mark], pairs: Mapping[str, tuple[Mark, Mark]
     return moved
 
 
-def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[float, float, float | None]:
+def _compare_matrix(name: str, mark: Mark, target: Mark, reason: str) -> tuple[float, float, float | None]:
     """Return a weight's error and largest factor, and one that is let pass; refuse another weight."""
     large = _large_inputs(mark)
-    apart, target_apart = _along(mark.values, large), _along(target.values, large)
-    remainder = mark.values - apart
-    factors, errors = _row_factors(remainder, target.values - target_apart)
+    along, target_along = _along(mark.values, large), _along(target.values, large)
+    remainder = mark.values - along
+    factors, errors = _row_factors(remainder, target.values - target_along)
     size = remainder.norm(dim=1, keepdim=True).clamp(min=1e-19)
     beyond = errors / factors.abs().clamp(min=1)  # rounding grows with a row
     if large.shape[1]:  # what rounding of marks leaves of the rest is not an error
@@ -127,15 +127,15 @@ def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[
         beyond = (beyond - _RECORDED * whole).clamp(min=0)
     error = float(beyond.square().mean().sqrt())
     if mark.bits == target.bits == 16 or is_cached(name):  # of others two weights are too few
-        before, after = apart / size, target_apart / size
+        before, after = along / size, target_along / size
         # as it was, or larger like the rest of its row, which is known less well
         ways = (torch.ones_like(factors), factors)
         error = max(error, min(_distance(before * way[:, None], after) for way in ways))
-    if error > _noise(mark, target, _NOISE_AFTER_MOVING if because else _NOISE):
-        raise OtherWeightsError(f"{because}'{name}' is {error:.0%} from what it was, more than rounding")
+    if error > _noise(mark, target, _NOISE_AFTER_MOVING if reason else _NOISE):
+        raise OtherWeightsError(f"{reason}'{name}' is {error:.0%} from what it was, more than rounding")
     scaled_by = _row_size(factors, errors, _step(mark) + _step(target))
     if scaled_by is not None and (is_cached(name) or is_output(name) or _SIZED.fullmatch(name)):
-        problem = f"{because}a row of '{name}' is {show_factor(scaled_by)} times what it was"
+        problem = f"{reason}a row of '{name}' is {show_factor(scaled_by)} times what it was"
         if name.endswith("v_proj.weight"):
             problem += ", as where AWQ moves factors between V and the output projection"
         raise OtherWeightsError(problem)

@@ -248,11 +248,11 @@ class KVStats:
         Curve, positions and tail are dropped if one of the two has none; text is one of the modalities.
         """
         tensors, added = self.tensors(), stats.tensors()
-        for one, other in ((tensors, added), (added, tensors)):
-            for module, letter, _ in [x for x in other if x[2] == "modalities" and x not in one]:
-                if (module, letter, "curve") in one:  # one of text alone
-                    amax = one[module, letter, "amax"].amax(1, keepdim=True)
-                    one[module, letter, "modalities"] = pad(amax, (0, len(MODALITIES) - 1))
+        for parts, partner in ((tensors, added), (added, tensors)):
+            for module, letter, _ in [x for x in partner if x[2] == "modalities" and x not in parts]:
+                if (module, letter, "curve") in parts:  # those of text alone
+                    amax = parts[module, letter, "amax"].amax(1, keepdim=True)
+                    parts[module, letter, "modalities"] = pad(amax, (0, len(MODALITIES) - 1))
         for place in tensors.keys() ^ added.keys():
             if place[2] in (*PER_TOKEN, "modalities"):
                 (tensors if place in tensors else added).pop(place)

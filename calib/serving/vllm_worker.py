@@ -110,8 +110,8 @@ def set_scales(worker: Any, scales: Mapping[str, Mapping[str, list[float]]]) -> 
     """
     runner = worker.model_runner
     runner.fp8kv_scales, runner.fp8kv_from_memory = (files := {}), False
-    for index, each in scales.items():
-        values = {letter: tuple(scale) for letter, scale in each.items()}
+    for index, by_letter in scales.items():
+        values = {letter: tuple(scale) for letter, scale in by_letter.items()}
         layer = StoredLayer(int(index), values.get("k"), values.get("v"), values.get("q"))
         files[layer.layer] = layer
     fill_scales(runner.get_model(), files, *_place(runner))

@@ -111,7 +111,7 @@ def _read_values(stored: StoredScales, convention: Convention) -> tuple[KVScales
     if convention.divisor is None:
         raise InputError(
             f"'{stored.directory.path}': whether its values of an NVFP4 cache are absmax / 448 or "
-            f"absmax / 2688 is {convention.because}; calibrate the model again"
+            f"absmax / 2688 is {convention.evidence}; calibrate the model again"
         )
     scales = to_scales(stored, stored.layers_by_module(), "e4m3fn")
     factor = convention.divisor / FP8_DIVISOR

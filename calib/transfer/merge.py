@@ -91,9 +91,9 @@ def merge_statistics(directories: Sequence[Path], output: Path, *, overwrite: bo
     for path in directories:
         check_output(output, path, overwrite=overwrite, kind="calibration")
     runs = {path: load_stats(path) for path in directories}
-    for (path, one), (other, two) in combinations(runs.items(), 2):
+    for (path, one), (other_path, two) in combinations(runs.items(), 2):
         if are_equal(one, two):
-            raise InputError(f"'{path}' and '{other}' hold the same statistics; merge each once")
+            raise InputError(f"'{path}' and '{other_path}' hold the same statistics; merge each once")
     stats = reduce(KVStats.join, runs.values())
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)

@@ -74,11 +74,15 @@ def _typed(owner, lines):
 
 
 def _lasting_names(node):
-    """Yield parameters and targets of assignments; a name inside of a comprehension does not last."""
+    """Yield names of parameters, assignments, loops, `with` and `except`; not those of comprehensions."""
     if isinstance(node, ast.arg):
         yield node.arg, node.lineno
-    single = [node.target] if isinstance(node, ast.AnnAssign | ast.NamedExpr) else []
-    for target in node.targets if isinstance(node, ast.Assign) else single:
+    if isinstance(node, ast.ExceptHandler) and node.name:
+        yield node.name, node.lineno
+    single = (ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)
+    targets = [node.target] if isinstance(node, single) else getattr(node, "targets", [])
+    items = node.items if isinstance(node, ast.With | ast.AsyncWith) else []
+    for target in [*targets, *filter(None, (item.optional_vars for item in items))]:
         for part in ast.walk(target):
             if isinstance(part, ast.Name):
                 yield part.id, part.lineno

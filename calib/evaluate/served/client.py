@@ -320,8 +320,8 @@ def open_servers(urls: Sequence[str]) -> dict[str, Server]:
     servers: dict[str, Server] = {}
     for url in urls:
         server = Server(url)
-        for first, other in servers.items():
-            if other.address == server.address:
+        for first, first_server in servers.items():
+            if first_server.address == server.address:
                 raise InputError(f"--served {first} and {url} are one server; give each server once")
         servers[url] = server
     return servers
