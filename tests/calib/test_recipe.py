@@ -8,6 +8,7 @@ import yaml
 
 from calib.commands.flags import parse_assignments
 from calib.errors import InputError
+from calib.formats import FORMATS
 from calib.recipe import load_recipe, recipe_names, recipe_text
 
 # each level holds the one before nine times
@@ -36,6 +37,8 @@ def test_a_bundled_recipe_says_what_its_name_says_and_the_default_is_the_fields(
     # the named one spells its split out
     assert {k for k, v in recipe if getattr(named, k) != v} == {"description", "data"}
     assert named.data.split == "train_sft"
+    assert "; every format holds it" in named.description
+    assert all("tensor" in x.strategies for x in FORMATS.values())
 
 
 def test_overrides_win_over_the_file_and_an_anchor_is_no_bomb(tmp_path):
