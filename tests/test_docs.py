@@ -83,7 +83,7 @@ def test_the_evaluation_page_tells_what_the_suites_read():
 def test_ten_files_explain_the_main_job_in_about_2500_lines():
     order = re.findall(r"^\d+\. `(calib/\S+\.py)`: .+\.$", CONTRIBUTING, re.MULTILINE)
     assert len(set(order)) == 10
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in order) <= 2550
+    assert 2450 <= sum(len((ROOT / name).read_text().splitlines()) for name in order) <= 2550
 
 
 def test_prose_of_generated_pages_is_folded():
