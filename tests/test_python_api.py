@@ -4,10 +4,13 @@ import ast
 import copy
 import inspect
 import pickle
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from doc_blocks import PAGES, ROOT
 from families import save_model, tiny_model
 
 import calib
@@ -141,6 +144,19 @@ def test_what_is_drawn_while_calibrating_can_be_trained_on_and_warnings_name_the
     with pytest.warns(UserWarning, match="tokens were read") as caught:
         calib.scales_for(typed["model"], [typed["rows"]])
     assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_the_documentation_names_every_public_name_and_no_other():
+    listing = (ROOT / "docs/reference/python.md").read_text()
+    texts = [file.read_text() for file in (*PAGES, *(ROOT / "examples").glob("*.py"))]
+    for package in (calib, fp8kv_runtime):
+        name = package.__name__
+        (public,) = re.findall(rf"^`{name}` has (.+?)\.$", listing, re.MULTILINE | re.DOTALL)
+        assert re.findall(r"`(\w+)`", public) == sorted(package.__all__)
+        found = re.findall(rf"(?<![\w./-]){name}\.(\w+)|from {name} import ([\w, ]+)", "".join(texts))
+        names = {x for pair in found for x in re.findall(r"\w+", " ".join(pair))} - {"__all__"}
+        assert len(names) > 5
+        assert [x for x in names - {*package.__all__} if not find_spec(f"{name}.{x}")] == []
 
 
 def test_completion_and_type_checkers_see_every_public_name():
