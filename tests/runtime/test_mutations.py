@@ -35,6 +35,7 @@ CHECKS = {
     for kind, changes in KINDS.items()
     for by in ("kernel", "reference")
 } | {
+    "nothing seen": partial(assert_attention, Case((70, 0))),
     "stored": partial(assert_stored, Case((), head_dim=80, center=True, dtype=torch.float32)),
     "rounded": partial(assert_rounded, "e4m3fn"),
     "history": partial(run_history, 1, steps=300),
@@ -43,6 +44,7 @@ CHECKS = {
 ATTEND, DECODE, DENSE = (f"kernels/{name}.py" for name in ("attend", "attention", "dense"))
 APPEND, CODEC, TUNING, SPLIT = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning", "split"))
 REFERENCE, CACHE, STORAGE = "reference.py", "cache.py", "storage.py"
+STORED_WHOLE = "tl.store(pointers, out.to(out_ptr.dtype.element_ty),"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
 # what is wrong: who sees it, and the file with texts and what replaces each
 MUTATIONS = {
@@ -50,6 +52,12 @@ MUTATIONS = {
         ("factor *= tl.load(k_scale_ptr + kv_head * LAYER.k_scales)", "factor *= 1.0")),
     "swaps K and V": ("decode plain kernel", STORAGE,
         ("self.codes.view(torch.int16)", "self.codes.view(torch.int16).flip(0)")),
+    "leaves a token of a sequence unwritten": ("extend plain kernel", DECODE,
+        (f"{STORED_WHOLE} mask=valid)", f"{STORED_WHOLE} mask=valid & (tokens > 0)[:, None])")),
+    "leaves a joined token unwritten": ("split plain kernel", DECODE,
+        ("cu_seqlens_ptr + seq + 1):", "cu_seqlens_ptr + seq + 1) - 1:")),
+    "leaves the zeros of a sequence without tokens unwritten": ("nothing seen", DECODE,
+        (f"{STORED_WHOLE} mask=valid)", f"{STORED_WHOLE} mask=valid & (running_sum > 0)[:, None])")),
     "reads slots of no one": ("decode all kernel", ATTEND,
         ("inside[:, None] & (columns < LAYER.head_dim // 2)[None, :]",
          "(inside | True)[:, None] & (columns < LAYER.head_dim // 2)[None, :]")),
