@@ -76,7 +76,7 @@ def forked(count, work):
 
         ranks = [get_context("fork").Process(target=rank_of, args=(rank,)) for rank in range(count)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that forks of threads may hang
+            warnings.filterwarnings("ignore", ".*may lead to deadlocks", DeprecationWarning)
             for rank in ranks:
                 rank.start()
         for rank in ranks:

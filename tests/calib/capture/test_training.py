@@ -68,7 +68,6 @@ def names_or_refusal(make):
         return re.sub(r"'\S+'", "", str(error))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("family", ["mixtral", "phi3", "gemma3n_text", "gemma3", "llama4"])
 def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
     kinds = {**FAMILIES, "gemma3n_text": SHARED_KV}
