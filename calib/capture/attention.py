@@ -280,7 +280,7 @@ def _is_equal(one: Tensor, two: Tensor) -> bool:
 
 def _kv_repeat(model: PreTrainedModel, layer_idx: int, key: Tensor, value: Tensor) -> int:
     """Return how often K and V hold each KV head of the config; 1 unless all copies are equal."""
-    layers = (layer_settings(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
+    layers = (layer_settings(model.config, name) for name in ("num_key_value_heads", "num_kv_heads"))
     kv_heads = next((n[layer_idx % len(n)] for n in layers if n[layer_idx % len(n)]), None)
     if not kv_heads or key.shape[1] % kv_heads:
         return 1

@@ -254,7 +254,7 @@ def _token_ids(item: TrainerBatch, model: PreTrainedModel, label: str) -> list[l
             f"{label}: attention_mask must be [B, T] as input_ids is, 1 for a real token and 0 for padding"
         )
     _check_fields(fields, real, model, label)
-    rows = [row[mask.bool()].tolist() for row, mask in zip(ids, real, strict=True)]
+    rows = [row[is_real.bool()].tolist() for row, is_real in zip(ids, real, strict=True)]
     longest, positions = max(map(len, rows)), model_positions(model.config)
     if positions and longest > positions:
         raise InputError(
@@ -290,7 +290,7 @@ def _check_fields(fields: Mapping[str, Any], real: list[Tensor], model: PreTrain
         rows = _rows(fields["position_ids"]) or []
         rows *= len(real) if len(rows) == 1 else 1
         if [*map(len, rows)] == [*map(len, real)]:
-            positions = [row[mask.bool()].tolist() for row, mask in zip(rows, real, strict=True)]
+            positions = [row[is_real.bool()].tolist() for row, is_real in zip(rows, real, strict=True)]
             harmful -= {"position_ids"} if all(row == [*range(len(row))] for row in positions) else set()
     if harmful:
         raise InputError(
