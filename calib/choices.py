@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class ObserverEntry:
-    """Facts of an observer: in words the amax that it derives, and whether it reads a histogram."""
+    """An observer as users see it: a text that says which amax it derives, and whether it reads a histogram."""
 
     amax: str
     needs_histogram: bool = True  # which cost time and memory

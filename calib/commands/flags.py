@@ -1,7 +1,7 @@
 """Flags that several commands share, and the recipe keys that flags set.
 
-A flag is the default of a command's parameter. Its text of `--help` comes first, and its panel is the
-function that makes it; what matters most is an `option`, without a panel.
+A flag is the default of a command's parameter, and its help text is its first argument. `data`, `scales`,
+`output` and `resources` put it into the panel of that name. `option` puts it above the panels.
 """
 
 from functools import partial

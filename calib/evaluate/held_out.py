@@ -28,7 +28,10 @@ class HeldOut(NamedTuple):
 
 
 def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str]]:
-    """Read what the text of each of `scales` was, and of a baked `model`; warn where none says."""
+    """Read the records of the text behind each of `scales`, and behind a baked `model`.
+
+    Return them with warnings that name those without a whole record.
+    """
     readers = {f"'{path}'": load_records(path) for path in scales}
     if baked_for(open_model_directory(model, weights=False)):
         readers[f"'{model}'"] = read_records(model / BAKE_FILE)
@@ -54,8 +57,8 @@ def hold_out(
 ) -> HeldOut:
     """Take `documents` samples that no reader knows, from behind the `own` that are calibrated on.
 
-    `load` returns so many samples as it is given, or all there are. InputError if not even `least`
-    of them, by default all, are left.
+    `load(count)` returns `count` samples, or all if the data has fewer. Raises an InputError if fewer than
+    `least` samples, by default `documents`, are left.
     """
     count = own + documents
     data = load(count)

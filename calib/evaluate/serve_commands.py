@@ -73,7 +73,10 @@ class Offers:
         return reasons
 
     def _find_16_bits(self, offer: Offer) -> Offer:
-        """Take out what makes engines hold the cache in FP8, where the config does."""
+        """Find how to serve the model with a cache in 16 bits.
+
+        If its config asks for FP8, the first command writes a copy without that.
+        """
         if not names_fp8_cache(self.checkpoint):
             return self.serve(offer, self.model)
         output = f"{short_name(self.model)}-without-scales"

@@ -58,7 +58,7 @@ class AbsMax:
 
 @dataclass(frozen=True)
 class Percentile:
-    """The magnitude below which `percentile` % of the values lie; larger ones saturate."""
+    """An amax that `percentile` % of the magnitudes do not exceed. Larger values saturate."""
 
     percentile: float
 
