@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True)
 class ObserverEntry:
-    """An observer as users see it: a text that says which amax it derives, and whether it reads a histogram."""
+    """Facts of an observer: a text that says which amax it derives, and whether it reads a histogram."""
 
     amax: str
     needs_histogram: bool = True  # which cost time and memory

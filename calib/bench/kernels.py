@@ -64,7 +64,7 @@ class Case:
 
     @property
     def captures(self) -> bool:
-        """True where a CUDA graph may time it: a prompt in a graph never goes to torch's attention."""
+        """Return whether a CUDA graph may time it: a prompt in a graph never goes to torch's attention."""
         return self.kernel != "extend_attention"
 
     @property

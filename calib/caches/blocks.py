@@ -1,11 +1,11 @@
 """Cache types with a scale for each block of values, of K and V, or of latents and k_pe (MLA).
 
-NVFP4 has E2M1 in blocks of 16 along the head, an E4M3 scale for each block, a scale for the layer, which
-is vLLM's default of 1.0 here.
-`nvfp4_append_quantize_block` in include/flashinfer/page.cuh of FlashInfer fb28d72, which vLLM 0.32 writes
-with on A100 and H100; `cvt_warp_fp16_to_fp4_4over6` in csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu of
-vLLM for the choice between 4 and 6. Both are CUDA: read, not run. On B200 the engine takes reciprocals
-that are exact to a few last bits, and computes with Q in FP8; neither is simulated.
+NVFP4 has E2M1 in blocks of 16 along the head. Each block has an E4M3 scale, and the layer has one more,
+which is vLLM's default of 1.0 here. The rounding is that of `nvfp4_append_quantize_block` in
+include/flashinfer/page.cuh of FlashInfer fb28d72, with which vLLM 0.32 writes on A100 and H100. The
+choice between 4 and 6 is that of `cvt_warp_fp16_to_fp4_4over6` in
+csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu of vLLM. Both are CUDA: read, not run. On B200 the engine
+takes reciprocals that are exact to a few last bits, and computes with Q in FP8; neither is simulated.
 
 Latents are stored as for DeepSeek's sparse attention: `_fused_norm_rope_kernel` in
 models/deepseek_v32/common/kernels.py of vLLM 0.32 writes for DeepSeek-V3.2 and GLM-5.
@@ -13,12 +13,12 @@ models/deepseek_v32/common/kernels.py of vLLM 0.32 writes for DeepSeek-V3.2 and 
 and SGLang's `quantize_k_cache` have the same layout, but do not round a tile's scale up to a power of
 two.
 
-The scales of MXFP8, SGLang's 4-bit type and UltraQuant are powers of two (E8M0):
-`_mxfp8_quant_store_qkv_kernel` in kernels/ops/kvcache/mxfp8_quant_store_kv.py of SGLang 0.5.23,
-`FP4MXBlock16KVQuantizeUtil` in srt/layers/quantization/kvfp4_tensor.py, and
-v1/attention/ops/ultraquant/triton_store.py of vLLM 0.32. UltraQuant rotates K and not V; the engine
-rotates Q in place of rotating K back, and rounds it to FP8, which is not simulated. All round to E2M1
-in other ways where a value lies halfway between two: SGLang away from zero, vLLM down.
+MXFP8, SGLang's 4-bit type and UltraQuant have scales that are powers of two (E8M0). They follow
+`_mxfp8_quant_store_qkv_kernel` in kernels/ops/kvcache/mxfp8_quant_store_kv.py and
+`FP4MXBlock16KVQuantizeUtil` in srt/layers/quantization/kvfp4_tensor.py of SGLang 0.5.23, and
+v1/attention/ops/ultraquant/triton_store.py of vLLM 0.32. UltraQuant rotates K and not V. The engine
+rotates Q in place of rotating K back, and rounds it to FP8, which is not simulated. A value halfway
+between two of E2M1 goes to the even code in NVFP4, away from zero in SGLang's type, and down in UltraQuant.
 """
 
 import math
@@ -38,7 +38,7 @@ E4M3_MAX = fp8_max(torch.float8_e4m3fn)
 LEAST_TILE_SCALE = 1e-4  # before it is rounded up
 LEAST_BLOCK_SCALE = 2.0**-9  # the smallest E4M3
 _EXPONENT = 0x7F800000  # bits of a float32
-SHARE = 0.156  # of a block's amax, whose nearest power of two UltraQuant takes
+SHARE = 0.156  # of a block's amax: UltraQuant's scale is the power of two nearest to it
 _LEVELS = torch.tensor([-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
 

@@ -55,7 +55,7 @@ class CachedAttention:
 
     @property
     def latent(self) -> bool:
-        """True if it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
+        """Return whether it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
         return self.attention != "heads"
 
     @property

@@ -37,7 +37,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True in the process that prints and writes."""
+        """Return whether this is the process that prints and writes."""
         return self.rank == 0
 
     def share(self, batches: Sequence[Item]) -> Sequence[Item]:

@@ -18,12 +18,12 @@ _GRID = 2.0**20
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """The N tokens of a batch that are counted, and in which of `calib.scales.places`."""
+    """The N tokens of a batch that are counted, each with its buckets (see `calib.scales.places`)."""
 
     rows: Tensor | None  # [N] int64, among the batch's B * T; None: all of them
     read: int  # real tokens, counted or not
-    buckets: Tensor  # [N] int64, by index in the run
-    positions: Tensor  # [N] int64, by position in the sample
+    buckets: Tensor  # [N] int64, bucket of the index in the run
+    positions: Tensor  # [N] int64, bucket of the position in the sample
     modalities: Tensor | None = None  # [N] int64, index in MODALITIES
 
     def to(self, device: torch.device) -> "CountedTokens":
@@ -35,7 +35,7 @@ class CountedTokens:
 
 
 def count_tokens(batch: Batch) -> CountedTokens:
-    """Leave out padding and the first `skip_first` tokens of each sample of `batch`."""
+    """Return which tokens of `batch` are counted: no padding, and not the first `skip_first` of a sample."""
     real = batch.attention_mask.bool()
     positions = torch.arange(real.shape[1], device=real.device).expand_as(real)
     counted = real & (positions >= batch.skip_first)
@@ -73,7 +73,7 @@ class RunningTensor:
         return self._values.get("amax")
 
     def update(self, x: Tensor, tokens: CountedTokens) -> None:
-        """Add the `tokens` `x` [N, H, D]."""
+        """Add `x` [N, H, D]: K, V or Q of the N `tokens`."""
         reduce = reductions_on(x.device)
         amax, heads = reduce.amax(x, with_tokens="tail" in self._fields)
         batch = {"amax": amax}

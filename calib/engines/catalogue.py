@@ -249,7 +249,7 @@ class Engine(Section):
 
     @property
     def ran(self) -> bool:
-        """True where the rules of loading were compared with the engine itself."""
+        """Return whether the rules of loading were compared with the engine itself."""
         return self.evidence == "run"
 
     @property
@@ -259,7 +259,7 @@ class Engine(Section):
 
     @property
     def is_run_version(self) -> bool:
-        """True at the version whose classes were run."""
+        """Return whether this is the version whose classes were run."""
         ran = self.classes_version
         return ran is not None and (not self.version or _parse(self.version) == _parse(ran))
 

@@ -121,12 +121,12 @@ class Simulation:
 
     @property
     def is_known(self) -> bool:
-        """True where the engine loads the directory, and the scales that it then computes with are known."""
+        """Return whether the engine loads the directory, and it is known which scales it computes with."""
         return not self.refused and all(scale.status != Outcome.UNKNOWN for scale in self.outcomes)
 
     @property
     def is_good(self) -> bool:
-        """True where the engine uses every K and V scale with the value in the file."""
+        """Return whether the engine uses every K and V scale with the value in the file."""
         arrived = [scale.status == Outcome.LOADED for scale in self.outcomes if scale.letter != "q"]
         return not (self.refused or self.problem) and bool(arrived) and all(arrived)
 

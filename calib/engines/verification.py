@@ -63,7 +63,7 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """True where nothing is wrong, and at least one of the engines loads all scales, if any."""
+        """Return whether nothing is wrong, and at least one of the engines loads all scales, if any."""
         if self.baked == "int8":
             return not self.problems and any(s.is_known and not s.problem for s in self.simulations)
         return not self.problems and any(s.is_known if self.baked else s.is_good for s in self.simulations)

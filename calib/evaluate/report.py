@@ -382,7 +382,7 @@ class Report(ReportPart):
 
     @property
     def has_own_scales(self) -> bool:
-        """True if a cache has scales, or baked weights, from the text that the evaluation calibrates on."""
+        """Return whether a cache has scales or baked weights from the text that the evaluation read."""
         return any(is_of_own_text(name, row.kind, row.is_baked) for name, row in self.variants.items())
 
     @property

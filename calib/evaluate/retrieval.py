@@ -26,12 +26,12 @@ class LongDocument(NamedTuple):
 
     token_ids: Tensor  # [T] int64
     questions: Tensor  # [questions] int64, the position whose logits answer
-    answers: Tensor  # [questions, words] int64, first token of each word, the right one first
+    answers: Tensor  # [questions, words] int64, the first token of each word, the right one first
 
     def margins(self, logits: Tensor, start: int) -> Tensor:
-        """Return how much likelier the right word is than the likeliest other: [questions] float64, in nats.
+        """Return by how many nats the right word is ahead of the likeliest other: [answered questions] float64.
 
-        Of the questions that `logits` [T, V] answer, which begin at position `start`.
+        `logits` [T, V] are those of the positions from `start` on; a question elsewhere has no row.
         """
         is_here = (self.questions >= start) & (self.questions < start + len(logits))
         answers = self.answers[is_here].to(logits.device)

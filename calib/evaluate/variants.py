@@ -79,17 +79,17 @@ class Variant:
 
     @property
     def is_fp8_cache(self) -> bool:
-        """True for K and V in FP8 with static scales, where an engine's attention can be simulated."""
+        """Return whether K and V are in FP8 with static scales, so that attention can be simulated."""
         return self.scales is not None and {"k", "v"} <= set(self.tensors)
 
     @property
     def is_whole_cache(self) -> bool:
-        """True for a cache of K and V, on which text can be written; one tensor alone is not a cache."""
+        """Return whether it caches K and V, not one of them alone, so that text can be written on it."""
         return self.is_fp8_cache or self.cache is not None
 
     @property
     def is_calibrated(self) -> bool:
-        """True for scales that were measured, not those at 1.0."""
+        """Return whether its scales were measured, and are not 1.0 for lack of any."""
         return self.scales is not None and self.name != "none"
 
     def layers_in_16_bits(self, layers: Layers) -> set[int]:
@@ -98,7 +98,7 @@ class Variant:
 
     @property
     def is_loadable(self) -> bool:
-        """True if engines load such scales: E4M3, per tensor or head, for K and V."""
+        """Return whether engines load such scales: E4M3, per tensor or head, for K and V."""
         scales = self.scales
         if scales is None or self.tensors != "kv" or scales.fp8_dtype == "e5m2":
             return False

@@ -92,7 +92,7 @@ class ModelDirectory:
 
     @property
     def caches_latents(self) -> bool:
-        """Layers cache a latent instead of K and V per head (MLA), by the config."""
+        """Return whether layers cache a latent instead of K and V per head (MLA), by the config."""
         return caches_latents(self.text_config)
 
     @property

@@ -68,7 +68,7 @@ class StoredModel:
 
     @property
     def rounds_inputs(self) -> bool:
-        """True if engines quantise the inputs of quantised weights, as far as the config says."""
+        """Return whether engines quantise the inputs of quantised weights, as far as the config says."""
         quantization = find_quantization_config(self.checkpoint.config) or {}
         if self.coded and quantization.get("quant_method") == "compressed-tensors":
             return any(group.get("input_activations") for group in quantization["config_groups"].values())

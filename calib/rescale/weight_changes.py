@@ -125,7 +125,7 @@ class AttentionWeights:
 
     @property
     def shares_k(self) -> bool:
-        """True if a norm of one head's size makes all KV heads need the same factors for K."""
+        """Return whether a norm of one head's size makes all KV heads need the same factors for K."""
         sizes = [norm.get_parameter("weight").numel() for part, _, norm in self.norms() if part == "k"]
         return any(size < self.cached.num_kv_heads * self.cached.head_dim for size in sizes)
 

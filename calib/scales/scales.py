@@ -75,17 +75,17 @@ class KVScales:
 
     @property
     def has_q(self) -> bool:
-        """True if there are query scales."""
+        """Return whether there are query scales."""
         return any(layer.q is not None for layer in self.layers.values())
 
     @property
     def has_center(self) -> bool:
-        """True if something is subtracted from K before it is stored."""
+        """Return whether something is subtracted from K before it is stored."""
         return any(layer.k_center is not None for layer in self.layers.values())
 
     @property
     def latent(self) -> bool:
-        """True if a layer caches a latent instead of K and V per head (MLA)."""
+        """Return whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
 
     def _repr_html_(self) -> str:

@@ -145,7 +145,7 @@ class KVStats:
 
     @property
     def latent(self) -> bool:
-        """True if a layer caches a latent instead of K and V per head (MLA)."""
+        """Return whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
 
     @property
@@ -223,7 +223,7 @@ class KVStats:
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
     def discount_repeats(self, layer: LayerStats) -> LayerStats:
-        """Return `layer` with the number of tokens of which its tail is: repeated text brings no new ones."""
+        """Return `layer` with its `tokens` less those that repeat earlier text, which bring no new values."""
         repeats = self.text.tokens - self.text.unrepeated_tokens if self.text else 0
         return replace(layer, tokens=max(0, layer.tokens - repeats))
 

@@ -23,7 +23,7 @@ class Target:
 
     @property
     def overlaps(self) -> bool:
-        """Programmatic dependent launch: a kernel may start before the one that it waits for has ended."""
+        """Return whether a kernel may start before the one that it waits for has ended (dependent launch)."""
         return self.backend == "cuda" and int(self.arch) >= 90
 
 

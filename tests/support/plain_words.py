@@ -33,6 +33,10 @@ def offences(file):
         docstring = ast.get_docstring(node) if is_function or isinstance(node, ast.ClassDef) else None
         if opening := OPENING.match(docstring or ""):
             yield node.lineno, f"the docstring of {node.name} begins with '{opening[0]}'"
+        is_property = is_function and any(ast.unparse(x).endswith("property") for x in node.decorator_list)
+        is_predicate = is_property and docstring and node.returns and ast.unparse(node.returns) == "bool"
+        if is_predicate and not docstring.startswith("Return whether "):
+            yield node.lineno, f"the docstring of {node.name} does not begin with 'Return whether'"
         if is_function and PREPOSITION.match(node.name):
             yield node.lineno, f"the function {node.name} begins with a preposition"
     for number, line in enumerate(source.splitlines(), 1):

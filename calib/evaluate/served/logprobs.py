@@ -62,7 +62,7 @@ class ServerComparison:
 
     @property
     def needs_scales(self) -> bool:
-        """True where our two runs differ by more than noise."""
+        """Return whether our two runs differ by more than noise."""
         return are_apart(self.apart, self.noise, self.rounding)
 
     @property
@@ -78,7 +78,7 @@ class ServerComparison:
 
     @property
     def is_like_both(self) -> bool:
-        """True where our two runs differ by no more than noise, and the server by little more from them."""
+        """Return whether our two runs differ by no more than noise, and the server by little more."""
         is_steady = self.noise <= _OTHER_MODEL and isfinite(self.to_scales + self.to_ones)
         return is_steady and self.nearer == "cannot tell" and not self.needs_scales
 

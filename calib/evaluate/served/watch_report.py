@@ -147,7 +147,7 @@ class WatchRow:
 
     @property
     def is_expected(self) -> bool:
-        """True where the calibration expects about as many clipped tokens."""
+        """Return whether the calibration expects about as many clipped tokens."""
         return self.expected is not None and self.low <= _TIMES * self.expected
 
 
