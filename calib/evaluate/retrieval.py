@@ -29,7 +29,7 @@ class LongDocument(NamedTuple):
     answers: Tensor  # [questions, words] int64, the first token of each word, the right one first
 
     def margins(self, logits: Tensor, start: int) -> Tensor:
-        """Return by how many nats the right word is ahead of the likeliest other: [answered questions] float64.
+        """Return by how many nats the right word leads the likeliest other: [answered questions] float64.
 
         `logits` [T, V] are those of the positions from `start` on; a question elsewhere has no row.
         """
