@@ -161,7 +161,9 @@ def _compare_server(
 
 def _compare_servers(urls: list[str], directory: Path) -> Answer:
     from calib.engines.loaded_scales import read_engine_scales
+    from calib.engines.verification import find_own_problems
     from calib.evaluate.served.client import open_servers
+    from calib.same_model.check import open_with_weights
 
     files = read_engine_scales(directory)
     servers = {url: server.scales(files) for url, server in open_servers(urls).items()}
@@ -171,16 +173,19 @@ def _compare_servers(urls: list[str], directory: Path) -> Answer:
         if first != url:
             raise InputError(f"--served {first} and {url} are one server; give each server once")
     is_same = len({scales.fingerprint for scales in servers.values()}) == 1
+    problems = find_own_problems(directory, open_with_weights(directory) if files.layers else None)
     has_problems = any(scales.problems for scales in servers.values())
     name = "the same scales" if has_problems else f"the scales of '{directory}'"
     lines = [
+        *(f"problem: {problem}" for problem in problems),
         *_plugin_lines(servers),
         f"the servers store with {name}: each reads the other's KV blocks rightly"
         if is_same
         else "problem: the servers store with different scales: KV blocks of one are wrong in the other",
     ]
     answer = {"same": is_same, "servers": {url: scales.model_dump() for url, scales in servers.items()}}
-    return Answer(answer, lines, is_good=is_same and not has_problems)
+    is_good = is_same and not (has_problems or problems)
+    return Answer(answer | {"problems": problems}, lines, is_good=is_good)
 
 
 def _ask_plugin(url: str, directory: Path) -> "tuple[ServedScales | None, bool]":

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import apply_cases
 import pytest
-from command_line import SMALL, calibrate, fp8kv, one_line_error, ran, succeeded
+from command_line import SMALL, calibrate, fp8kv, json_of, one_line_error, ran, succeeded
 from fake_server import SECRET, FakeServer, facts, running, serving, verify
 from families import save_model, tiny_model
 
@@ -158,6 +158,15 @@ def test_problems_of_the_calibration_itself_are_told_as_without_a_server(made, t
         done = verify(twin, scales, *flags)
         assert (done.exit_code, done.stdout.count(f"problem: {problem}")) == (1, 1), done.output
     assert facts(verify(twin, half, "--json"))["problems"][0].startswith(f"'{half}': scales were changed")
+    second = FakeServer()
+    with running(twin) as one, running(second) as other:
+        for scales, problem in (half, "scales were changed"), (mixed, "do not fit the weights beside them"):
+            twin.in_force = second.in_force = in_force(scales)
+            done = fp8kv("verify", scales, "--served", one, "--served", other)
+            assert (done.exit_code, "each reads the other's KV" in done.stdout) == (1, True), done.output
+            (said,) = re.findall(f"^problem: (.*{problem}.*)", done.stdout, re.MULTILINE)
+            told = json_of("verify", scales, "--served", one, "--served", other, status=1)
+            assert (told["same"], told["problems"]) == (True, [said])
 
 
 def test_an_answer_of_a_plugin_that_lacks_a_part_is_refused(twin, directory):
