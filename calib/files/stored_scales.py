@@ -335,7 +335,8 @@ def _value_problems(layers: list[StoredLayer]) -> list[str]:
         if len(layers) > 1 and {x for layer in layers for x in layer.values(letter)} == {1.0}:
             problems.append(f"{name} scales are all 1.0: nothing was measured")
     for letter, partner in ("kv", "vk"):
-        if lacking := [x.name for x in layers if x.values(letter) and not x.values(partner)]:
+        files = (x for x in layers if x.tensors)  # traffic may not tell one of the two
+        if lacking := [x.name for x in files if x.values(letter) and not x.values(partner)]:
             scales = f"a {letter.upper()} scale and no {partner.upper()} scale"
             problems.append(f"there is {scales} in {show_layers(lacking)}")
     return problems
