@@ -174,11 +174,12 @@ def repair(
         flag = f"--stats {quote(str(own))}" if own.exists() else "--stats OUTPUT, an output of calibrate"
         raise InputError(f"repair replaces scales by measured absmax; add {flag}")
     result = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=progress)
-    lines = [f"replaced: {replacement}" for replacement in result.replacements] + result.name_changes
+    replacements = [replacement for replacement in result.replacements if replacement.new != replacement.old]
+    lines = [f"replaced: {replacement}" for replacement in replacements] + result.name_changes
     lines = lines or ["replaced: nothing"]
     lines += [*_warning_lines(result, to), f"written to {output}"]
     lines += [f"not mended: {problem}" for problem in result.problems]
-    replaced = [asdict(replacement) for replacement in result.replacements]
+    replaced = [asdict(replacement) for replacement in replacements]
     document = {"output": str(output), "format": to, "replaced": replaced, "names": result.name_changes}
     document |= {"warnings": result.warnings, "problems": result.problems}
     return Answer(document, lines, is_good=not result.problems)

@@ -427,7 +427,8 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
     age = show_duration(watched.age)
     yield f"{watched.tokens:,} tokens from {watched.since} to {watched.written}, {age} ago"
     if report.rows:
-        ordered = sorted(report.rows, key=lambda x: (-getattr(x, report.condition.metric), x.layer, x.letter))
+        metric, alarms = report.condition.metric, report.alarms
+        ordered = sorted(report.rows, key=lambda x: (x not in alarms, -getattr(x, metric), x.layer, x.letter))
         cells = [
             (
                 f"{row.layer} {row.letter}",
@@ -435,13 +436,13 @@ def _watch_blocks(report: "WatchReport") -> Iterator[Block]:
                 f"{row.clipped:.2%}",
                 f"{row.low:.2%} to {row.high:.2%}",
                 "-" if row.expected is None else f"{row.expected:.2%}",
-                f"{row.zero:.2%}",
+                f"{100 * row.zero:.2g}%",
             )
             for row in ordered[:_SHOWN]
         ]
         yield TextTable(f"fingerprint {watched.fingerprint}", _WATCH_HEADINGS, cells)
         if (hidden := len(report.rows) - _SHOWN) > 0:
-            yield f"and {hidden} more rows, of which none has a larger share"
+            yield f"and {hidden} more rows, which --json has"
         yield from report.notes
     else:
         yield "the cache is in 16 bits: nothing is clipped, and the statistics have the largest values"

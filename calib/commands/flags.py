@@ -65,7 +65,7 @@ RESUME = resources(
     "--resume",
     default=False,
 )
-PROGRESS = output("Show progress on stderr: `json` prints JSON lines, `none` prints nothing.", default="auto")
+PROGRESS = output("Show progress on stderr: `json` prints JSON lines, `none` shows none.", default="auto")
 VERSION = option(
     *("Print the version and exit.", "--version"),
     default=False,

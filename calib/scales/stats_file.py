@@ -119,11 +119,11 @@ class Calibration:
     def stats(self) -> KVStats:
         """The statistics, read when they are first asked for; an InputError as by `load_stats`."""
         file = statistics_file(self.path)
-        is_traffic = (file.parent / WATCH_FILE).exists()
-        stats, _ = load_progress(file, "watch the engine again" if is_traffic else "calibrate again")
+        advice = "watch the engine again" if (file.parent / WATCH_FILE).exists() else "calibrate again"
+        stats, _ = load_progress(file, advice)
         for (name, letter, field), tensor in stats.tensors().items():
             if field == "amax" and not tensor.isfinite().all():
-                raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
+                raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; {advice}")
         reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in self.report.get("layers", ())}
         amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
         if self.report and reported != amax:

@@ -237,8 +237,7 @@ def _replace_wrong(
             )
             new = tuple(getattr(scales.layers[module], letter).tolist())
             old = before.get(layer.layer, layer).values(letter)
-            if new != old:
-                replacements.append(Replacement(module, letter, old, new))
+            replacements.append(Replacement(module, letter, old, new))
             setattr(layer, letter, new)
     return replacements
 

@@ -205,6 +205,12 @@ def test_a_layer_that_has_only_one_of_both_says_which():
         assert [finding.text for finding in findings] == [f"layer 1 has {words}"]
 
 
+def test_what_rounding_to_bfloat16_takes_off_a_scale_is_no_clipping():
+    for factor, count in ((1 / 1.0045, 0), (1 / 1.0055, 1)):
+        problems, warnings = judged({"k": (factor, 1)})
+        assert (len(problems), warnings) == (count, []), factor
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_scales_that_are_too_large(per_head):
     for factors, change, problem, warning in (
