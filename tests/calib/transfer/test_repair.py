@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from calib.files.names import INDEX_FILE, STATS_FILE
 from calib.scales.observers import AbsMax
 from calib.scales.stats import PER_TOKEN, KVStats, TensorStats, shift_curve
-from calib.scales.stats_file import load_stats, save_stats
+from calib.scales.stats_file import load_records, load_stats, save_stats
 
 LAYERS, SCALES, NAN = range(3), "model-fp8kv-scales.safetensors", float("nan")
 
@@ -152,6 +152,21 @@ def test_old_and_new_values_are_listed(model, measured, tmp_path):
     ran("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
     assert scales(tmp_path / "repaired") == scales(good)
     assert config_of(tmp_path / "repaired")["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+def test_a_scale_that_comes_out_as_it_was_is_new_too_and_not_listed(measured, tmp_path):
+    stats = load_stats(measured)
+    module, layer = next(iter(stats.layers.items()))
+    k, v = TensorStats(layer.k.amax * (448 / layer.k.amax.max())), TensorStats(layer.v.amax)
+    edited = stats.layers | {module: replace(layer, k=k, v=v, q=None)}
+    save_stats(replace(stats, layers=edited), tmp_path / "stats.safetensors")
+    broken = changed(measured, tmp_path / "broken", every(torch.ones_like))
+    assert load_records(broken) == (None,)
+    found, _ = repaired(broken, tmp_path / "stats.safetensors", tmp_path / "out")
+    assert found == {*ALL} - {(0, "k")}
+    assert scales(tmp_path / "out")[0][1] == (1.0,)
+    # all are of the text behind the statistics: what the broken ones read is out
+    assert load_records(tmp_path / "out") == stats.records
 
 
 SPELLINGS = {  # of the K scale of layer 1 -> what is said of it
