@@ -593,6 +593,20 @@ def test_what_the_calibrations_own_tokens_have_is_no_alarm(tmp_path, monkeypatch
     assert fp8kv("watch", tmp_path).stdout.endswith(f"{limit_alone}\n")
 
 
+def test_alarms_stand_above_expected_rows_that_clip_more(tmp_path, monkeypatch):
+    x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
+    write(tmp_path, *(watched(x, 3 / 448 if i == 7 else 2 / 448, i) for i in range(8)))
+    expected = {(i, letter): 1.0 for i in range(7) for letter in "KV"}
+    monkeypatch.setattr(watch_report, "read_expected", lambda *_: (expected, ""))
+    done = fp8kv("watch", tmp_path)
+    assert done.exit_code == 1
+    assert [line[2:7].split() for line in done.stdout.splitlines()[6:9]] == [
+        ["7", "K"],
+        ["7", "V"],
+        ["0", "K"],
+    ]
+
+
 def test_the_command_shows_the_worst_and_ends_with_1(tmp_path):
     tmp_path /= "a b"
     x = torch.randn(1000, 2, HEADS, SIZE, generator=torch.Generator().manual_seed(0))
