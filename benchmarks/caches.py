@@ -19,7 +19,7 @@ from schemes import write_schemes
 from calib.caches.types import CACHES
 from calib.engines.cache_support import find_support
 from calib.evaluate.inputs import SUITES, whole_text_only
-from calib.evaluate.measure import Measured
+from calib.evaluate.measure import VariantResults
 from calib.evaluate.page.charts import Point, chart_style, draw_kl_by_bytes
 from calib.evaluate.recommend import Wish, recommend
 from calib.evaluate.report import Figure, Report
@@ -84,7 +84,7 @@ def _figures(evaluation: Evaluation, report: Report) -> dict[str, Any]:
     return {"kl": kl, "noise_floor": report.noise_floor, "ratios": ratios}
 
 
-def sums(measured: Measured) -> Any:
+def sums(measured: VariantResults) -> Any:
     """KL of each document, summed over its tokens."""
     return np.array([float(each.kl.double().sum()) for each in measured.documents])
 

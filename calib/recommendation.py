@@ -24,7 +24,7 @@ from calib.evaluate.held_out import hold_out
 from calib.evaluate.inputs import sample_loader
 from calib.evaluate.measure import compare_variants
 from calib.evaluate.recommend import Wish, advised_cache
-from calib.evaluate.report import Figure, Recommendation, Report, ServedCache, Written
+from calib.evaluate.report import Figure, Recommendation, RecommendedDirectory, Report, ServedCache
 from calib.evaluate.run import evaluate, saved_report
 from calib.evaluate.statistics import estimate, to_numpy
 from calib.evaluate.summarize import Evaluation, summarize
@@ -59,7 +59,7 @@ def run_recommendation(
     overwrite: bool = False,
     resume: bool | None = None,
     progress: Progress = SILENT,
-) -> tuple[Recommendation, list[str], Written | None, list[str]]:
+) -> tuple[Recommendation, list[str], RecommendedDirectory | None, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one.
 
     `write` is the directory that shall serve it, `output` that of the report; unless `resume` is None,
@@ -95,7 +95,7 @@ def run_recommendation(
     return answer, report.warnings, written, [*problems, *(written.problems if written else [])]
 
 
-def _tell_written(report: Report, answer: Recommendation, written: Written) -> Report:
+def _tell_written(report: Report, answer: Recommendation, written: RecommendedDirectory) -> Report:
     """Return the report with the command that serves what was written, and its KL."""
     chosen = answer.chosen.model_copy(update={"commands": (written.serve,)})
     answer = answer.model_copy(update={"chosen": chosen})
@@ -119,7 +119,7 @@ def _check_places(checkpoint: ModelDirectory, write: Path, output: Path | None, 
 
 def _write(
     evaluation: Evaluation, chosen: ServedCache, recipe: Recipe, wish: Wish, output: Path, *, overwrite: bool
-) -> Written:
+) -> RecommendedDirectory:
     """Make the directory, unless the run that this one resumes has made it; and measure it again."""
     variant, saved = evaluation.measured[chosen.cache].variant, evaluation.setup.saved
     offer, progress = evaluation.offers.find(variant, wish.engine, wish.gpu), evaluation.setup.progress
@@ -142,7 +142,7 @@ def _write(
     elif wish.kl is not None and kl.value > wish.kl:
         problems.append(f"'{output}': its KL is above {wish.kl:g}, on other text than it was chosen on")
     tokens = sum(map(len, documents))
-    return Written(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
+    return RecommendedDirectory(output=str(output), serve=serve, kl=kl, tokens=tokens, problems=problems)
 
 
 def _make_directory(

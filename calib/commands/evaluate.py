@@ -15,7 +15,7 @@ from calib.commands.running import Answer, Block, TextTable, job_command, print_
 from calib.progress import WRITTEN, Progress
 
 if TYPE_CHECKING:
-    from calib.evaluate.report import Recommendation, Report, Written
+    from calib.evaluate.report import Recommendation, RecommendedDirectory, Report
 
 _DATASET = "builtin:python-docs"
 
@@ -195,7 +195,7 @@ def recommend(
 
 
 def _advice_blocks(
-    model: str, advice: "Recommendation", warnings: Iterable[str], written: "Written | None"
+    model: str, advice: "Recommendation", warnings: Iterable[str], written: "RecommendedDirectory | None"
 ) -> Iterator[Block]:
     from calib.evaluate.page.tables import figure_cell
     from calib.evaluate.recommend import answer_lines

@@ -27,7 +27,7 @@ _AT_ONCE = 8  # variants of a search, each with a cache of its own
 
 
 @dataclass
-class Measured:
+class VariantResults:
     """The measurements of one variant."""
 
     variant: Variant
@@ -46,9 +46,9 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> dict[str, Measured]:
+def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> dict[str, VariantResults]:
     """Measure all variants; the reference is the first entry."""
-    measured = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
+    measured = {variant.name: VariantResults(variant) for variant in (UNCHANGED, *variants)}
     for token_ids in setup.progress.each("held-out text", text.documents, "samples"):
         compared = setup.saved.once(compare_variants, setup, token_ids, variants)
         for name, divergence in compared.items():
@@ -153,7 +153,7 @@ def _retrieve(setup: Setup, passkeys: Sequence[Passkey]) -> list[bool]:
     return [retrieved[i] for i in range(len(passkeys))]
 
 
-def written_texts(setup: Setup, text: EvaluationText, measured: dict[str, Measured]) -> Texts:
+def written_texts(setup: Setup, text: EvaluationText, measured: dict[str, VariantResults]) -> Texts:
     """Decode the greedy texts of `measured`, cut where they leave the reference's."""
     tokenizer = setup.tokenizer
     continuations = {

@@ -16,7 +16,7 @@ from calib.errors import InputError
 from calib.evaluate.held_out import HeldOut, Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
 from calib.evaluate.layer_errors import Clipping, clipped_layer, count_events, read_layers
-from calib.evaluate.measure import Measured, compare_variants
+from calib.evaluate.measure import VariantResults, compare_variants
 from calib.evaluate.report import (
     Differs,
     Events,
@@ -44,7 +44,7 @@ _CLIPPED, _MOSTLY_CLIPPED = 0.01, 0.5
 _NAMED = 3  # texts in the verdict
 
 
-class MeasuredElsewhere(NamedTuple):
+class OtherTextResults(NamedTuple):
     """Measurements on other text."""
 
     text: HeldOut
@@ -127,7 +127,7 @@ def check_other_texts(texts: Sequence[HeldOut], variants: Sequence[Variant]) -> 
 @torch.inference_mode()
 def measure_other_texts(
     setup: Setup, texts: Sequence[HeldOut], variants: Sequence[Variant]
-) -> list[MeasuredElsewhere]:
+) -> list[OtherTextResults]:
     """Read `texts` with the reference and with all scales that engines load or that were given."""
     variants = [variant for variant in variants if can_be_measured(variant)]
     measured = []
@@ -140,11 +140,13 @@ def measure_other_texts(
                 divergences.setdefault(name, []).append(divergence)
         documents = [(torch.tensor(piece.ids), piece.media) for piece in text.pieces]
         clipped, _ = setup.saved.once(read_layers, setup, documents, variants, with_errors=False)
-        measured.append(MeasuredElsewhere(text, divergences, clipped))
+        measured.append(OtherTextResults(text, divergences, clipped))
     return measured
 
 
-def summarize_text(elsewhere: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float) -> OtherText:
+def summarize_text(
+    elsewhere: OtherTextResults, measured: Mapping[str, VariantResults], floor: float
+) -> OtherText:
     """Return the figures of one text, of every cache that it was read with."""
     documents, data = [piece.ids for piece in elsewhere.text.pieces], elsewhere.text.data
     nll = np.concatenate(to_numpy(d.nll for d in elsewhere.divergences[REFERENCE]))
@@ -158,7 +160,7 @@ def summarize_text(elsewhere: MeasuredElsewhere, measured: Mapping[str, Measured
     )
 
 
-def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -> OtherRow:
+def _other_row(elsewhere: OtherTextResults, measured: VariantResults, floor: float) -> OtherRow:
     name, tensors = measured.variant.name, measured.variant.tensors
     documents = [each.kl for each in elsewhere.divergences[name]]
     values, own = to_numpy(documents), to_numpy(each.kl for each in measured.documents)
@@ -176,7 +178,7 @@ def _other_row(elsewhere: MeasuredElsewhere, measured: Measured, floor: float) -
     )
 
 
-def _modality_rows(elsewhere: MeasuredElsewhere, name: str) -> dict[str, ModalityRow]:
+def _modality_rows(elsewhere: OtherTextResults, name: str) -> dict[str, ModalityRow]:
     """Return the figures of the tokens of text, and of those of pictures; nothing where all are of text."""
     rows = dict[str, ModalityRow]()
     pairs = zip(elsewhere.text.pieces, elsewhere.divergences[name], strict=True)

@@ -166,7 +166,7 @@ class Recommendation(ReportPart):
     evidence: dict[str, Evidence]  # of every type: how its simulation is known
 
 
-class Written(ReportPart):
+class RecommendedDirectory(ReportPart):
     """A directory that serves what was recommended."""
 
     output: str

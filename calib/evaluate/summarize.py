@@ -18,8 +18,8 @@ from calib.choices import REFERENCE
 from calib.evaluate.held_out import HeldOut, Readers
 from calib.evaluate.inputs import EvaluationText
 from calib.evaluate.layer_errors import count_events, layer_row, predict_clipping, value_rows
-from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import MeasuredElsewhere, summarize_text
+from calib.evaluate.measure import VariantResults
+from calib.evaluate.other_text import OtherTextResults, summarize_text
 from calib.evaluate.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.evaluate.report import (
     SCHEMA,
@@ -85,9 +85,9 @@ class Evaluation:
     refused: dict[str, str] = field(default_factory=dict)  # variants that cannot be served, and why
     variants: Sequence[Variant] = field(init=False)  # without the reference
     # measure
-    measured: dict[str, Measured] = field(init=False)
+    measured: dict[str, VariantResults] = field(init=False)
     texts: Texts = field(init=False)
-    other_texts: Sequence[MeasuredElsewhere] = field(init=False)
+    other_texts: Sequence[OtherTextResults] = field(init=False)
     search: Search | None = None
     task_figures: dict[str, Any] = field(default_factory=dict)  # as in the report; empty without tasks
 
@@ -163,7 +163,7 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
     return rows
 
 
-def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, Any]:
+def _optional_figures(evaluation: Evaluation, measured: VariantResults) -> dict[str, Any]:
     """Return the entries that not every variant has; None, False or empty where this one has not."""
     variant, scales, layers = measured.variant, measured.variant.scales, sorted(measured.layers.items())
     own = evaluation.measured[REFERENCE].long_documents

@@ -13,7 +13,7 @@ from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
 from calib.engines.tokens_that_fit import window_doubts
 from calib.errors import InputError
-from calib.evaluate.measure import Measured
+from calib.evaluate.measure import VariantResults
 from calib.evaluate.other_text import modality_places, name_clipped_texts
 from calib.evaluate.report import BROKEN, Figure, LayerRow, OtherText, Report, Row, Search
 from calib.evaluate.statistics import ratio
@@ -52,7 +52,7 @@ class Judgement:
     above the noise floor. That says that they differ; the KLs beside it say by how much.
     """
 
-    measured: dict[str, Measured]
+    measured: dict[str, VariantResults]
     rows: dict[str, Row]
     floor: float = 0.0
 

@@ -25,7 +25,7 @@ from calib.engines.cache_support import NotServed, Offer
 from calib.engines.tokens_that_fit import Pool
 from calib.errors import InputError
 from calib.evaluate.cache_variants import cache_names, select_types
-from calib.evaluate.measure import Measured
+from calib.evaluate.measure import VariantResults
 from calib.evaluate.page.charts import charts
 from calib.evaluate.recommend import Wish, advised_cache, answer_lines, make_wish, recommend
 from calib.evaluate.report import Row, Suite
@@ -283,7 +283,7 @@ def figures(name, kl, size, *, kind="cache", baked=False, noise=NOISE):
         description=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
         kl=estimate([each.kl.double().numpy() for each in documents]),
     )  # fmt: skip
-    return name, Measured(Variant(name, name, kind), documents), row
+    return name, VariantResults(Variant(name, name, kind), documents), row
 
 
 def chosen(variants, fits=(), gpus=OFFER.gpus, **wish):
