@@ -73,10 +73,7 @@ class Offers:
         return reasons
 
     def _find_16_bits(self, offer: Offer) -> Offer:
-        """Find how to serve the model with a cache in 16 bits.
-
-        If its config asks for FP8, the first command writes a copy without that.
-        """
+        """Find the commands for a cache in 16 bits. The first strips the config, if that asks for FP8."""
         if not names_fp8_cache(self.checkpoint):
             return self.serve(offer, self.model)
         output = f"{short_name(self.model)}-without-scales"
