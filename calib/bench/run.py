@@ -109,23 +109,15 @@ def _whole_float32() -> Iterator[None]:
 
 
 def run_bench(
-    model: str | None,
-    heads: str,
-    block_size: int,
-    *,
-    trust_remote_code: bool,
-    say: Say,
-    say_case: Say,
-    progress: Progress = SILENT,
+    shape: Heads, block_size: int, *, say: Say, say_case: Say, progress: Progress = SILENT
 ) -> BenchResult:
     """Check the kernels against their references, then time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-    Without `model` the shape is `heads`. `say` gets the outcome, `say_case` each case on its way;
-    both are called like print. A Fp8kvError if a kernel is wrong on this machine.
+    `say` gets the outcome, `say_case` each case on its way; both are called like print. A Fp8kvError if a
+    kernel is wrong on this machine.
     """
     gpu = torch.cuda.is_available()
-    shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
         from calib.bench.kernels import bench_cases, check_cases, load_launchers, time_cases
         from fp8kv_runtime.kernels.targets import gpu_name

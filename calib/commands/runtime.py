@@ -119,15 +119,14 @@ def bench(
     from calib.doctor import interpret_without_gpu
 
     interpret_without_gpu()
-    from calib.bench.run import run_bench
+    from calib.bench.run import attention_heads, parse_heads, run_bench
 
+    shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     # a line for each case is progress enough, and would tear a bar
     has_lines, say = progress == "auto", partial(print, file=sys.stderr)
+    say_case = say if has_lines else lambda *words, **options: None
     with progress_bar(progress, hidden=has_lines) as stages:
-        result = run_bench(
-            model, heads, block_size, trust_remote_code=trust_remote_code,
-            say=say, say_case=say if has_lines else lambda *words, **options: None, progress=stages,
-        )  # fmt: skip
+        result = run_bench(shape, block_size, say=say, say_case=say_case, progress=stages)
     return Answer(asdict(result), [_bench_table(result)] if result.rows else [])
 
 
