@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.files.names import STATS_FILE as STATS
+from calib.files.names import WATCH_FILE
 from calib.scales.observers import NUM_BINS
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of, middle_of, read_places
 from calib.scales.plot import draw_growth
@@ -89,15 +90,22 @@ def test_a_file_that_holds_no_statistics_is_refused(tmp_path):
         load_stats(tmp_path / "gone")
     stats, _ = load(tmp_path)
     file, whole = tmp_path / STATS, (tmp_path / STATS).read_bytes()
-    for content, said in (
-        (b"junk", "is damaged or incomplete: it has 4 bytes, too few"),
-        (whole[:20], "is damaged or incomplete: it has 20 bytes, and its header alone should have"),
-        (whole[:-1], f"is cut short: it has {len(whole) - 1:,} of {len(whole):,} bytes"),
-        (whole.replace(b'"F32"', b'"F33"'), "the header of .* is damaged: unknown type 'F33'"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(InputError, match=f"{said}.*; calibrate again$"):
-            load_stats(tmp_path)
+    changed = whole[:-1] + bytes([whole[-1] ^ 1])
+    save_file(NOT_FINITE, file, {"fp8kv_stats": json.dumps(FACTS | {"sha256": _digest(NOT_FINITE)})})
+    not_finite = file.read_bytes()
+    for advice in ("calibrate again", "watch the engine again"):
+        for content, said in (
+            (b"junk", "is damaged or incomplete: it has 4 bytes, too few"),
+            (whole[:20], "is damaged or incomplete: it has 20 bytes, and its header alone should have"),
+            (whole[:-1], f"is cut short: it has {len(whole) - 1:,} of {len(whole):,} bytes"),
+            (whole.replace(b'"F32"', b'"F33"'), "the header of .* is damaged: unknown type 'F33'"),
+            (changed, "is damaged .a.v.tail is not in descending order."),
+            (not_finite, "a K: NaN or Inf was seen"),
+        ):
+            file.write_bytes(content)
+            with pytest.raises(InputError, match=f"{said}.*; {advice}$"):
+                load_stats(tmp_path)
+        (tmp_path / WATCH_FILE).touch()  # from here on these are an engine's traffic
     for place in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(InputError, match="it is a folder, or its folder is not there"):
             save_stats(stats, place)
@@ -127,6 +135,7 @@ METADATA = {
     "a module without tensors": {**FACTS, "modules": {"a": MODULE, "b": MODULE}},
 }
 PLAIN = {"a.k.amax": torch.ones(2, 3), "a.v.amax": torch.ones(2, 3), "a.q.amax": torch.ones(4, 3)}
+NOT_FINITE = PLAIN | {"a.k.amax": torch.full((2, 3), torch.nan)}
 TENSORS = {
     "float64": {"a.v.amax": torch.ones(2, 3, dtype=torch.float64)},
     "flat": {"a.q.amax": torch.ones(12)},
