@@ -122,10 +122,12 @@ def verify(
 
 
 def _check_flags(context: typer.Context) -> None:
-    """Refuse flags that mean nothing with `--served`, and those that mean nothing without."""
+    """Refuse flags that mean nothing with `--served`, without it, or with several."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     names = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     word, useless = ("with", _SIMULATION_FLAGS) if "served" in names else ("without", _SERVER_FLAGS)
+    if len(context.params["served"] or ()) > 1:
+        word, useless = "with more than one", _SIMULATION_FLAGS | _SERVER_FLAGS
     if names & useless:
         flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in names & useless))
         raise InputError(f"{flags} means nothing {word} --served URL; leave it out")

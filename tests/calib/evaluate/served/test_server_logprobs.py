@@ -268,6 +268,9 @@ def test_flags_that_mean_nothing(directory):
     for name in ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"):  # engines' words
         done = fp8kv("verify", directory, "--served", "http://x", "--engine", "vllm", name, "1")
         one_line_error(done, "--engine, --tensor-parallel-size means nothing with --served")
+    two = ("--served", "http://x", "--served", "http://y")
+    done = fp8kv("verify", directory, *two, "--model", directory, "--device", "cpu", "--engine", "vllm")
+    one_line_error(done, "--device, --engine, --model means nothing with more than one --served URL")
 
 
 def test_the_rule():
