@@ -142,6 +142,12 @@ def assert_refused(message, change, *arguments):
         change(*arguments)
 
 
+def test_memory_that_a_launcher_allocates_is_nan_in_these_tests(device):
+    launcher = {"__name__": "fp8kv_runtime.kernels.some", "torch": torch, "device": device}
+    new = "torch.empty(3, device=device), torch.empty_like(torch.zeros(3, device=device))"
+    assert all(x.isnan().all() for x in eval(new, launcher))
+
+
 def test_what_kernels_take_for_granted_is_checked():
     batch = build(Case((9,)))
     query, extended = batch.query, build(Case((9,), query_lens=(3,)))
