@@ -42,9 +42,10 @@ class Observer(Protocol):
     """A way to choose one amax per group of values that share a scale."""
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS].
+        """Return [1], [H] or [H, D], finite and >= 0, from `amax` [H, D] and `histogram` [H, NUM_BINS].
 
-        Raises an InputError where it needs a histogram and there is none, as of a channel.
+        Both are copies, which it may change. Raises an InputError where it needs a histogram and there is
+        none, as of a channel.
         """
 
 
@@ -147,19 +148,37 @@ class ScaleRule:
                 "calibrate on other data"
             )
         # refuse an amax that is beyond float32 as a scale before an observer divides by it
-        self._finish(_cover_zeros(group_amax(amax, self.strategy)), where)
-        chosen = _cover_zeros(self.observer.amax(amax, histogram, self.strategy))
+        self._finish(_cover_zeros(group_amax(amax, self.strategy)), where, "the weights")
+        chosen = _cover_zeros(self._observe(amax, histogram, where))
         if centered is not None:  # a constant is 0 when centered
-            remaining = self.observer.amax(centered, None, self.strategy)
+            remaining = self._observe(centered, None, where)
             chosen = torch.where(remaining > 0, remaining, chosen)
-        return self._finish(chosen, where)
+        return self._finish(chosen, where, f"observer {type(self.observer).__name__}")
 
-    def _finish(self, amax: Tensor, where: str) -> Tensor:
+    def _observe(self, amax: Tensor, histogram: Tensor | None, where: str) -> Tensor:
+        """Return the observer's amax, [1], [H] or [H, D]; an InputError where it returns anything else."""
+        shape = group_amax(amax, self.strategy).shape
+        copy = None if histogram is None else histogram.clone()
+        result: object = self.observer.amax(amax.clone(), copy, self.strategy)
+        if not isinstance(result, Tensor):
+            problem = f"a {type(result).__name__}"
+        elif result.shape != shape:
+            problem = f"a tensor of shape {[*result.shape]}"
+        elif not (result.isfinite() & (result >= 0)).all():
+            problem = "NaN, Inf or a negative number"
+        else:
+            return result
+        raise InputError(
+            f"{where}: observer {type(self.observer).__name__} returned {problem}; for strategy "
+            f"'{self.strategy}' it must return a tensor of shape {[*shape]}, finite and not negative"
+        )
+
+    def _finish(self, amax: Tensor, where: str, cause: str) -> Tensor:
         scale = amax.float() * self.headroom / self.limit
         if not is_usable(scale.flatten().tolist()):
             figures = dict.fromkeys(f"{float(x):.3g}" for x in (scale.min(), scale.max()))
             raise CalibrationError(
-                f"{where}: a scale would be {' or '.join(figures)}, which no engine loads; check the weights"
+                f"{where}: a scale would be {' or '.join(figures)}, which no engine loads; check {cause}"
             )
         return scale
 

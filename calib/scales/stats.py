@@ -312,7 +312,8 @@ class KVStats:
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: means were not collected and keys are to be centred; nothing is known of queries
+            InputError: the observer returned no amax for each scale; means were not collected and keys are
+                to be centred; nothing is known of queries
                 that are to have scales; a latent is to have more than its one scale; too few tokens, or
                 no tails, for headroom `auto`.
         """

@@ -234,6 +234,53 @@ def test_absmax_and_percentile_reduce_to_the_groups_of_the_strategy():
             observer.amax(AMAX, HISTOGRAM, "channel")
 
 
+class Wrong:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def amax(self, amax, histogram, strategy):
+        for copy in filter(torch.is_tensor, (amax, histogram)):
+            copy.mul_(2)
+        return self.answer(amax)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "answer", "problem"),
+    [
+        ("attn_head", "[2]", lambda x: x, "a tensor of shape [2, 2]"),
+        ("attn_head", "[2]", lambda x: x.amax().view(1), "a tensor of shape [1]"),
+        ("tensor", "[1]", lambda x: x.amax(1), "a tensor of shape [2]"),
+        ("tensor", "[1]", lambda x: x.amax(), "a tensor of shape []"),
+        ("channel", "[2, 2]", lambda x: x.amax(1), "a tensor of shape [2]"),
+        ("tensor", "[1]", lambda x: None, "a NoneType"),
+        ("tensor", "[1]", lambda x: 1.5, "a float"),
+        ("attn_head", "[2]", lambda x: x.amax(1) * torch.tensor([1, float("nan")]), "NaN, Inf or a negative"),
+        ("attn_head", "[2]", lambda x: x.amax(1) * torch.tensor([1, -1]), "NaN, Inf or a negative"),
+    ],
+)
+def test_what_an_observer_returned_and_was_to_return_is_said(strategy, shape, answer, problem):
+    with pytest.raises(InputError) as caught:
+        stats().scales(strategy=strategy, observer=Wrong(answer))
+    said = str(caught.value)
+    assert said.startswith(f"{NAME} K: observer Wrong returned {problem}")
+    assert said.endswith(
+        f"for strategy '{strategy}' it must return a tensor of shape {shape}, finite and not negative"
+    )
+
+
+def test_an_observer_changes_no_statistics_and_is_named_for_its_own_zeros():
+    measured = KVStats({NAME: replace(layer(K), v=layer(K).k)})
+    scales = measured.scales(strategy="attn_head", observer=Wrong(lambda x: x.amax(1)))
+    assert torch.equal(scales.layers[NAME].k, torch.tensor([16.0, 8.0]) / 448)
+    kept = layer(K).k
+    assert torch.equal(measured.layers[NAME].k.amax, kept.amax)
+    assert torch.equal(measured.layers[NAME].k.histogram, kept.histogram)
+    with pytest.raises(
+        CalibrationError, match="a scale would be 0, which no engine loads; check observer Wrong"
+    ):
+        measured.scales(strategy="tensor", observer=Wrong(lambda x: torch.zeros(1)))
+
+
 def error(values, amax, dtype):
     """Squared error of quantising `values` so that `amax` maps to the format's maximum."""
     limit = torch.finfo(dtype).max
