@@ -39,10 +39,10 @@ from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
 from calib.rescale.pipeline import (
-    AS_FLOAT32,
     RescalePlan,
     Rescaling,
     check_no_scales,
+    choose_dtype_flag,
     exact_recipe,
     plan_rescaling,
     rescale,
@@ -246,7 +246,7 @@ def _list_warnings(stats: KVStats, purpose: Purpose, plan: RescalePlan) -> list[
 def _list_serve_commands(baked: Baked, checkpoint: ModelDirectory) -> list[str]:
     """Return the commands that serve a baked model; empty if no engine is known to serve it."""
     path, is_float32 = shlex.quote(str(baked.output)), baked.dtype == "float32"
-    dtype = AS_FLOAT32 if is_float32 else ""
+    dtype = choose_dtype_flag(baked.dtype, latent=baked.latent)
     # TensorRT-LLM's and LMDeploy's flags for the type of the weights are not known
     names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
     commands = []

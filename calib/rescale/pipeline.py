@@ -24,8 +24,6 @@ from calib.rescale.proof import Observation, kl_between, load_exact, observe, pr
 from calib.rescale.stored_weights import Edit, NotHeld, StoredModel, write_weights
 from calib.rescale.weight_changes import Factors, LayerFactors, Norms
 
-AS_FLOAT32 = " --dtype float32"  # engines take such weights for bfloat16 unless told otherwise
-
 Choose = Callable[[StoredModel], FactorChoice]
 
 
@@ -205,6 +203,16 @@ def exact_recipe(overrides: Mapping[str, Any]) -> Recipe:
     if recipe.dtype not in ("auto", "float32"):
         raise InputError(f"--dtype {recipe.dtype} may round the source's weights; use auto or float32")
     return recipe
+
+
+def choose_dtype_flag(dtype: str, *, latent: bool) -> str:
+    """Return the flag that engines need for float32 weights, which they round to 16 bits by themselves.
+
+    Of latents (MLA) vLLM loads no scales in float32, and its kernels on GPUs take 16 bits alone. In float16
+    a small k_pe is lost.
+    """
+    served = "bfloat16" if latent else "float32"
+    return f" --dtype {served}" if dtype == "float32" else ""
 
 
 def find_scale(checkpoint: ModelDirectory) -> str | None:

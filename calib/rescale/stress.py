@@ -31,7 +31,7 @@ from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.factors import FactorChoice, uniform_factors
-from calib.rescale.pipeline import AS_FLOAT32, Rescaling, check_no_scales, exact_recipe, rescale
+from calib.rescale.pipeline import Rescaling, check_no_scales, choose_dtype_flag, exact_recipe, rescale
 from calib.rescale.proof import PROBE_TOKENS
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -199,8 +199,8 @@ def _serve_twin(twin: dict[str, Any], checkpoint: ModelDirectory, modules: Itera
             flags = ((engine.serve, find_flags_at_one(engine, checkpoint.config)) for engine in engines)
             serve = next((f"{command} {flag}" for command, flag in flags if flag), "")
             export, bake = " --format fp8kv", f"fp8kv bake {path} --scales {scaled} --for fp8 -o {baked}"
-    if serve and twin["dtype"] == "float32":
-        serve += AS_FLOAT32
+    if serve:
+        serve += choose_dtype_flag(twin["dtype"], latent=twin["latent"])
     return {
         "serve_twin": serve.format(path=path),
         "calibrate": f"fp8kv-calibrate {path}{export} -o {scaled}",

@@ -112,7 +112,9 @@ def test_biases_queries_without_a_latent_and_the_factors_that_an_evaluation_take
     options = {"dtype": torch.float32, "attention_bias": True, "q_lora_rank": None}
     source, baked = latent_directory(tmp_path / "source", "deepseek_v3", **options), tmp_path / "baked"
     scales = calibrated(source, tmp_path / "scales", *FLAGS)
-    said = json.loads(succeeded(bake(source, scales, baked, "--for", "fp8", "--json")).stdout)
+    flags = ("--for", "fp8", "--dtype", "float32", "--json")
+    said = json.loads(succeeded(bake(source, scales, baked, *flags)).stdout)
+    assert f"vllm serve {baked} {FP8} --dtype bfloat16\n" in (baked / "README.md").read_text()
     bias = "model.layers.0.self_attn.kv_a_proj_with_mqa.bias"
     assert {bias, "model.layers.0.self_attn.q_proj.weight"} <= {*said["changed"]}
     # of which only that of k_pe has a factor

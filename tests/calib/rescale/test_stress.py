@@ -12,6 +12,7 @@ from baking import seen_amax
 from command_line import fp8kv, json_of, one_line_error, succeeded
 from families import FAMILIES, LATENT, SHARED_KV, edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.rescale import weight_changes
@@ -211,6 +212,18 @@ def test_the_same_logits_and_other_latents_served_as_the_card_says(model_type, t
     # FP8 is on by itself where the config says so
     assert {*(engine["flag"] or "").split()} <= {*ending.split()}
     assert ("transformers" in (engine["flag"] or "")) == ("transformers" in ending)
+
+
+def test_a_twin_of_latents_in_float32_is_served_in_bfloat16(tmp_path):
+    source, twin = tmp_path / "source", tmp_path / "twin"
+    save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), source)
+    succeeded(stress(source, twin))
+    card, ending = (twin / "README.md").read_text(), f"{ENDINGS['deepseek_v3']} --dtype bfloat16 "
+    assert [card.count(f"vllm serve {path} {ending}") for path in (twin, f"{twin}-fp8kv")] == [1, 1]
+    assert "vLLM takes no scales of latents in float32. In bfloat16 the twin's outputs are" in card
+    models = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (source, twin))
+    logits, same = (model(torch.arange(24)[None]).logits for model in models)
+    assert torch.equal(logits, same)
 
 
 def test_factors_of_latents_that_are_given(deepseek, tmp_path):
