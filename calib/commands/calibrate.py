@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 
+_NOT_GATED = "the recipe's evaluation.fail_if was not checked; --evaluate measures the scales and checks it"
 _HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K smallest head", "V smallest head")
 
 
@@ -125,6 +127,9 @@ def calibrate(
     )  # fmt: skip
     if result is None:  # the first process has the result
         return None
+    if resolved.evaluation.fail_if and not evaluate:
+        warnings, doubts = [*result.warnings, _NOT_GATED], (*result.doubts, _NOT_GATED)
+        result = replace(result, warnings=warnings, doubts=doubts)
     blocks = (f"warning: {doubt}" for doubt in result.doubts) if quiet else result_blocks(result)
     if not evaluate:
         return Answer(result.to_json(), blocks)

@@ -74,7 +74,7 @@ class Result:
     tokens: int
     layers: list[LayerSummary]
     warnings: list[str]
-    doubts: tuple[str, ...] = ()  # those of `warnings` whether engines load the scales
+    doubts: tuple[str, ...] = ()  # those of `warnings` that --quiet prints too
     backup: Path | None = None  # of the files that were replaced in place
     flags: dict[FormatName, str] = field(default_factory=dict)  # that serving needs besides
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write

@@ -80,6 +80,10 @@ def test_a_command_and_a_recipe_print_write_and_fail(small_directory, tmp_path):
     assert list(report["variants"]) == ["reference", "bf16", "eager", "tensor", "mine"]
     assert json.loads((out / "evaluation/report.json").read_text()) == report
     assert (out / "model.safetensors.index.json").exists()
+    for flag in ("--json", "--quiet"):
+        plain = succeeded(calibrate(small_directory, "--recipe", recipe, "-o", out, "--overwrite", flag))
+        said = json.loads(plain.stdout)["warnings"] if flag == "--json" else plain.stderr.splitlines()
+        assert "the recipe's evaluation.fail_if was not checked; --evaluate" in said[-1]
     # the same gates with the evaluation alone
     again = fp8kv("eval", small_directory, "--device", "cpu", "--recipe", recipe, "--scales", out)
     gated = eval_(small_directory, "--scales", out, "-o", tmp_path / "report", "--fail-if", "kl<1e9")
@@ -104,7 +108,9 @@ def test_calibrate_says_where_its_report_is(small_directory, small_report, tmp_p
         return report, write_report(report, output)
 
     monkeypatch.setattr("calib.evaluate.run.run_evaluation", run)
-    done = calibrate(small_directory, "-o", tmp_path / "out", "--evaluate")
+    gate = ("--set", "evaluation.fail_if=[kl>9]")
+    done = calibrate(small_directory, "-o", tmp_path / "out", "--evaluate", *gate)
+    assert "fail_if was not checked" not in done.stdout + done.stderr
     assert done.stdout.endswith(f"report written to {tmp_path / 'out/evaluation/report.html'}\n")
 
 
