@@ -85,6 +85,10 @@ def compare(
     an FP8 cache even if all layers of this rank were left in 16 bits.
     """
     report, layers_by_problem = ScalesInForce(), defaultdict(list)
+    one_value = {x.backend for x in layers if _has_largest_alone(x, files.get(x.layer), place, rank)}
+    report.notes += [
+        f"{name} takes the largest of a layer's scales for all of its heads" for name in sorted(one_value)
+    ]
     if any(file.is_baked for file in files.values()):
         report.notes.append("the model is baked: 1.0 is right")
     for layer in sorted(layers, key=lambda layer: layer.layer):
@@ -188,6 +192,17 @@ def _scale_problems(
         if problem:
             wrong[f"{name}'s copy {copy}{by} {problem}"] = is_read
     return wrong
+
+
+def _has_largest_alone(layer: EngineLayer, file: StoredLayer | None, place: Place, rank: int) -> bool:
+    """Return whether a copy that the backend reads is the largest of the file's different heads."""
+    heads = {letter: expected_values(file, letter, place, rank) for letter in "kv"}
+    return layer.is_fp8 and any(
+        len({*expected}) > 1 and len(values) == 1 and _is_close(values, (max(expected),))
+        for letter, expected in heads.items()
+        for copy, values in getattr(layer, letter).items()
+        if copy in layer.read
+    )
 
 
 def _copy_problem(

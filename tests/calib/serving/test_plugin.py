@@ -176,6 +176,24 @@ def test_a_cache_that_the_backend_has_no_kernels_for_is_a_problem(cache):
     assert not any("kernels" in problem for problem in report.problems if problem != said)
 
 
+@pytest.mark.parametrize(
+    ("backend", "v"), [("CPU_ATTN", (0.25, 0.75)), ("CPU_ATTN", (0.75,)), ("FLASH_ATTN", (0.25, 0.75))]
+)
+def test_the_line_says_that_a_kernel_takes_the_largest_scale_for_all_heads(backend, v):
+    layers = [Attention(f"model.layers.{i}.self_attn.attn", v=v) for i in range(2)]
+    for module in layers:
+        module.attn_backend = SimpleNamespace(get_name=lambda: backend)
+    model, found = nn.ModuleList(layers), files([(0.5,)] * 2, [v] * 2)
+    line = "fp8kv: 4 of 4 KV scales in use, FP8 cache"
+    if backend == "CPU_ATTN" and len(v) > 1:  # it reads a number alone
+        line += "; CPU_ATTN takes the largest of a layer's scales for all of its heads"
+    report = compare([*vllm_layers(model)], found, ONE)
+    assert (str(report), report.problems) == (line, [])
+    for module in layers:
+        module._v_scale_float = 1.0
+    assert "largest" not in str(compare([*vllm_layers(model)], found, ONE))
+
+
 def test_repair_sets_every_copy_of_what_the_files_have():
     heads, fnuz = Attention("model.layers.0.self_attn.attn", k=(1.0, 1.0), v=(1.0, 1.0)), Place(2, fnuz=True)
     scalar = Attention("model.layers.1.self_attn.attn", v=(1.0,))
