@@ -104,7 +104,8 @@ def _try(runner: Any, action: Callable[[], Any]) -> Any:
 
 
 def _warn(problem: str, error: Exception) -> None:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    name = "" if type(error) is ValueError else f"{type(error).__name__}: "  # ours are whole sentences
+    reason = name + " ".join(str(error).split())
     _logger.warning(f"fp8kv: {problem}: {reason:.400}")
 
 
@@ -122,7 +123,7 @@ class Harvest:
             module.layer_name: (index, module)
             for index, module in vllm_attention(runner.get_model()).items()
             if getattr(module, "kv_sharing_target_layer_name", None) is None
-            and hasattr(module, "num_kv_heads")
+            and not hasattr(module, "kv_lora_rank")  # whose latent counts as one KV head
         }
         groups = runner.kv_cache_config.kv_cache_groups
         self._groups = [[modules[name] for name in group.layer_names if name in modules] for group in groups]

@@ -140,7 +140,7 @@ def layer_cache(module: Any) -> Tensor:
     """Return a layer's cache, [num_blocks, K, block_size, 2 * D]; a ValueError unless it has 4 dimensions."""
     cache = module.kv_cache
     if not isinstance(cache, Tensor) or cache.dim() != 4:
-        raise ValueError("the cache is not laid out as vLLM 0.32 and newer do")
+        raise ValueError("the cache is not laid out as in vLLM 0.32 and newer")
     return cache
 
 
