@@ -151,7 +151,13 @@ def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache
 
 
 def test_the_page_of_caches():
-    assert caches_page.PAGE.read_text() == caches_page.page(), "make pages"
+    page = caches_page.PAGE.read_text()
+    assert page == caches_page.page(), "make pages"
+    names = (*ALL_CACHES, *UNSIMULATED)
+    (unserved,) = (name for name in names if not find_support(name))
+    assert f"`{unserved}`, which no released engine has" in page.replace("\n", " ")
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"the {len(names) - 1} [types]" in changelog
     evaluation = (ROOT / "docs/evaluation.md").read_text()
     assert {*caches_page.kernel_table().splitlines()} <= {*evaluation.splitlines()}
     assert {"exact", *find_engine("vllm").kernels} == {*get_args(AttentionMode)}
