@@ -104,9 +104,8 @@ def verify(
         calibration, notes = open_measured(against, directory)
     report = verify_directory(directory, engines, calibration, place)
     answer = report.to_json() | {"notes": notes}
+    notes = [*notes, *report.next_step(against)]
     blocks = chain(_report_blocks(report, place), (f"note: {note}" for note in notes))
-    if against is None and (directory / STATS_FILE).is_file() and not report.problems:
-        blocks = chain(blocks, [f"note: to see what the scales clip, add --against {quote(str(directory))}"])
     if backend and report.baked == "int8":
         raise InputError(
             f"'{directory}' is baked for int8, whose cache makes its own scales; leave --backend out"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from calib.caches.types import Shape
@@ -27,7 +28,7 @@ from calib.files.cache_type import (
 )
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import CALIBRATION_FILE
+from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.files.text import show_layers
@@ -67,6 +68,17 @@ class Verification:
         if self.baked == "int8":
             return not self.problems and any(s.is_known and not s.problem for s in self.simulations)
         return not self.problems and any(s.is_known if self.baked else s.is_good for s in self.simulations)
+
+    def next_step(self, against: Path | None) -> list[str]:
+        """Return the flag or command to use next, in a line, if any; `against` names the statistics."""
+        path = self.scales.directory.path
+        own = path if (path / STATS_FILE).is_file() else None
+        if any(simulation.gap for simulation in self.simulations) and not self.nvfp4:
+            stats = quote(str(against or own)) if against or own else "CALIBRATION"
+            return [f"for the missing scales, fp8kv repair {quote(str(path))} --stats {stats} -o NEW"]
+        if own and not (against or self.problems):
+            return [f"to see what the scales clip, add --against {quote(str(path))}"]
+        return []
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""

@@ -110,11 +110,20 @@ def test_what_files_lack_or_nobody_measured_is_named(tmp_path):
         (partial(model, k=(0.5, 1.0)), f"the scale of K in layer 1 is {unmeasured}"),
         (partial(model, k=(1.0, 1.0), v=(1.0, 1.0)), ""),
     )):  # fmt: skip
-        (tmp_path / str(number)).mkdir()
-        done = fp8kv("verify", make(tmp_path / str(number)), "--engine", "vllm")
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        done = fp8kv("verify", make(directory), "--engine", "vllm")
         printed = " ".join((done.stdout + done.stderr).split())
         assert line in printed
         assert [x in printed for x in (lacks, unmeasured)] == [x in line for x in (lacks, unmeasured)]
+        advice = f"note: for the missing scales, fp8kv repair {directory} --stats CALIBRATION -o NEW"
+        assert (advice in printed) == (lacks in line)
+    # statistics that are there or were given, and not only a flag to compare with them
+    directory = save_amax({(i, x): [1.0] for i in range(2) for x in "kv"}, tmp_path / "0")
+    for flags in ((), ("--against", directory)):
+        printed = fp8kv("verify", directory, "--engine", "sglang", *flags).stdout
+        assert f"fp8kv repair {directory} --stats {directory} -o NEW" in printed
+        assert "add --against" not in printed
 
 
 def test_heads_are_split_over_ranks(tmp_path):
