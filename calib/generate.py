@@ -27,6 +27,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.same_model.check import check_weights
 from calib.scales.scales import KVScales
+from calib.scales.stats_file import change_warnings
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend, cache_of, fp8_attention, paged_cache, values_per_token
 
@@ -140,6 +141,7 @@ def generate_text(
         notes += _check_cache(kind, layers)
         attention = rounded_attention(model, rounding(options.cache, layers, served_dtype(checkpoint)))
     else:
+        notes += (*change_warnings([checkpoint.path if scales is None else to_path(scales)]),)
         check_fp8_cache(model)
         attention = fp8_attention(model, scales_for_model(model), backend=options.backend)
     progress.stage("generate")

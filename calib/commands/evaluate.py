@@ -96,6 +96,7 @@ def evaluate(
     from calib.models.sources import find_model
     from calib.recipe import load_recipe
     from calib.same_model.check import weight_warnings
+    from calib.scales.stats_file import change_warnings
 
     flags.check_assignments(context.params, ("data", "evaluation"))
     keys = flags.recipe_keys(context.params, ("data", "evaluation"))
@@ -103,7 +104,8 @@ def evaluate(
     if "dataset" not in resolved.data.model_fields_set:
         resolved = load_recipe(recipe, {"data.dataset": _DATASET, **keys})
     if scales and not resolved.evaluation.fail_if:  # the report says it too, after all the work
-        print_blocks(f"warning: {warning}" for warning in weight_warnings(scales, find_model(model)))
+        warnings = [*weight_warnings(scales, find_model(model)), *change_warnings(scales)]
+        print_blocks(f"warning: {warning}" for warning in warnings)
     report, failures = run_evaluation(
         model,
         resolved,

@@ -61,6 +61,7 @@ from calib.recipe import EvaluationRecipe, Recipe
 from calib.same_model.check import weight_warnings
 from calib.scales.scales import LATENT_NOTE, SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats_file import change_warnings
 from calib.scales.summary import TEXT_ALONE
 from fp8kv_runtime.errors import AttentionError
 
@@ -140,7 +141,7 @@ def open_inputs(
         tasks=tasks,
         scales=opened_scales,
         readers=readers,
-        warnings=[*warnings, *quantization_notes(checkpoint), *misfits, *unknown],
+        warnings=[*warnings, *quantization_notes(checkpoint), *misfits, *change_warnings(scales), *unknown],
     )
 
 

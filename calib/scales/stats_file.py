@@ -9,6 +9,7 @@ has `modalities`, and is written where pictures or sound were read.
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,9 +91,10 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe.
 
-    Raises as `load_stats` and `KVStats.scales` do.
+    Raises as `load_stats` and `KVStats.scales` do, and an InputError where the directory has other scales.
     """
     calibration = open_calibration(to_path(directory), needs_report=False)
+    _check_unchanged(calibration)
     return derive_scales(calibration.stats, calibration.recipe())
 
 
@@ -148,7 +150,7 @@ def open_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
     pack = read_pack(directory)
     has_report = needs_report or (directory / CALIBRATION_FILE).exists()
     calibration = Calibration(path, parse_report(directory, pack) if has_report else {}, pack)
-    if needs_report and path.is_dir() and not pack:
+    if needs_report:
         _check_unchanged(calibration)
     return calibration
 
@@ -160,18 +162,34 @@ def has_calibration(directory: Path) -> bool:
 
 def _check_unchanged(calibration: Calibration) -> None:
     """Refuse a directory whose scales, which somebody may have changed, are not those of its statistics."""
-    changed = [f"{letter}_scale of layer {layer}" for layer, letter in changed_scales(calibration)]
-    if changed:
-        names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+    if change := _describe_change(calibration):
         stats = quote(str(calibration.path / STATS_FILE))
-        raise InputError(
-            f"'{calibration.path}': scales were changed ({names}), and are not what the statistics beside "
-            f"them give; fp8kv apply {stats} MODEL -o OUTPUT writes the measured ones"
-        )
+        raise InputError(f"{change}; fp8kv apply {stats} MODEL -o OUTPUT writes the measured ones")
+
+
+def change_warnings(directories: Iterable[Path]) -> list[str]:
+    """Say which `directories` have scales that are not those of the calibration beside them."""
+    calibrations = (open_calibration(x, needs_report=False) for x in directories if has_calibration(x))
+    changes = filter(None, map(_describe_change, calibrations))
+    return [f"{change}; the scales are taken as they are" for change in changes]
+
+
+def _describe_change(calibration: Calibration) -> str:
+    """Name scales that do not follow from the statistics beside them; "" where all do."""
+    changed = [f"{letter}_scale of layer {layer}" for layer, letter in changed_scales(calibration)]
+    if not changed:
+        return ""
+    names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+    return (
+        f"'{calibration.path}': scales were changed ({names}), and are not what the statistics beside them "
+        "give"
+    )
 
 
 def changed_scales(calibration: Calibration) -> list[tuple[int, str]]:
     """Return layer and letter of each scale in the directory that does not follow from its statistics."""
+    if calibration.pack or not calibration.path.is_dir():
+        return []
     try:
         stored = read_scales(calibration.path, strict=False)
     except (NoModelError, NoScalesError):  # format fp8kv

@@ -16,6 +16,8 @@ from families import edit_json, edit_tensors, save_model, tiny_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from calib import load_scales
+from calib.errors import InputError
 from calib.files.fingerprint import fingerprint
 from calib.files.model_directory import open_model_directory
 
@@ -157,6 +159,15 @@ def test_nothing_is_made_of_the_absmax_of_other_weights_or_of_statistics_beside_
         assert not out.exists()
         if said == because:
             advice = re.search("fp8kv (apply .*) writes the measured ones", done.stderr)[1]
+    with pytest.raises(InputError, match=re.escape(because)):
+        load_scales(changed)
+    taken = f"warning: {because}, and are not what the statistics beside them give; the scales are taken as"
+    for command in (
+        ("generate", model, "a b c", "--max-new-tokens", "2"),
+        ("eval", model, "--samples", "8", "--seq-len", "64", "--variants", "none"),
+    ):
+        warned = [taken in fp8kv(*command, "--scales", x).output for x in (own, changed)]
+        assert warned == [False, True]
     names = {"MODEL": model, "OUTPUT": tmp_path / "measured"}
     ran(*(names.get(word, word) for word in shlex.split(advice)))
     assert scales(tmp_path / "measured") == scales(own)
