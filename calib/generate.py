@@ -130,8 +130,7 @@ def generate_text(
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
-    if not (length := inputs["input_ids"].shape[1]):
-        raise InputError("the model's tokenizer makes no token of this prompt; give it another text")
+    length = inputs["input_ids"].shape[1]
     check_positions(config, length + options.max_new_tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
@@ -227,7 +226,10 @@ def _open_scales(
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:
     if not chat:
-        return tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt")
+        if not inputs["input_ids"].numel():
+            raise InputError("the model's tokenizer makes no token of this prompt; give it another text")
+        return inputs
     if not tokenizer.chat_template:
         raise InputError("this model has no chat template; leave out --chat")
     return tokenizer.apply_chat_template(
