@@ -117,7 +117,8 @@ def convert(
 ) -> Answer:
     """Write the scales of a checkpoint in another engine's format, with the same bits.
 
-    Format `json` holds one scale for K and V: the larger of the two.
+    Format `sglang-nvfp4` holds a sixth of each scale, rounded to float32. Format `json` holds one scale for K
+    and V: the larger of the two.
     """
     from calib.transfer.convert import convert as convert_scales
 
