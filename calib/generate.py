@@ -225,19 +225,18 @@ def _open_scales(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:
-    if not chat:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        if not inputs["input_ids"].numel():
-            raise InputError("the model's tokenizer makes no token of this prompt; give it another text")
-        return inputs
-    if not tokenizer.chat_template:
+    if chat and not tokenizer.chat_template:
         raise InputError("this model has no chat template; leave out --chat")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    if chat:
+        message = {"role": "user", "content": prompt}
+        inputs: Any = tokenizer.apply_chat_template(
+            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise InputError("the model's tokenizer makes no token of this prompt; give it another text")
+    return inputs
 
 
 def _refuse_nan(input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import calib
 import calib.data
 import calib.formats
 import calib.recipe as calib_recipe
+import cli
 import fp8kv_runtime.hf
 from calib import InputError
 
@@ -170,6 +171,17 @@ def test_completion_and_type_checkers_see_every_public_name():
     imports = [x for x in tree.body if isinstance(x, ast.ImportFrom) and "fp8kv_runtime" in x.module]
     names = {alias.name for node in imports for alias in node.names} | {*fp8kv_runtime._HOMES}
     assert names == {*fp8kv_runtime.__all__}
+    # what other rooms import from a room
+    trees = [
+        ast.parse(file.read_text())
+        for room in ("calib", "fp8kv_runtime")
+        for file in ROOT.glob(f"{room}/**/*.py")
+    ]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for package in (calib.data, calib.formats, fp8kv_runtime.hf):
+        names = {x.name for node in imports if node.module == package.__name__ for x in node.names}
+        assert names - {*package.__all__} == set()
+    assert all(hasattr(cli, name) for name in cli.__all__)
     # without the stub every name is `Any`, and py.typed promises what is not there
     tree = ast.parse(Path(calib.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

@@ -1,6 +1,6 @@
 """Statistics of a calibration at the finest granularity, and the scales derived from them.
 
-Every entry merges by max or by sum, so batches and processes combine in any order.
+Each field has a rule to combine two of it, so batches and processes combine in any order.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

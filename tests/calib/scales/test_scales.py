@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from apply_cases import calibrated
-from command_line import calibrate, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 from engine_fixtures import make_scales
 from generation import PROMPT, as_json, continuation
 from pydantic import ValidationError
@@ -118,6 +118,9 @@ def test_centred_keys_are_refused_with_the_way_out_where_nothing_holds_them(mode
         one_line_error(done, f"--format {name}: ", "subtracts nothing from K", way_out)
     done = calibrate(model, "-o", tmp_path / "out", "--center-keys", "--format", "fp8kv", "--observer", "mse")
     one_line_error(done, "center_keys", "observer 'mse'", "use observer absmax")
+    centred = calibrated(model, tmp_path / "centred", "--center-keys", "--format", "fp8kv")
+    done = fp8kv("apply", centred, model, "--format", "vllm", "--strategy", "tensor", "-o", tmp_path / "out")
+    one_line_error(done, "--format vllm: ", "subtracts nothing from K")
     assert not (tmp_path / "out").exists()
     plain, recipe = TensorStats(torch.ones(2, 2)), load_recipe(None, {"center_keys": True})
     with pytest.raises(InputError, match="hold no means of K; calibrate with --center-keys"):
