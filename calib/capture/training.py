@@ -26,6 +26,7 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
 from calib.formats import Export, check_recipe, export
+from calib.formats.base import refusals_of
 from calib.models.config import check_cacheable
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
@@ -62,8 +63,7 @@ def scales_for(
 
     Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, center_keys, data.skip_first,
     data.allow_few_tokens, export.reduce and export.tp_size. `strategy` overrides the recipe's. Centred keys
-    are refused: no engine has names for their means. Few tokens, and rows that repeat each other, are a
-    Python warning.
+    are refused: no engine has names for their means. Few tokens and repeated rows are a Python warning.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval mode and is
     left exactly as it was, and so are the random numbers, also after an error. Where torch.distributed is
@@ -80,10 +80,11 @@ def scales_for(
     inner, changes = _unwrap(model), {"strategy": strategy} if strategy else {}
     recipe = (recipe or Recipe()).model_copy(update=changes)
     _check_weights(model, inner)
-    check_recipe(format, recipe)
-    check_scales(recipe, (), inner.config, type(inner).__name__, "targets='qkv'")
-    stats, doubts = _measure(inner, batches, recipe, format, gather)
-    exported = _export(inner, derive_scales(stats, recipe), recipe, format)
+    with refusals_of("scales_for"):
+        check_recipe(format, recipe)
+        check_scales(recipe, (), inner.config, type(inner).__name__, "targets='qkv'")
+        stats, doubts = _measure(inner, batches, recipe, format, gather)
+        exported = _export(inner, derive_scales(stats, recipe), recipe, format)
     for doubt in (*doubts, *exported.doubts):
         warnings.warn(doubt, stacklevel=3)
     with torch.inference_mode(mode=False):

@@ -104,7 +104,7 @@ class Offers:
     def _check_format(self, scales: KVScales, name: FormatName) -> None:
         """Refuse a format that cannot hold scales of K and V for this model."""
         if scales.strategy not in FORMATS[name].strategies:
-            raise NotServed(f"{FORMATS[name].engine} reads one scale per layer")
+            raise NotServed(f"format {name} holds one scale per layer, for {FORMATS[name].engine}")
         layers = {key: replace(layer, q=None) for key, layer in scales.layers.items()}
         try:
             export(replace(scales, layers=layers), self.checkpoint, name)

@@ -43,11 +43,11 @@ def _check(
         problem = "it holds no query scales"
         ways = [WayOut("targets", ("kv",)), WayOut("format", ("vllm",))]
     elif has_center and not target.reads_center:
-        problem = f"{target.engine} subtracts nothing from K"
+        problem = f"nothing is subtracted from K in {target.engine}"
         ways = [WayOut("format", ("fp8kv",)), WayOut("center_keys")]
     elif strategy not in target.strategies and reduce != "max":
         allowed = " or ".join(target.strategies)
-        problem = f"{target.engine} reads {allowed} scales; these have strategy '{strategy}'"
+        problem = f"it holds {allowed} scales, for {target.engine}; these have strategy '{strategy}'"
         formats = tuple(other for other in FORMATS if strategy in FORMATS[other].strategies)
         ways = [
             WayOut("strategy", target.strategies[:1]),

@@ -14,7 +14,7 @@ from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales, LayerScales
 
-Command = Literal["calibrate", "apply", "convert", "repair"]
+Command = Literal["calibrate", "apply", "convert", "repair", "scales_for"]
 
 # what a command calls the settings that a way out changes; it has no flags for the others
 _FLAGS: dict[Command, dict[str, str]] = {
@@ -30,6 +30,14 @@ _FLAGS: dict[Command, dict[str, str]] = {
     "convert": {"format": "--to", "reduce": "--reduce"},
     # it changes no strategy, but the statistics that it takes may be applied
     "repair": {"format": "--to", "strategy": "fp8kv apply --strategy"},
+    "scales_for": {  # arguments, and keys of one
+        "format": "format",
+        "strategy": "strategy",
+        "reduce": "the recipe's export.reduce",
+        "fp8_dtype": "the recipe's fp8_dtype",
+        "targets": "the recipe's targets",
+        "center_keys": "the recipe's center_keys",
+    },
 }
 _LEAVE_OUT = "leave out "
 BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
@@ -46,8 +54,8 @@ class WayOut:
     def words(self, flags: Mapping[str, str]) -> str:
         """Return the advice in a command's `flags`; nothing where it has none for the setting."""
         flag, values = flags.get(self.setting), self.values
-        if flag == "--to" and "fp8kv" in values:
-            # scales that lie in files cannot become the statistics that this format holds
+        if flag != "--format" and "fp8kv" in values:
+            # scales in files, and tensors for an engine, are not the statistics that this format holds
             values = tuple(value for value in values if value != "fp8kv")
             if not values:
                 return f"a new calibration in format fp8kv{self.purpose}"

@@ -78,7 +78,7 @@ def convert(
     if skip_layers and not FORMATS[to].skip_flag:
         legal = ", ".join(name for name, target in FORMATS.items() if target.skip_flag)
         raise UnsupportedExportError(
-            f"--skip-layers: {FORMATS[to].engine} has one type of cache for all layers; convert to {legal}"
+            f"--skip-layers: all layers have one type of cache in {FORMATS[to].engine}; convert to {legal}"
         )
     skipped = None
     if skip_layers is not None:

@@ -20,6 +20,7 @@ from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.names import SCALES_SHARD
 from calib.formats import export
+from calib.formats.base import refusals_of
 from calib.models.load import load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.strict_yaml import StrictModel
@@ -63,7 +64,8 @@ def test_the_scales_are_the_commands_bit_for_bit(tiny_llama, tiny_directory, tmp
 
 def names_or_refusal(make):
     try:
-        return {*make().keys()}
+        with refusals_of("scales_for"):
+            return {*make().keys()}
     except Fp8kvError as error:
         return re.sub(r"'\S+'", "", str(error))
 
@@ -234,6 +236,12 @@ def changed(mark=None, **config):
 DEEPSEEK = partial(tiny_model, "deepseek_v3", **LATENT["deepseek_v3"])
 
 
+PER_HEAD = (
+    "^format tgi: it holds tensor scales, for TGI; these have strategy 'attn_head'. "
+    "Use strategy tensor, or the recipe's export.reduce max, or format vllm or aphrodite$"
+)
+
+
 def test_refusals_are_one_line_and_what_is_not_known_of_the_engine_is_a_warning():
     for make, options, words in (
         (lambda: nn.Linear(2, 2), {}, "Linear is neither a transformers model"),
@@ -243,8 +251,13 @@ def test_refusals_are_one_line_and_what_is_not_known_of_the_engine_is_a_warning(
         (lambda: changed(quantization_config={"quant_method": "bitsandbytes"}), {}, "are quantised"),
         (lambda: changed({"ds_id": 0}), {}, "spread over processes"),
         (changed, {"format": "json"}, "use format='vllm'"),
-        (changed, {"format": "tgi", "strategy": "attn_head"}, "reads tensor scales"),
-        (changed, {"recipe": Recipe(targets="qkv"), "format": "tgi"}, "holds no query scales"),
+        (changed, {"format": "tgi", "strategy": "attn_head"}, PER_HEAD),
+        (
+            changed,
+            {"recipe": Recipe(targets="qkv"), "format": "tgi"},
+            "Use the recipe's targets kv, or format vllm$",
+        ),
+        (changed, {"recipe": Recipe(center_keys=True)}, "leave out the recipe's center_keys$"),
         (DEEPSEEK, {}, "MLA"),
         (DEEPSEEK, {"strategy": "attn_head"}, "one latent per token and layer"),
     ):

@@ -115,7 +115,7 @@ def test_centred_keys_are_refused_with_the_way_out_where_nothing_holds_them(mode
     for name in ("vllm", "json", "trtllm"):
         done = calibrate(model, "-o", tmp_path / "out", "--center-keys", "--format", name, "--reduce", "max")
         way_out = "Use --format fp8kv, or leave out --center-keys"
-        one_line_error(done, f"--format {name}: ", "subtracts nothing from K", way_out)
+        one_line_error(done, f"--format {name}: ", "nothing is subtracted from K", way_out)
     done = calibrate(model, "-o", tmp_path / "out", "--center-keys", "--format", "fp8kv", "--observer", "mse")
     one_line_error(done, "center_keys", "observer 'mse'", "use observer absmax")
     centred = calibrated(model, tmp_path / "centred", "--center-keys", "--format", "fp8kv")

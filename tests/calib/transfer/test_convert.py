@@ -178,7 +178,7 @@ def test_layers_left_in_16_bits_travel_with_the_checkpoint(model, measured, tmp_
         ("vllm", "3", "--skip-layers is [3]; it is a list of layer indices, 0 to 2"),
         ("vllm", "all", "--skip-layers is ['all']"),
         ("vllm", "0,1, 2", "--skip-layers names every layer"),
-        ("sglang", "1", "--skip-layers: SGLang has one type of cache for all layers; convert to vllm"),
+        ("sglang", "1", "--skip-layers: all layers have one type of cache in SGLang; convert to vllm"),
     ):
         done = fp8kv("convert", measured, "--to", to, "--skip-layers", layers, "-o", tmp_path / "no")
         one_line_error(done, words)
