@@ -5,7 +5,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from calib import choices
 from calib.arguments import check_arguments, to_path
@@ -101,10 +109,17 @@ class DataRecipe(Settings):
 class ExportRecipe(Settings):
     """The files that are written for the engines."""
 
-    formats: tuple[choices.FormatName, ...] = Field(default=("vllm",), min_length=1)
+    formats: tuple[choices.FormatName, ...] = ("vllm",)
     reduce: choices.Reduce = "none"
     tp_size: int = Field(default=1, ge=1, description="ranks in kv_cache_scales.json")
     weights: choices.Weights = "link"
+
+    @field_validator("formats")
+    @classmethod
+    def _refuse_none(cls, formats: tuple[choices.FormatName, ...]) -> tuple[choices.FormatName, ...]:
+        if not formats:
+            raise ValueError(f"name one or more of {', '.join(choices.FORMATS)}; without the key it is vllm")
+        return formats
 
 
 class EvaluationRecipe(Settings):
