@@ -81,7 +81,8 @@ def merge(
 ) -> Answer:
     """Merge the statistics of several calibrations, as if one run had read all their data.
 
-    Those of running engines (FP8KV_WATCH) become statistics again, for `fp8kv repair --stats`.
+    Rows that two runs read from files of different names count twice, and nothing warns of it. Statistics
+    of running engines (FP8KV_WATCH) become statistics again, for `fp8kv repair --stats`.
     """
     from calib.transfer.merge import merge as merge_runs
     from calib.transfer.merge import merge_statistics

@@ -79,6 +79,8 @@ def test_a_chat_template_is_applied(calibrated, tmp_path):
     model = shutil.copytree(calibrated, tmp_path / "chats")
     edit_json(model / "tokenizer_config.json", chat_template="w3 {{ messages[0]['content'] }} w4")
     assert as_json(model, PROMPT, "--chat")["cached_tokens"] == 1 + 6 + 1 + 9 - 1
+    edit_json(model / "tokenizer_config.json", chat_template="{% if false %}{% endif %}")
+    one_line_error(fp8kv("generate", model, PROMPT, "--chat"), "makes no token of this prompt")
 
 
 def test_mistakes_get_one_line_before_the_model_is_loaded(calibrated, model, tmp_path, monkeypatch):
