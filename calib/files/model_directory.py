@@ -58,6 +58,7 @@ class ModelDirectory:
     states: dict[str, FileState] = field(default_factory=dict)  # by file, when it was opened
     index: dict[str, str] | None = None  # tensor name -> file name
     has_config: bool = True
+    name: str = ""  # of the model, on the Hub or built in; in messages
 
     @property
     def shards(self) -> list[str]:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.m
 def find_model(model: str, kind: str = "model") -> ModelDirectory:
     """Resolve a local directory, Hub id or `builtin:` name of a model or a `drafter`; check what is there."""
     if model.startswith("builtin:"):
-        return open_model_directory(builtin_model(model))
+        return replace(open_model_directory(builtin_model(model)), name=model)
     path = to_path(model)
     if path.is_dir():
         return open_model_directory(path)
@@ -45,7 +46,7 @@ def find_model(model: str, kind: str = "model") -> ModelDirectory:
     if path.is_absolute() or model.startswith((".", "~")) or not least <= model.count("/") <= 1:
         raise InputError(f"{kind} '{model}' does not exist; give a local directory{ids}")
     snapshot = ask_hub(kind, model, lambda: snapshot_download(model, allow_patterns=_FILES), way_out)
-    return open_model_directory(Path(snapshot))
+    return replace(open_model_directory(Path(snapshot)), name=model)
 
 
 def short_name(model: str) -> str:

@@ -86,7 +86,7 @@ def scales_facts(
 def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None) -> ModelFacts:
     """Collect what `checkpoint` says; with its attention `modules` also the marks of its weights."""
     path, bake = checkpoint.path, read_bake(checkpoint)
-    facts = ModelFacts(str(path), checkpoint.config, num_layers=checkpoint.num_layers)
+    facts = ModelFacts(checkpoint.name or str(path), checkpoint.config, num_layers=checkpoint.num_layers)
     if bake:
         names = {fingerprint(checkpoint)}
         if (path / CALIBRATION_FILE).exists():  # scales may be of the directory that it was copied from

@@ -24,6 +24,7 @@ from calib.models.config import check_cacheable, load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.progress import library_bars_hidden
+from calib.same_model.check import model_facts
 
 
 def test_what_is_no_directory():
@@ -129,6 +130,10 @@ def test_what_the_hub_says_in_words_and_that_no_pickle_is_downloaded(monkeypatch
 
     monkeypatch.setattr(sources, "snapshot_download", download)
     assert find_model("org/name").path == tiny_directory
+    # messages call a model what the user called it
+    monkeypatch.setattr(sources, "builtin_model", lambda _: tiny_directory)
+    for name in ("org/name", "builtin:smollm2", str(tiny_directory)):
+        assert model_facts(find_model(name)).name == name
 
 
 def test_nonsense_that_loading_or_running_shows_is_one_line(edit, tmp_path):
