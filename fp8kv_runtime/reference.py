@@ -60,8 +60,8 @@ def extend_attention(
         query: [T, H, D], the new tokens of all sequences, one sequence after the other.
         blocks: the layer's cache, K and V of these tokens included.
         sequences: where the S sequences lie.
-        cu_seqlens: [S + 1] int32, where each sequence's new tokens start in `query`, and T. Rows beyond
-            the last, which a recorded graph or `num_splits` may have, get zeros.
+        cu_seqlens: [S + 1] int32, where each sequence's new tokens start in `query`, and behind the last
+            where they end. Rows of `query` from there on, which a recorded graph has, get zeros.
         max_query_len: the most new tokens of any sequence.
         options: softmax scale, window, softcap, sinks, FP8 queries.
         num_splits: parts of a head's KV that kernels take in parallel; no difference here.

@@ -186,7 +186,7 @@ class KVBlocks:
         return self.codes.device, *map(specialization, tensors)
 
     def dense(self, block_tables: Tensor, length: int) -> Tensor:
-        """Dequantise the first `length` tokens of `block_tables` [S, max_blocks]: [2, S, K, T, D] float32."""
+        """Dequantise the first `length` tokens of `block_tables` [S, max_blocks]: [2, S, K, N, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
         # as bytes, because torch cannot index FP8 on every device
         stored = self.codes.view(torch.uint8)

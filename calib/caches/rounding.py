@@ -14,10 +14,10 @@ from calib.caches.types import Layers, cache_type
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import swap_attention
 
-# layer, key [B, K, T, D], value [B, K, T, D] -> the K and V that attention computes with; of latents
-# [B, 1, T, R] and k_pe [B, 1, T, P]
+# layer, key [B, K, N, D], value [B, K, N, D] -> the K and V that attention computes with; of latents
+# [B, 1, N, R] and k_pe [B, 1, N, P]
 CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-Codec = Callable[[Tensor], Tensor]  # K or V [B, K, T, D], or a latent or k_pe -> the same, rounded
+Codec = Callable[[Tensor], Tensor]  # K or V [B, K, N, D], or a latent or k_pe -> the same, rounded
 
 
 def rounding(name: str, layers: Layers, dtype: torch.dtype | None = None) -> CacheRounding:

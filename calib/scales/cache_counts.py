@@ -58,7 +58,7 @@ class CacheCounts:
 
     @classmethod
     def of(cls, x: Tensor) -> "CacheCounts":
-        """Count K and V [T, 2, K, D] of T tokens: FP8 codes as uint8, or 16-bit values."""
+        """Count K and V [N, 2, K, D] of N tokens: FP8 codes as uint8, or 16-bit values."""
         if x.dtype != torch.uint8:
             none = torch.zeros(*x.shape[1:3], 0, dtype=torch.int64, device=x.device)
             return cls(len(x), x.abs().amax(0).float(), none, none)
@@ -186,7 +186,7 @@ class WatchedLayer:
 
 
 def _count(x: Tensor, size: int) -> Tensor:
-    """Count the values 0 to `size` - 1 of `x` [T, 2, K, D] uint8: [2, K, size] int64."""
+    """Count the values 0 to `size` - 1 of `x` [N, 2, K, D] uint8: [2, K, size] int64."""
     _, parts, heads, _ = x.shape
     if x.device.type == "cpu":  # a row of bytes after the other is 15 times as fast as int64 at once
         rows = [torch.bincount(row.reshape(-1), minlength=size) for row in x.flatten(1, 2).unbind(1)]

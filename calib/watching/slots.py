@@ -56,7 +56,7 @@ class WrittenSlots:
                 span[:] = min(span[0], first), max(span[1], last)
 
     def take(self) -> list[Tensor]:
-        """Return the slots of each group, [T] int64 each, and forget them."""
+        """Return the slots of each group, [N] int64 each, and forget them."""
         slots = []
         for size, written in zip(self._block_sizes, self._written, strict=True):
             ranges = [torch.arange(first, end) + block * size for block, (first, end) in written.items()]
@@ -127,7 +127,7 @@ class BlockMap:
         self.cuts_off = fp8 is not None and bool((write(numbers * 0 + above_1) == 1).all())
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Return K and V of `slots` [T]: [T, 2, K, D], FP8 codes as uint8; for `cache` see `layer_cache`."""
+        """Return K and V of `slots` [N]: [N, 2, K, D], FP8 codes as uint8; for `cache` see `layer_cache`."""
         slots = slots.to(cache.device)
         _, heads, count, size = self.shape
         values = cache.untyped_storage().nbytes() // cache.element_size()

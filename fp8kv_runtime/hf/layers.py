@@ -37,9 +37,10 @@ class ModuleScales(Protocol):
 
 
 class StepTokens:
-    """The next tokens of the rows: where they go in blocks, and memory for those of one layer at a time.
+    """The places of the rows' next tokens in blocks, and memory for their K and V, one layer at a time.
 
-    `shape` is that of K and V, [B, K, T, D]; `block_ids` and `offsets` in these are [B, T] int64.
+    `shape` is that of K and V, [B, K, T, D]. The tokens go to `block_ids` [B, T], to the places `offsets`
+    [B, T] in these blocks; both are int64.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Fp8CacheLayer(DynamicLayer):  # type: ignore[misc]
         return key[..., :k_dim], value[..., :v_dim]
 
     def _read(self, codes: Tensor, dtype: torch.dtype, *, may_keep: bool) -> Tensor:
-        """Return K and V [2, B, K, T, D] of all tokens, whose newest have these codes.
+        """Return K and V [2, B, K, N, D] of all tokens, whose newest have these codes [2, B, K, T, D].
 
         On a CPU they are kept, those of a long prompt from the second pass over the same rows on, so that
         the next decodes its own tokens only. What is kept lies before `length`: `crop` leaves it right.

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from fp8kv_runtime.errors import AttentionError
 
 # replacement(original, module, query, key, value, *args, **kwargs) -> what original returns
-# query [B, H, T, D]; key, value [B, K, T, D], or repeated by a model that does so; of latent attention the
-# latent [B, 1, T, R] and k_pe [B, 1, T, P], the shared and rotated part of the keys
+# query [B, H, T, D]; key, value [B, K, N, D], or repeated by a model that does so; of latent attention the
+# latent [B, 1, N, R] and k_pe [B, 1, N, P], the shared and rotated part of the keys
 Replacement = Callable[..., Any]
 
 # attention classes whose engines multiply scores by head_dim ** -0.5, whatever scaling theirs has

@@ -109,7 +109,7 @@ def append_kv_kernel(
 def load_scale(
     scale_ptr: tl.tensor, head: tl.tensor, channels: tl.tensor, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Load the scale of each channel of a head: [channels]."""
+    """Load the scale of each of the `channels` [width] of a head: [width] float32."""
     if SCALES == 2:
         return tl.load(scale_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
     scale = tl.load(scale_ptr + head * SCALES)
@@ -121,7 +121,7 @@ def divide(
     x: tl.tensor, scale_ptr: tl.tensor, head: tl.tensor, channels: tl.tensor, SCALES: tl.constexpr,
     HEAD_DIM: tl.constexpr, FUSED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Divide `x` by its scale, rounded to the nearest: `/` approximates."""
+    """Divide `x` [TILE, width] by its scale, rounded to the nearest: `/` approximates."""
     if FUSED and SCALES < 2:
         return divide_by_one(x, tl.load(scale_ptr + head * SCALES))
     else:
@@ -131,7 +131,7 @@ def divide(
 
 @triton.jit
 def divide_by_one(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Divide `x` by one scale, without a division for each value; needs a fused multiply-add.
+    """Divide `x` [TILE, width] by one scale, without a division for each value; needs fused multiply-add.
 
     A product with the reciprocal and two corrections by what is left over (Markstein 1990): equal
     to `div_rn` where the result is below 2 ** 17 and the scale within 2 ** +-60. What is larger
@@ -150,7 +150,7 @@ def divide_by_one(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count(counts_ptr: tl.tensor, x: tl.tensor, scaled: tl.tensor, FORMAT: tl.constexpr) -> None:
-    """Add to the head's three counters; what lies outside the tile is 0 and counts nowhere."""
+    """Add to the head's three counters; what lies outside the tile [TILE, width] is 0 and counts nowhere."""
     beyond = ~(tl.abs(scaled) <= largest(FORMAT))  # what is not finite as well
     lost = (tl.abs(scaled) <= half_smallest(FORMAT)) & (x != 0)
     # two counts in one sum: a tile has 2,048 values

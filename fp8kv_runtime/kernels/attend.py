@@ -33,8 +33,9 @@ def prepare_query(
     """Load query rows for `attend`; return them, what rounding took, factor and shift of their scores.
 
     `tokens_at`, [BLOCK_M] or one, is where each row's token begins; `heads` and `inside` are
-    [BLOCK_M]. The rows are FP8 bits, or float16 brought into range by a power of two per row,
-    exactly; K's scale goes into the factor, or into the rows where every channel has its own.
+    [BLOCK_M]. The rows and what rounding took are [BLOCK_M, block_d]: FP8 bits, or float16 brought into
+    range by a power of two per row, exactly; factor and shift are [BLOCK_M] float32. K's scale goes into
+    the factor, or into the rows where every channel has its own.
     """
     channels = tl.arange(0, LAYER.block_d)
     in_head = channels < LAYER.head_dim
@@ -78,7 +79,7 @@ def query_rows(
     cu_seqlens_ptr: tl.tensor, seq: tl.tensor, tile: tl.tensor, kv_head: tl.tensor, LAYER: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Return a sequence's first query and number of queries; token and head of each row of a tile."""
+    """Return a sequence's first query and number of queries; token and head of a tile's rows, [BLOCK_M]."""
     start = tl.load(cu_seqlens_ptr + seq)
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     length = tl.load(cu_seqlens_ptr + seq + 1) - start
@@ -87,7 +88,7 @@ def query_rows(
 
 @triton.jit
 def row_exponent(q: tl.tensor) -> tl.tensor:
-    """Return the exponent that leaves each row's largest magnitude in [512, 1024)."""
+    """Return exponents [BLOCK_M] that leave the largest |q| of rows [BLOCK_M, block_d] in [512, 1024)."""
     amax = tl.max(tl.abs(q), 1)
     biased = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) & 0xFF, 20)
     return tl.minimum(biased, 235) - 127 - 9
@@ -95,7 +96,7 @@ def row_exponent(q: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """Return 2 ** exponent, exactly."""
+    """Return 2 ** exponent [BLOCK_M] float32, exactly."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -137,7 +138,7 @@ def load_codes(
 
 @triton.jit
 def decode_tile(codes: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
-    """Decode what `load_codes` loaded: two halves of the channels, float16."""
+    """Decode what `load_codes` loaded: two halves of the channels, [TILE, block_d / 2] float16 each."""
     if LAYER.format == "float16":
         return codes
     else:
@@ -146,7 +147,10 @@ def decode_tile(codes: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def halves(x: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
-    """Split columns in two halves as `decode_tile` does: even and odd, or lower and upper."""
+    """Split [BLOCK_M, block_d] in two halves [BLOCK_M, block_d / 2] as `decode_tile` does.
+
+    They are even and odd columns, or lower and upper.
+    """
     if LAYER.format == "float16":
         return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
     else:
@@ -155,7 +159,7 @@ def halves(x: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def join_halves(first: tl.tensor, second: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
-    """Put together again what `halves` took apart."""
+    """Put together again, to [BLOCK_M, block_d], what `halves` took apart."""
     if LAYER.format == "float16":
         both = tl.permute(tl.join(first, second), [0, 2, 1])
         return tl.reshape(both, [first.shape[0], 2 * first.shape[1]])
@@ -165,7 +169,10 @@ def join_halves(first: tl.tensor, second: tl.tensor, LAYER: tl.constexpr) -> tl.
 
 @triton.jit
 def multiply_scores(q: tl.tensor, q_low: tl.tensor, codes: tl.tensor, LAYER: tl.constexpr) -> tl.tensor:
-    """Multiply Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_low` are `halves`."""
+    """Multiply Q Kᵀ without scales: [BLOCK_M, TILE] float32.
+
+    `q` and `q_low` are `halves` [BLOCK_M, block_d / 2], `codes` are those of `load_codes`.
+    """
     # `else` throughout: what follows a constant `if` that returns is compiled all the same
     if LAYER.q_fp8 and LAYER.multiplies:
         even, odd = unpack_pairs(codes, LAYER.ptx)
@@ -199,7 +206,7 @@ def score_unit(FORMAT: str, HARDWARE: bool, MULTIPLIES: bool) -> float:
 def start_softmax(
     sinks_ptr: tl.tensor, heads: tl.tensor, inside: tl.tensor, has_sink: tl.tensor, LAYER: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return the origin of the weights (base 2) and their sum before the first tile."""
+    """Return the origin of the weights (base 2) and their sum before the first tile, two [BLOCK_M]."""
     if LAYER.has_sinks and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
         sink = tl.maximum(sink, -1e30) * LOG2_E  # of -inf, -inf minus -inf would be NaN
@@ -212,14 +219,14 @@ def start_softmax(
 
 @triton.jit
 def origin_of(largest: tl.tensor) -> tl.tensor:
-    """Return the base-2 logit of weight 1, if the largest logit has weight 2 ** WEIGHT_EXPONENT."""
+    """Return the base-2 logit of weight 1 [BLOCK_M], if the `largest` has weight 2 ** WEIGHT_EXPONENT."""
     # beyond, the difference would be rounded, at last to 16, which float16 cannot hold
     return tl.where(tl.abs(largest) < 2.0**24, largest - WEIGHT_EXPONENT, largest)
 
 
 @triton.jit
 def apply_softcap(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """Return softcap * tanh(scores / softcap), in base 2 before and after."""
+    """Return softcap * tanh(scores / softcap) [BLOCK_M, TILE], in base 2 before and after."""
     # tanh(x) = 1 - 2 / (e^2x + 1), and e^2x = 2^(scores * 2 / softcap)
     return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
 
@@ -227,7 +234,7 @@ def apply_softcap(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
 @triton.jit
 def attend(
     q: tl.tensor,  # [BLOCK_M, block_d] float16, or FP8 bits
-    q_low: tl.tensor,  # the rest, added where the query (fp32, or times channel scales) does not fit float16
+    q_low: tl.tensor,  # [BLOCK_M, block_d] the rest, added where the query does not fit float16
     factor: tl.tensor,  # [BLOCK_M] turns a raw score into a logit in base 2
     shift: tl.tensor,  # [BLOCK_M] added to it: the centre's score
     rows_at: tl.tensor,  # [BLOCK_M] position of each query row

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def encode(x: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """Round float32 `x` to FP8 bits (uint8): nearest, ties to even, saturating; NaN stays NaN."""
+    """Round float32 `x` [...] to FP8 bits (uint8) [...]: nearest, ties to even, saturating; NaN stays NaN."""
     if FORMAT == "float16":
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         return x.to(tl.float16)
@@ -27,7 +27,7 @@ def encode(x: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.ten
 
 @triton.jit
 def decode(codes: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
-    """Decode FP8 bits (uint8) to float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
+    """Decode FP8 bits [...] (uint8) to float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
     if HARDWARE:
         return codes.to(hardware_type(FORMAT), bitcast=True).to(tl.float16)
     wide = codes.to(tl.int16)
@@ -47,7 +47,7 @@ def decode(codes: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr) -> tl
 def decode_pairs(
     pairs: tl.tensor, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Decode the low and the high byte of each int16, see `decode`."""
+    """Decode the low and the high byte of each int16 [...]: two float16 [...], see `decode`."""
     if PTX and not HARDWARE and FORMAT == "e4m3fn":
         # as in `decode`, on two codes at a time, which the compiler does not find
         return tl.inline_asm_elementwise(
@@ -76,7 +76,7 @@ def decode_pairs(
 
 @triton.jit
 def unpack_pairs(pairs: tl.tensor, PTX: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Split each int16 into its low and its high byte: two uint8."""
+    """Split each int16 [...] into its low and its high byte: two uint8 [...]."""
     if PTX:  # one instruction for four bytes, which the compiler does not find
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=&r,r,r", [pairs],

@@ -55,7 +55,7 @@ def plan_parts(
 
 @triton.jit
 def count_parts(tiles: tl.tensor, size: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return how many parts of `size` tiles every sequence has."""
+    """Return how many parts of `size` tiles every sequence has, [BLOCK_S] as `tiles` and `inside` are."""
     return tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
 
 
@@ -63,7 +63,10 @@ def count_parts(tiles: tl.tensor, size: tl.tensor, inside: tl.tensor) -> tl.tens
 def find_part(
     program: tl.tensor, seqs: tl.tensor, tiles: tl.tensor, parts: tl.tensor
 ) -> tuple[tl.tensor, ...]:
-    """Find a program's sequence, part and tiles per part; past the last: `num_seqs` or more."""
+    """Find a program's sequence, part and tiles per part, of what `plan_parts` returned, [BLOCK_S] each.
+
+    Past the last sequence its number is `num_seqs` or more.
+    """
     seq = tl.sum((tl.cumsum(parts) <= program).to(tl.int32))
     before = tl.sum(tl.where(seqs < seq, parts, 0))
     own_parts = tl.maximum(tl.sum(tl.where(seqs == seq, parts, 0)), 1)
