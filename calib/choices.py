@@ -19,7 +19,7 @@ OBSERVERS: dict[ObserverName, ObserverEntry] = {
         "the largest magnitude seen, so nothing saturates on the calibration data", needs_histogram=False
     ),
     "percentile": ObserverEntry(
-        "the magnitude that `observer.percentile` % (99.99) of values stay below, so it clips"
+        "the magnitude that `observer.percentile` % of values (by default 99.99 %) stay below, so it clips"
     ),
     "mse": ObserverEntry("the clipping threshold with the least squared error after FP8 rounding"),
 }

@@ -88,10 +88,10 @@ def lmdeploy(x: Tensor, bits: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def lmdeploy_codes(x: Tensor, bits: int) -> tuple[Tensor, ...]:
-    """Return the codes [..., D] int64 and lengths [..., 1] float32 of `x` [..., D].
+    """Return codes [..., D] int64 of `x` [..., D], its lengths, and for K the sizes of what they leave.
 
-    Of K, which has 3 `bits`, codes hold the sign above them, and the size of what they leave follows,
-    [..., 1] float32. Raises an InputError where D is not a power of two.
+    Lengths and sizes are [..., 1] float32. V has 2 `bits`. K has 3, and its codes hold a fourth above
+    them: the sign of what these leave. Raises an InputError where D is not a power of two.
     """
     levels, edges = _lmdeploy_levels(x, bits)
     rotated = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype).float()
