@@ -16,6 +16,7 @@ from families import save_model, tiny_model
 import calib
 import calib.data
 import calib.formats
+import calib.job
 import calib.recipe as calib_recipe
 import cli
 import fp8kv_runtime.hf
@@ -161,7 +162,7 @@ def test_the_documentation_names_every_public_name_and_no_other():
 
 
 def test_completion_and_type_checkers_see_every_public_name():
-    for package in (calib, calib.data, calib.formats, fp8kv_runtime, fp8kv_runtime.hf):
+    for package in (calib, calib.data, calib.formats, calib.job, fp8kv_runtime, fp8kv_runtime.hf):
         assert package not in (calib, fp8kv_runtime) or dir(package) == sorted(package.__all__)
         assert len(set(package.__all__)) == len(package.__all__) > 0
         assert all(hasattr(package, public) for public in package.__all__)
@@ -178,7 +179,7 @@ def test_completion_and_type_checkers_see_every_public_name():
         for file in ROOT.glob(f"{room}/**/*.py")
     ]
     imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    for package in (calib.data, calib.formats, fp8kv_runtime.hf):
+    for package in (calib.data, calib.formats, calib.job, fp8kv_runtime.hf):
         names = {x.name for node in imports if node.module == package.__name__ for x in node.names}
         assert names - {*package.__all__} == set()
     assert all(hasattr(cli, name) for name in cli.__all__)

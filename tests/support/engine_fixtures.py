@@ -40,7 +40,8 @@ def make_scales(strategy="tensor", *, q=False, fp8_dtype="e4m3fn", modules=None)
     layers = {}
     for i, name in enumerate(modules or [f"model.layers.{i}.self_attn" for i in range(2)]):
         query = ramp(heads, 0.5 + i) if q else None
-        layers[name] = LayerScales(i, k=ramp(kv, 0.25 + i), v=ramp(kv, 0.125 + i), q=query)
+        # the larger is K's in the first layer, V's in the next
+        layers[name] = LayerScales(i, k=ramp(kv, 0.25 + i), v=ramp(kv, 0.125 + 3 * i), q=query)
     return KVScales(strategy, fp8_dtype, layers)
 
 

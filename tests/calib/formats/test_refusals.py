@@ -130,7 +130,7 @@ def test_json_says_what_it_cannot_hold_and_needs_what_its_loaders_compare(make_c
     parts = ["self_attn.k_proj", "self_attn.k_proj", "mixer.in_proj", "mixer.in_proj"]
     source = make_checkpoint(names=[f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)])
     made = export(make_scales(), source, "json")
-    assert factors_of(made)["0"] == {"0": 0.25, "1": 1.25, "2": 1.0, "3": 1.0}
+    assert factors_of(made)["0"] == {"0": 0.25, "1": 3.125, "2": 1.0, "3": 1.0}
     unused, larger = made.notes
     assert unused == "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
     assert "one number" in larger
@@ -155,7 +155,7 @@ def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_
     with pytest.raises(UnsupportedExportError, match=f"--tp-size {ranks}: .*{said}"):
         export(make_scales(), source, "json", tp_size=ranks)
     one_per_rank = factors_of(export(make_scales(), source, "json", tp_size=2 * kv_heads))
-    assert one_per_rank == {str(rank): {"0": 0.25, "1": 1.25} for rank in range(2 * kv_heads)}
+    assert one_per_rank == {str(rank): {"0": 0.25, "1": 3.125} for rank in range(2 * kv_heads)}
 
 
 FLAG, BAKE = "--model-impl transformers", "fp8kv bake after fp8kv calibrate --format fp8kv"

@@ -3,6 +3,8 @@
 import copy
 import re
 import traceback
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +151,18 @@ def test_a_block_leaves_no_trace_also_after_an_error_and_in_it_a_model_is_not_co
             assert torch.equal(model(IDS).logits, expected)
     with pytest.raises(ValueError, match="^this cache holds no FP8 blocks: it was not filled inside fp8_att"):
         paged_cache(after.past_key_values)
+
+
+def test_a_forward_of_the_decoders_own_is_put_back(model, scales, monkeypatch):
+    decoder = model.get_decoder()
+    own = partial(type(decoder).forward, decoder)  # as hooks of accelerate leave one
+    monkeypatch.setitem(vars(decoder), "forward", own)
+    for error in (None, KeyError):
+        with suppress(KeyError), fp8_attention(model, scales, backend="torch"):
+            model(IDS)
+            if error:
+                raise error
+        assert vars(decoder)["forward"] is own
 
 
 @BACKENDS
