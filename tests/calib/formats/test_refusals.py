@@ -134,7 +134,7 @@ def test_json_says_what_it_cannot_hold_and_needs_what_its_loaders_compare(make_c
     unused, larger = made.notes
     assert unused == "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
     assert "one number" in larger
-    assert "up to 2.5 times too large" in larger  # of the first layer, 0.25 and 0.125
+    assert "up to 2.5 times too large" in larger  # of the second layer, 3.125 and 1.25
     layers = {name: replace(each, v=each.k) for name, each in make_scales().layers.items()}
     assert export(replace(make_scales(), layers=layers), source, "json").notes == (unused,)
     unnamed = make_checkpoint({"model_type": None})
