@@ -91,7 +91,7 @@ def gather(
     blocks: KVBlocks, sequences: PagedSequences, seq: int, heads: slice, tokens: slice, dtype: torch.dtype
 ) -> Tensor:
     """Return K and V of some heads and tokens of a sequence as `dtype`, without scales: [2, heads, N, D]."""
-    codes = blocks.codes.float()[:, sequences.block_tables[seq].long()]  # [2, n, K, block_size, D]
+    codes = blocks.codes.float()[:, sequences.block_tables[seq].long()]  # [2, blocks, K, block_size, D]
     return codes.transpose(1, 2).flatten(2, 3)[:, heads, tokens].to(dtype)
 
 

@@ -191,7 +191,7 @@ class KVBlocks:
         # as bytes, because torch cannot index FP8 on every device
         stored = self.codes.view(torch.uint8)
         codes = stored.index_select(1, used.flatten())
-        codes = codes.view(2, *used.shape, *stored.shape[2:])  # [2, S, n, K, block_size, D]
+        codes = codes.view(2, *used.shape, *stored.shape[2:])  # [2, S, blocks, K, block_size, D]
         codes = codes.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
         return self.decode(codes.view(self.codes.dtype))
 

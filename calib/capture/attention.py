@@ -77,8 +77,9 @@ class Draft:
         """Run the layer on `token_ids` [B, T] and `hidden` states, as engines do.
 
         `hidden` are [B, T, layers * W] of `layers` side by side, or [B, T, W] of the model.
-        The embedding of token j > 0 is joined with the hidden state of token j - 1, at its position. In the
-        place of token 0 is what vLLM reads at position 0.
+        At position p the layer reads the embedding of token p + 1 and the hidden state of token p. One row
+        comes before these, also at position 0 and with the hidden state of token 0. Its embedding is zero for
+        models of `_ZERO_AT_FIRST`, as in vLLM, and else that of token 1.
         """
         model: Any = self.model
         before = (torch.arange(token_ids.shape[1], device=hidden.device) - 1).clamp(min=0)[None]

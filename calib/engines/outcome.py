@@ -50,7 +50,7 @@ class NotKnown(SimulationEnd):
 
 @dataclass(frozen=True)
 class Place:
-    """Some GPUs."""
+    """Tensor-parallel ranks, and the FP8 type of their GPUs."""
 
     ranks: int = 1  # that the heads are split over: tensor parallelism
     fnuz: bool = False  # their FP8 type ends at 240, as that of MI300 (gfx942) does

@@ -64,7 +64,7 @@ class Percentile:
     percentile: float
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
-        """Read it off `histogram` [H, NUM_BINS], never above the true `amax` [H, D]; return [1] or [H]."""
+        """Return the percentile of `histogram` [H, NUM_BINS], at most the true `amax` [H, D]: [1] or [H]."""
         cumulative = _group_histogram(histogram, strategy).cumsum(-1).double()
         rank = (cumulative[:, -1:] * (self.percentile / 100)).ceil().clamp(min=1)
         bins = torch.searchsorted(cumulative, rank).squeeze(-1)

@@ -311,11 +311,15 @@ class KVStats:
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
-            CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: the observer returned no amax for each scale; means were not collected and keys are
-                to be centred; nothing is known of queries
-                that are to have scales; a latent is to have more than its one scale; too few tokens, or
-                no tails, for headroom `auto`.
+            CalibrationError: a layer saw nothing, only zeros, or NaN or Inf; or its values are so small or
+                so large that no engine would load the scale.
+            InputError: the statistics, or the observer, do not allow these options:
+
+                - `strategy`, `targets`, `center_keys`: a latent (MLA) has one scale, for K and V.
+                - `observer`: it needs a histogram that is not there, or returned no amax for each scale.
+                - `targets="qkv"`: the statistics are of a cache, which holds no queries.
+                - `center_keys`: the statistics hold no means of K.
+                - `headroom="auto"`: they hold no tails or too few tokens, or a layer needs more than 16.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)

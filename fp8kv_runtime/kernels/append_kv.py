@@ -109,7 +109,7 @@ def append_kv_kernel(
 def load_scale(
     scale_ptr: tl.tensor, head: tl.tensor, channels: tl.tensor, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Load the scale of each of the `channels` [width] of a head: [width] float32."""
+    """Load a head's scales of `channels` [width] or [block_d]: float32, of the same shape."""
     if SCALES == 2:
         return tl.load(scale_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
     scale = tl.load(scale_ptr + head * SCALES)

@@ -211,9 +211,10 @@ def _attend_with_cudnn(
 
 
 def cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums, [1, H, T] at least.
+    """Return cuDNN's attention [1, H, T, D], and the logarithms of its rows' sums.
 
     `query` is [1, H, T, D], `key` and `value` are [1, K, N, D].
+    The sums are [1, H, T, 1]; in older versions of torch [1, H, T].
     """
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = attend(query, key, value, None, True, 0.0, is_causal, scale=scale)

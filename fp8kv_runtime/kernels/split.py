@@ -63,9 +63,10 @@ def count_parts(tiles: tl.tensor, size: tl.tensor, inside: tl.tensor) -> tl.tens
 def find_part(
     program: tl.tensor, seqs: tl.tensor, tiles: tl.tensor, parts: tl.tensor
 ) -> tuple[tl.tensor, ...]:
-    """Find a program's sequence, part and tiles per part, of what `plan_parts` returned, [BLOCK_S] each.
+    """Return three scalars: a program's sequence, the number of its part there, and the tiles of a part.
 
-    Past the last sequence its number is `num_seqs` or more.
+    `seqs`, `tiles` and `parts` [BLOCK_S] are what `plan_parts` returned. A program past the last part
+    gets a sequence of `num_seqs` or more.
     """
     seq = tl.sum((tl.cumsum(parts) <= program).to(tl.int32))
     before = tl.sum(tl.where(seqs < seq, parts, 0))

@@ -17,8 +17,8 @@ class Target:
     shared_memory: int = 0  # bytes that one program may use
     decoded: tuple[str, ...] = ()  # formats that an instruction turns into float16
     encoded: tuple[str, ...] = ()  # formats that an instruction rounds to as `quantize` does
-    # formats that matrix instructions take as they are; since sm_90 only extend's are fast: the
-    # assembler makes float16 of those that 16 rows need
+    # formats that matrix instructions take as they are. On sm_90 and sm_100 only extend multiplies in FP8:
+    # decode has 16 rows, and there the assembler makes float16 products of them
     multiplied: tuple[str, ...] = ()
 
     @property
