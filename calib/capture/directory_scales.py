@@ -19,7 +19,6 @@ from calib.files.skipped_layers import skipped_layers
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from calib.scales.stats import derive_scales
 from calib.scales.stats_file import open_calibration
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ def open_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> Sc
         check_same_model(scales_facts(directory), model_facts(checkpoint))
     calibration = None
     if (directory / CALIBRATION_FILE).exists():
-        measured = open_calibration(directory, needs_report=False)
-        calibration = derive_scales(measured.stats, measured.recipe())
+        calibration = open_calibration(directory, needs_report=False).scales()
         is_pack = (directory / PACK_FILE).exists()  # whose JSON has one scale for K and V
         files = open_model_directory(directory, weights=False, or_statistics=True)
         if is_pack or not (files.config or files.json):  # format fp8kv

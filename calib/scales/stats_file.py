@@ -95,7 +95,7 @@ def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """
     calibration = open_calibration(to_path(directory), needs_report=False)
     _check_unchanged(calibration)
-    return derive_scales(calibration.stats, calibration.recipe())
+    return calibration.scales()
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,10 @@ class Calibration:
     def recipe(self, settings: dict[str, Any] | None = None) -> Recipe:
         """Read the saved recipe, changed by `settings`."""
         return load_recipe(str(self.directory / CALIBRATION_FILE), settings)
+
+    def scales(self) -> KVScales:
+        """Derive the scales from the statistics and the saved recipe."""
+        return derive_scales(self.stats, self.recipe())
 
 
 def open_calibration(path: Path, *, needs_report: bool = True) -> Calibration:
@@ -194,7 +198,7 @@ def changed_scales(calibration: Calibration) -> list[tuple[int, str]]:
         stored = read_scales(calibration.path, strict=False)
     except (NoModelError, NoScalesError):  # format fp8kv
         return []
-    scales = derive_scales(calibration.stats, calibration.recipe())
+    scales = calibration.scales()
     layers = {layer.layer_idx: dict(layer.items()) for layer in scales.expand_shared().values()}
     convention = nvfp4_convention(stored.directory)
     factor = convention.divisor / FP8_DIVISOR if convention and convention.divisor else 1.0
